@@ -40,6 +40,9 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 `start: /a+/ /a+/` this never ends, because the first part takes every "a" that the second one needs. Constraints of
 other kinds cannot cause it."""
 
+_SPACING_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
+"""Options of the library for a schema that switch off no check."""
+
 _LENIENT = json.JSONDecoder(parse_int=float)
 """A decoder that accepts all JSON that the library accepts. Python's own refuses integers of thousands of digits."""
 
@@ -87,14 +90,23 @@ def check_options(schema: object) -> None:
 
 
 def _check_embedded_schemas(grammar: str) -> None:
-    """Check the schemas after %json in a Lark grammar like other schemas. Raises ConstraintError."""
+    """Check the schemas after %json in a Lark grammar. Raises ConstraintError.
+
+    They may say where white space is allowed, because the gateway writes such grammars when it renders requests.
+    """
     for start in re.finditer(r"%json\s*", grammar):
         try:
             schema, _ = _LENIENT.raw_decode(grammar, start.end())
         except ValueError:
             continue  # the library reports the mistake, unless this %json is in a string or a comment
-        check_options(schema)
+        if not _sets_only_spacing(schema):
+            check_options(schema)
         _check_multiples(schema)
+
+
+def _sets_only_spacing(schema: object) -> bool:
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.keys() <= _SPACING_OPTIONS
 
 
 def _check_multiples(schema: object) -> None:

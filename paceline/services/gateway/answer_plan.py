@@ -12,9 +12,10 @@ from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import check_grammar, check_options, expression_of
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.answer_format import SPACED
-from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import Spelling, Tool
-from paceline.services.gateway.answers.form import Thought
+from paceline.services.gateway.answers.answer import Answer, new_call_id
+from paceline.services.gateway.answers.closed_schemas import closed
+from paceline.services.gateway.answers.expressions import Tool
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 from paceline.services.gateway.answers.grammar import Choice, answer_grammar
 from paceline.services.gateway.answers.parser import read_answer
 from paceline.services.gateway.answers.reader import Steps
@@ -34,6 +35,8 @@ class AnswerPlan:
     """The computation that reads one answer."""
     kept_token_ids: frozenset[int]
     """Special tokens whose text the parser needs."""
+    new_call_id: Callable[[], str] = new_call_id
+    """Returns an id for a tool call."""
 
 
 def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, prompt: str) -> AnswerPlan | None:
@@ -42,13 +45,16 @@ def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, 
     Args:
         prompt: the rendered conversation.
     """
-    thought, form = forms.thought, forms.tools if request.tools else None
+    thought, form = forms.thought, _form_of(request, forms)
     if form is None and thought is None:
         return None
+    functions = [tool.function for tool in request.tools or ()]
+    tools = [Tool(function.name, function.parameters or {}) for function in functions]
     markers = [*(form.markers if form is not None else ()), *((thought.start, thought.end) if thought else ())]
-    own = tokenizer.vocabulary.added_tokens
-    read = functools.partial(read_answer, thought=thought, form=form, is_open=_is_open(request, thought, prompt))
-    return AnswerPlan(read, frozenset(own[text] for text in markers if text in own))
+    is_open = _is_open(request, thought, prompt)
+    read = functools.partial(read_answer, thought=thought, form=form, is_open=is_open, tools=tools)
+    kept = tokenizer.vocabulary.spelling.tokens("".join(markers))
+    return AnswerPlan(read, kept, form.new_call_id if form is not None else new_call_id)
 
 
 def answer_constraint(
@@ -86,13 +92,15 @@ def answer_constraint(
     choice, functions = _choice_of(request)
     if request.tools and not tokenizer.eos_token_ids:
         raise InvalidRequestError("tools: this model has no token that ends an answer", "tools")
-    is_open = _is_open(request, thought, prompt)
+    is_open, form = _is_open(request, thought, prompt), _form_of(request, forms)
+    if isinstance(form, ChannelForm) and request.continue_final_message and not is_open:
+        thought = form = None  # the header of the message is in the prompt, so the rest of the answer is content
     grammar = answer_grammar(
-        Spelling(tokenizer.vocabulary.added_tokens),
+        tokenizer.vocabulary.spelling,
         thought=thought,
         is_open=is_open,
         budget=None if budget is None else max(0, budget - _spent(tokenizer, thought, prompt, is_open)),
-        form=forms.tools if request.tools else None,
+        form=form,
         tools=[Tool(function.name, _parameters(index, function)) for index, function in functions],
         choice=choice,
         parallel=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
@@ -109,6 +117,11 @@ def answer_constraint(
 _check = functools.lru_cache(maxsize=64)(check_grammar)
 
 
+def _form_of(request: ChatRequest, forms: AnswerForms) -> ToolForm | None:
+    """Return the form of tool calls in an answer; None if there are none."""
+    return forms.tools if request.tools or isinstance(forms.tools, ChannelForm) else None
+
+
 def _choice_of(request: ChatRequest) -> tuple[Choice, list[tuple[int, Function]]]:
     """Return the choice among tools, and the functions that may be called with their indexes in `tools`."""
     functions = [(index, tool.function) for index, tool in enumerate(request.tools or ())]
@@ -121,7 +134,8 @@ def _choice_of(request: ChatRequest) -> tuple[Choice, list[tuple[int, Function]]
 def _parameters(index: int, function: Function) -> Mapping[str, Any]:
     """Return the schema that is enforced for a function's arguments.
 
-    A schema that cannot be enforced is replaced by any object, unless the function is strict.
+    Its objects are closed; see `closed`. A schema that cannot be enforced is replaced by any object, unless the
+    function is strict.
 
     Raises:
         InvalidRequestError: the function is strict, and its schema cannot be enforced.
@@ -131,7 +145,7 @@ def _parameters(index: int, function: Function) -> Mapping[str, Any]:
     schema = {"type": "object", **function.parameters}
     try:
         check_options(schema)
-        schema = {**schema, "x-guidance": SPACED}
+        schema = {**closed(schema), "x-guidance": SPACED}
         _check(ConstraintKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
     except ConstraintError as error:
         if function.strict:
@@ -148,12 +162,12 @@ def _is_open(request: ChatRequest, thought: Thought | None, prompt: str) -> bool
     if request.continue_final_message:
         begun = request.messages[-1].text or ""
         return thought.start in begun and begun.rfind(thought.start) > begun.rfind(thought.end)
-    return thought.always_open or prompt.rstrip().endswith(thought.start)
+    return thought.always_open or prompt.rstrip().endswith(thought.opening.rstrip())
 
 
 def _spent(tokenizer: Tokenizer, thought: Thought | None, prompt: str, is_open: bool) -> int:
     """Return the number of tokens of reasoning that the prompt ends with."""
     if thought is None or not is_open:
         return 0
-    _, found, begun = prompt.rpartition(thought.start)
+    _, found, begun = prompt.rpartition(thought.opening)
     return len(tokenizer.encode(begun.strip(), False)) if found else 0

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.api_schema import (
     ChatChunk,
     ChatCompletion,
@@ -21,22 +20,18 @@ from paceline.services.gateway.api_schema import (
     answers,
 )
 from paceline.services.gateway.chat_prompt import render_chat
-from paceline.services.gateway.errors import ApiError, NoWorkerError
+from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.kinds import KINDS
-from paceline.services.gateway.middleware import is_valid_id
-from paceline.services.gateway.plan import Plan, check_ids, kind_of, plan_chat, plan_completion
-from paceline.services.gateway.respond import start, stream, whole
-from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
+from paceline.services.gateway.plan import check_ids, kind_of, plan_chat, plan_completion
+from paceline.services.gateway.respond import choose_id, respond
+from paceline.services.gateway.responses import ChatFormat, CompletionFormat
 from paceline.services.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
-    StreamOptions,
     TokenizeRequest,
 )
-from paceline.services.gateway.streaming import ChunkWriter
 
 
 def make_api(gateway: Gateway) -> APIRouter:
@@ -58,24 +53,24 @@ def make_api(gateway: Gateway) -> APIRouter:
     @router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        response_id = _response_id(body, request)
+        response_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
         longest = gateway.fleet.max_model_len(KINDS[kind_of(body)].decodes)
         plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, longest, gateway.logprob_rules)
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
-        return await _respond(gateway, body, plan, response_format, request)
+        return await respond(gateway, body, plan, response_format, request)
 
     @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        response_id = _response_id(body, request)
+        response_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
         longest = gateway.fleet.max_model_len()
         plan = await asyncio.to_thread(
             plan_chat, body, gateway.tokenizer, gateway.forms, longest, gateway.logprob_rules
         )
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
-        return await _respond(gateway, body, plan, response_format, request)
+        return await respond(gateway, body, plan, response_format, request)
 
     @router.post("/tokenize", response_model=None, responses=answers(Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -100,33 +95,6 @@ def make_api(gateway: Gateway) -> APIRouter:
         return {"prompt": await asyncio.to_thread(gateway.tokenizer.decode, body.tokens)}
 
     return router
-
-
-async def _respond(
-    gateway: Gateway, body: GenerationRequest, plan: Plan, response_format: ResponseFormat, request: Request
-) -> Response:
-    generation = start(gateway, plan, request, bool(body.stream))
-    if body.stream:
-        options = body.stream_options or StreamOptions()
-        if gateway.config.enable_force_include_usage:
-            options = StreamOptions(include_usage=True, continuous_usage_stats=True)
-        return stream(generation, ChunkWriter(response_format, options, generation.usage))
-    return await whole(generation, request, response_format.whole)
-
-
-def _response_id(body: GenerationRequest, request: Request) -> str:
-    """Return the request's id: from its header, else from its body, else the one that the gateway made.
-
-    Raises ApiError if the body's id is not valid.
-    """
-    if body.request_id is not None and not request.state.client_chose_id:
-        if not is_valid_id(body.request_id):
-            message = "request_id must be 1 to 128 visible ASCII characters"
-            raise ApiError(400, message, param="request_id")
-        set_request_id(body.request_id)
-        request.state.request_id = body.request_id
-        request.state.client_chose_id = True
-    return str(request.state.request_id)
 
 
 def _model_card(gateway: Gateway) -> dict[str, Any]:

@@ -261,6 +261,16 @@ class Version(BaseModel):
     version: str
 
 
+class ServerInfo(BaseModel):
+    version: str
+    model: str
+    max_model_len: int
+    started: int
+    members: dict[str, int]
+    """Number of services that can be reached, by role."""
+    options: Json
+
+
 class Load(BaseModel):
     server_load: int
     """Requests that wait or run."""

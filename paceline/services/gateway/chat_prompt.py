@@ -57,5 +57,7 @@ def _with_tools(messages: list[Json], tools: list[Json], form: ToolForm) -> list
 
 def _with_text(message: Json, form: ToolForm) -> Json:
     calls = message.get("tool_calls") or ()
-    written = [form.write(call["function"]["name"], str(call["function"]["arguments"])) for call in calls]
-    return {**message, "content": "\n".join([message.get("content") or "", *written]).strip("\n")} if calls else message
+    if not calls:
+        return message
+    written = form.write_all([(call["function"]["name"], str(call["function"]["arguments"])) for call in calls])
+    return {**message, "content": f"{message.get('content') or ''}\n{written}".strip("\n")}

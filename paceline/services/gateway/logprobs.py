@@ -36,6 +36,15 @@ class LogprobFormat:
             content.append({**self._chat_entry(chosen), "top_logprobs": [self._chat_entry(entry) for entry in top]})
         return {"content": content, "refusal": None}
 
+    def ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Return the `logprobs` object of a choice of POST /inference/v1/generate, which has ids and no texts."""
+        content = []
+        for token in tokens:
+            chosen, top = self._split(token)
+            others = [_id_entry(entry) for entry in top if entry.token_id != chosen.token_id]
+            content.append({**_id_entry(chosen), "top_logprobs": [_id_entry(chosen), *others]})
+        return {"content": content}
+
     def completion(
         self, tokens: Sequence[Token | None], token_ids: Sequence[int], offset: int
     ) -> tuple[dict[str, Any], int]:
@@ -98,6 +107,10 @@ class LogprobFormat:
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._vocabulary.token_text(token_id)
+
+
+def _id_entry(entry: Logprob) -> dict[str, Any]:
+    return {"token_id": entry.token_id, "logprob": _finite(entry), "rank": entry.rank}
 
 
 def _finite(entry: Logprob) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Annotated, Any
 
 import grpc.aio
@@ -16,7 +17,7 @@ import paceline
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.rpc import is_cancelled
-from paceline.services.gateway.api_schema import TEXT, FleetState, Load, Trace, Version, answers
+from paceline.services.gateway.api_schema import TEXT, FleetState, Load, ServerInfo, Trace, Version, answers
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.metrics import figures
@@ -29,6 +30,9 @@ LEDGER_SECONDS = 1.0
 LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
+
+_SECRETS = {"api_key", "redis"}
+"""Options that may hold a password."""
 
 
 def make_operations(gateway: Gateway) -> APIRouter:
@@ -54,6 +58,18 @@ def make_operations(gateway: Gateway) -> APIRouter:
     @router.get("/version", response_model=None, responses=answers(Version))
     async def version() -> dict[str, str]:
         return {"version": paceline.__version__}
+
+    @router.get("/server_info", response_model=None, responses=answers(ServerInfo))
+    async def server_info() -> dict[str, Any]:
+        roles = Counter(worker.member.role for worker in gateway.fleet.workers() if worker.available)
+        return {
+            "version": paceline.__version__,
+            "model": gateway.model,
+            "max_model_len": gateway.fleet.max_model_len(),
+            "started": gateway.started,
+            "members": dict(roles),
+            "options": gateway.config.model_dump(exclude=_SECRETS),
+        }
 
     @router.get("/load", response_model=None, responses=answers(Load))
     async def load() -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -18,6 +20,7 @@ from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, RepetitionDetection
+from paceline.services.gateway.token_schemas import TokenSampling, TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -45,6 +48,8 @@ class PromptPlan:
     """None if the client sent token ids, or if the prompt was truncated."""
     token_ids: list[int]
     sampling: SamplingParams
+    answer: AnswerPlan | None = None
+    """How answers are read; None if they are nothing but content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +66,6 @@ class Plan:
     """Lower is more urgent."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
-    answer: AnswerPlan | None = None
-    """How answers are read; None if they are nothing but content."""
     repetition: RepetitionDetection | None = None
     """When answers that repeat themselves end; None if they go on."""
     logprobs_as_ids: bool = False
@@ -156,9 +159,74 @@ def plan_chat(
         "messages",
     )
     constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
-    prompt = dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, constraint=constraint))
-    answer = plan_answer(request, forms, tokenizer, text)
-    return dataclasses.replace(_plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules), answer=answer)
+    sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
+    prompt = dataclasses.replace(prompt, sampling=sampling, answer=plan_answer(request, forms, tokenizer, text))
+    return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
+
+
+def plan_chats(
+    requests: Sequence[ChatRequest],
+    tokenizer: Tokenizer,
+    forms: AnswerForms,
+    max_model_len: int,
+    rules: LogprobRules = LogprobRules(),
+) -> Plan:
+    """Return one plan of several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
+    plans = []
+    for index, request in enumerate(requests):
+        with _renamed({"messages": f"messages[{index}]"}):
+            plans.append(plan_chat(request, tokenizer, forms, max_model_len, rules))
+    return dataclasses.replace(plans[0], prompts=[prompt for plan in plans for prompt in plan.prompts])
+
+
+def plan_tokens(
+    request: TokensRequest, tokenizer: Tokenizer, max_model_len: int, rules: LogprobRules = LogprobRules()
+) -> Plan:
+    """Return the plan of POST /inference/v1/generate. Arguments and errors are as for `plan_completion`."""
+    params = request.sampling_params
+    with _renamed({name: f"sampling_params.{name}" for name in type(params).model_fields}):
+        prompt = _plan_prompt(
+            params,
+            tokenizer,
+            None,
+            list(request.token_ids),
+            params.max_tokens,
+            tokenizer.defaults.max_new_tokens or max_model_len,
+            _count(params.logprobs, "logprobs", rules, tokenizer),
+            _count(params.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
+            max_model_len,
+            "token_ids",
+        )
+        plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
+    return dataclasses.replace(plan, cache_salt=request.cache_salt or "", priority=request.priority)
+
+
+def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int) -> Plan:
+    """Return a plan for the logprobs of given tokens after each prompt. One token is generated, which does not matter.
+
+    Args:
+        prompts: the rendered text of each prompt, by the field of the request that it comes from.
+
+    Raises the errors of `plan_completion`.
+    """
+    wanted = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": list(token_ids)}
+    params = TokenSampling.model_validate({**wanted, "ignore_eos": True})
+    plans = []
+    for param, text in prompts.items():
+        _check_length(text, params, tokenizer, max_model_len, param)
+        ids = tokenizer.encode(text, False, param)
+        plans.append(_plan_prompt(params, tokenizer, text, ids, 1, 1, 0, None, max_model_len, param))
+    return _plan(params, plans, common_pb2.WORK_KIND_GENERATE, LogprobRules(most=-1))
+
+
+@contextlib.contextmanager
+def _renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields that errors name, where a request has them in other places."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def _count(wanted: int | None, param: str, rules: LogprobRules, tokenizer: Tokenizer) -> int | None:
@@ -180,6 +248,8 @@ def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, m
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
             f"are more tokens than that: shorten {param}",
             param,
+            -(-len(text) // tokenizer.longest_token),
+            max_model_len,
         )
 
 
@@ -232,6 +302,8 @@ def _plan_prompt(
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(token_ids)} and the "
             f"answer may have {max_tokens or 1}: shorten {param} or lower {limit}",
             param if left < 1 else limit,
+            len(token_ids),
+            max_model_len,
         )
     if max_tokens is None:
         max_tokens = min(default_max_tokens, left)

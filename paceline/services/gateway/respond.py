@@ -10,18 +10,45 @@ from collections.abc import Callable
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.plan import Plan
-from paceline.services.gateway.responses import Json
-from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS
-from paceline.services.gateway.streaming import EventStreamResponse, StreamWriter, event_stream, until_disconnect
+from paceline.services.gateway.responses import Json, ResponseFormat
+from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS, GenerationRequest, StreamOptions
+from paceline.services.gateway.streaming import (
+    ChunkWriter,
+    EventStreamResponse,
+    StreamWriter,
+    event_stream,
+    until_disconnect,
+)
+from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.traces import RequestTrace
 
-_CLIENT_CLOSED_REQUEST = 499
+CLIENT_CLOSED_REQUEST = 499
 _PRIORITY_HEADER = "X-Vllm-Priority"
 _SESSION_HEADER = "X-Session-ID"
+
+
+def choose_id(wanted: str | None, request: Request) -> str:
+    """Return the request's id: from its header, else from its body, else the one that the gateway made.
+
+    Args:
+        wanted: the `request_id` of the body.
+
+    Raises:
+        ApiError: the body's id is not valid.
+    """
+    state = request.state
+    if wanted is not None and not state.client_chose_id:
+        if not is_valid_id(wanted):
+            raise ApiError(400, "request_id must be 1 to 128 visible ASCII characters", param="request_id")
+        set_request_id(wanted)
+        state.request_id, state.client_chose_id = wanted, True
+    return str(state.request_id)
 
 
 def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> Generation:
@@ -44,7 +71,25 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         tokenizer=gateway.tokenizer,
         metrics=gateway.metrics,
         traces=gateway.traces,
+        requests=gateway.requests,
     )
+
+
+async def respond(
+    gateway: Gateway,
+    body: GenerationRequest | TokensRequest,
+    plan: Plan,
+    response_format: ResponseFormat,
+    request: Request,
+) -> Response:
+    """Run a planned request and return its response, a stream if the client wants one."""
+    generation = start(gateway, plan, request, bool(body.stream))
+    if body.stream:
+        options = body.stream_options or StreamOptions()
+        if gateway.config.enable_force_include_usage:
+            options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return stream(generation, ChunkWriter(response_format, options, generation.usage))
+    return await whole(generation, request, response_format.whole)
 
 
 def stream(generation: Generation, writer: StreamWriter) -> Response:
@@ -60,7 +105,7 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     """
     choices = await until_disconnect(request.receive, generation.whole())
     if choices is None:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(body(choices, generation.usage()))
 
 

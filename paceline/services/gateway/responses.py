@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of, join_parts
+from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
 from paceline.services.gateway.chat_schemas import NamedTool
 from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.logprobs import LogprobFormat
@@ -24,6 +24,8 @@ class TextChunk(NamedTuple):
 
     choice: int
     text: str
+    place: str | int = "content"
+    """The text is "content", "reasoning", or arguments of the call with this index."""
 
 
 class ResponseFormat(ABC):
@@ -66,8 +68,8 @@ class ResponseFormat(ABC):
         """Return the body of a response that is not streamed."""
 
     @abstractmethod
-    def text_chunk(self, index: int, text: str) -> Json:
-        """Return the stream chunk that adds only text to a choice."""
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
+        """Return the body of a `TextChunk`."""
 
     def chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
         """Return the stream chunks of a delta; none if the delta changes nothing for the client yet."""
@@ -146,7 +148,7 @@ class ChatFormat(ResponseFormat):
         last = request.messages[-1]
         self._echo = last.text or "" if request.echo and last.role == "assistant" else ""
         self._shows_reasoning = request.include_reasoning
-        self._is_parsed = plan.answer is not None
+        self._is_parsed = any(prompt.answer is not None for prompt in plan.prompts)
         self._stop_for_calls = "stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls"
         self._has_calls: set[int] = set()
         """Choices with tool calls."""
@@ -156,52 +158,54 @@ class ChatFormat(ResponseFormat):
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": formatted, "usage": usage, **self._about_prompt(choices[0])}
 
-    def text_chunk(self, index: int, text: str) -> Json:
-        return self._chunk([self._delta_choice(index, {"content": text})])
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
+        return self._chunk([self._delta_choice(index, _text_fields(text, place))])
 
     def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
+        index = delta.index
         if self._begins(delta):
-            first = self._chunk([self._delta_choice(delta.index, {"role": "assistant", "content": self._echo})])
+            first = self._chunk([self._delta_choice(index, {"role": "assistant", "content": self._echo})])
             yield first | ({"prompt_token_ids": self._prompt(delta).token_ids} if self._returns_ids else {})
         self._sent_tokens += len(delta.tokens)
         if not self._says_something(delta):
             return
-        *before, last = self._fields(delta)
-        for fields in before:
-            yield self._chunk([self._delta_choice(delta.index, fields)])
-        if self._says_only_text(delta) and not delta.parts:
-            # A parser holds back what may be a marker. Then an empty text would end a client's view of the reasoning.
-            if delta.text or not self._is_parsed:
-                yield TextChunk(delta.index, delta.text)
-        else:
-            choice = self._delta_choice(delta.index, last)
-            if self._format is not None:
-                choice["logprobs"] = self._format.chat(delta.tokens)
-            if delta.finish_reason is not None:
-                choice |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
-            if self._returns_ids:
-                choice["token_ids"] = self._token_ids(delta)
-            yield self._chunk([choice])
+        pieces = self._pieces(delta)
+        # A delta with more than text has a last chunk, for the fields that are not text.
+        last = None if self._says_only_text(delta) else pieces.pop() if pieces else {}
+        for piece in pieces:
+            yield piece if isinstance(piece, TextChunk) else self._chunk([self._delta_choice(index, piece)])
+        if last is None:
+            return
+        fields = _text_fields(last.text, last.place) if isinstance(last, TextChunk) else last
+        choice = self._delta_choice(index, fields)
+        if self._format is not None:
+            choice["logprobs"] = self._format.chat(delta.tokens)
+        if delta.finish_reason is not None:
+            choice |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
+        if self._returns_ids:
+            choice["token_ids"] = self._token_ids(delta)
+        yield self._chunk([choice])
 
-    def _fields(self, delta: Delta) -> list[Json]:
-        """Return the `delta` objects for the parts of a delta, one at least."""
+    def _pieces(self, delta: Delta) -> list[Json | TextChunk]:
+        """Return what clients see of a delta's parts: texts, and `delta` objects with the heads of calls."""
         if not delta.parts:
-            return [{} if self._is_parsed and not delta.text else {"content": delta.text}]
-        fields: list[Json] = []
-        for part in join_parts(delta.parts):
-            match part:
-                case Content(text):
-                    fields.append({"content": text})
-                case Reasoning(text) if self._shows_reasoning:
-                    fields.append({"reasoning": text, "reasoning_content": text})
-                case CallBegin(index, call_id, name):
-                    self._has_calls.add(delta.index)
-                    begun = {"name": name, "arguments": ""}
-                    call = {"index": index, "id": call_id, "type": "function", "function": begun}
-                    fields.append({"tool_calls": [call]})
-                case CallArguments(index, text):
-                    fields.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
-        return fields or [{}]
+            # A parser holds back what may be a marker. Then an empty text would end a client's view of the reasoning.
+            return [TextChunk(delta.index, delta.text)] if delta.text or not self._is_parsed else []
+        pieces: list[Json | TextChunk] = []
+        for part in delta.parts:
+            if isinstance(part, Content):
+                pieces.append(TextChunk(delta.index, part.text))
+            elif isinstance(part, CallArguments):
+                pieces.append(TextChunk(delta.index, part.text, part.index))
+            elif isinstance(part, CallBegin):
+                self._has_calls.add(delta.index)
+                begun = {"name": part.name, "arguments": ""}
+                pieces.append(
+                    {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": begun}]}
+                )
+            elif self._shows_reasoning:
+                pieces.append(TextChunk(delta.index, part.text, "reasoning"))
+        return pieces
 
     def _finish_reason(self, delta: Delta) -> str | None:
         has_calls = delta.index in self._has_calls and delta.finish_reason == "stop"
@@ -241,6 +245,13 @@ class ChatFormat(ResponseFormat):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
+def _text_fields(text: str, place: str | int) -> Json:
+    """Return the `delta` object of a `TextChunk`."""
+    if isinstance(place, int):
+        return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+    return {"content": text} if place == "content" else {"reasoning": text, "reasoning_content": text}
+
+
 class CompletionFormat(ResponseFormat):
     """Responses of POST /v1/completions."""
 
@@ -260,7 +271,7 @@ class CompletionFormat(ResponseFormat):
         ]
         return {**self._head, "object": self.whole_object, "choices": formatted, "usage": usage}
 
-    def text_chunk(self, index: int, text: str) -> Json:
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
         return self._chunk([self._choice(Delta(index, text), echoed=False)])
 
     def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:

@@ -89,8 +89,8 @@ class ChunkWriter:
         self._format = response_format
         self._options = options
         self._usage = usage
-        self._around_text: dict[int, tuple[str, str]] = {}
-        """For each choice, the JSON before and after the text of its chunks, which differ in nothing but the text."""
+        self._around_text: dict[tuple[int, str | int], list[str]] = {}
+        """For each choice and place, the JSON around the text of its chunks, which differ in nothing but the text."""
 
     def begin(self) -> bytes:
         return b""
@@ -110,11 +110,11 @@ class ChunkWriter:
             return event(self._with_usage(chunk))
         if self._options.continuous_usage_stats:
             return event(self._with_usage(self._format.text_chunk(*chunk)))
-        if (around := self._around_text.get(chunk.choice)) is None:
-            whole = _ENCODER.encode(self._with_usage(self._format.text_chunk(chunk.choice, _MARK)))
-            before, behind = whole.split(_ENCODER.encode(_MARK))
-            around = self._around_text[chunk.choice] = before, behind
-        return _framed(around[0] + _ENCODER.encode(chunk.text) + around[1])
+        choice, text, place = chunk
+        if (around := self._around_text.get((choice, place))) is None:
+            whole = _ENCODER.encode(self._with_usage(self._format.text_chunk(choice, _MARK, place)))
+            around = self._around_text[choice, place] = whole.split(_ENCODER.encode(_MARK))
+        return _framed(_ENCODER.encode(text).join(around))
 
     def _with_usage(self, chunk: Json) -> Json:
         if self._options.include_usage:

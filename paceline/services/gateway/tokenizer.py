@@ -14,6 +14,7 @@ import tokenizers
 
 from paceline.core.config import GenerationConfig
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
+from paceline.services.gateway.answers.expressions import Spelling
 from paceline.services.gateway.chat_template import ChatTemplate, Message
 
 
@@ -35,6 +36,17 @@ class Vocabulary:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Ids of the tokens that stand for a fixed text, such as a marker of reasoning, by text."""
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How texts are written in grammars. Made once, because a model may have thousands of added tokens.
+
+        The grammar library takes an added token for text, unless it is special or in angle brackets.
+        """
+        tokens = self.added_tokens.items()
+        return Spelling(
+            {text: own for text, own in tokens if own in self.special_ids or (text[:1], text[-1:]) == ("<", ">")}
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for an id without a token, such as the padding of a vocabulary."""
@@ -162,6 +174,7 @@ class Tokenizer:
         self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
         self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
         source = _chat_template_source(folder, settings, chat_template)
+        self._special_tokens = special_tokens
         self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
@@ -205,6 +218,10 @@ class Tokenizer:
             template_kwargs=template_kwargs,
             tools=tools,
         )
+
+    def template(self, source: str) -> ChatTemplate:
+        """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""
+        return ChatTemplate(source, self._special_tokens)
 
     @property
     def chat_template_source(self) -> str:

@@ -292,7 +292,9 @@ class RequestTrace:
     """Number of sequences whose traces were dropped at the end."""
     ended: float | None = None
     outcome: str = ""
-    """One of "finished", "failed" and "client gone"; empty while it runs."""
+    """One of "finished", "failed", "aborted" and "client gone"; empty while it runs."""
+    is_aborted: bool = False
+    """Whether it was ended by its id."""
 
     @staticmethod
     def of(plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool) -> RequestTrace:
@@ -324,6 +326,8 @@ class RequestTrace:
         self.ended = time.monotonic()
         if "error" in outcomes:
             self.outcome = "failed"
+        elif self.is_aborted:
+            self.outcome = "aborted"
         else:
             left = outcomes & {"abort", ""} or len(self.records) < self.sequences
             self.outcome = "client gone" if left else "finished"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from paceline.services.gateway.answers.reader import Reader
+from paceline.services.gateway.answers.reader import Reader, Steps
 
 
 def new_call_id() -> str:
@@ -23,10 +24,14 @@ class Answer:
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self.reader = Reader()
+        self.tools: Mapping[str, Tool] = {}
+        """The tools that may be called, by name, for forms in which types follow from schemas."""
         self.parts: list[Part] = []
         """Parts that nobody has taken."""
         self.is_thinking = False
         """Whether the text that comes next is reasoning."""
+        self.reasoning_length = 0
+        """Characters of reasoning that have been read, with the white space around them."""
         self._new_call_id = new_call_id
         self._calls = 0
         self._space = ""
@@ -46,8 +51,19 @@ class Answer:
 
     def reasoning(self, text: str) -> None:
         """Add reasoning."""
+        self.reasoning_length += len(text)
         if text := self._trimmed(text):
             self.parts.append(Reasoning(text))
+
+    def read_reasoning(self, ends: Sequence[str]) -> Steps[str | None]:
+        """Read reasoning up to one of these texts, which is read, too. Return it; None if the answer ends first."""
+        self.end_text()
+        self.is_thinking = True
+        end = yield from self.reader.pass_until(ends, self.reasoning)
+        if end is not None:
+            self.is_thinking = False
+            self.end_text()
+        return end
 
     def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
         """Begin a tool call. Return the function that adds to its arguments, which must be JSON text in the end.
@@ -56,6 +72,7 @@ class Answer:
             call_id: the id that the model chose, if it did.
         """
         self.end_text()
+        self.reader.forget()  # the text of a call that has begun will not be read again
         index = self._calls
         self._calls += 1
         self.parts.append(CallBegin(index, call_id or self._new_call_id(), name))

@@ -11,6 +11,9 @@ from typing import Any
 ANY_TEXT = r"(.|\n)*"
 """A regular expression for text. Special tokens are no text."""
 
+SPACE = r"[ \n\r\t]{0,8}"
+"""A regular expression for white space between the parts of a call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -25,7 +28,7 @@ class Spelling:
     """How texts are written in a grammar: tokens that stand for themselves by id, all else as strings.
 
     Args:
-        own_tokens: ids of the tokens that were added to the vocabulary, by text.
+        own_tokens: ids of the tokens that were added to the vocabulary and are no text for the library, by text.
     """
 
     def __init__(self, own_tokens: Mapping[str, int]) -> None:
@@ -38,10 +41,15 @@ class Spelling:
         """Return whether a text is one token of its own."""
         return text in self._ids
 
+    def tokens(self, text: str) -> frozenset[int]:
+        """Return the ids of the tokens within a text that stand for themselves."""
+        pieces = () if self._split is None else self._split.findall(text)
+        return frozenset(self._ids[piece] for piece in pieces)
+
     def literal(self, text: str) -> str:
         """Return the expression for exactly this text."""
         pieces = [text] if self._split is None else self._split.split(text)
-        spelled = [f"<[{self._ids[p]}]>" if p in self._ids else json.dumps(p, ensure_ascii=False) for p in pieces if p]
+        spelled = [f"<[{self._ids[p]}]>" if p in self._ids else quoted(p) for p in pieces if p]
         return " ".join(spelled) or '""'
 
 
@@ -50,21 +58,34 @@ def regex(text: str) -> str:
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")
 
 
-def without(*texts: str) -> str:
-    """Return a terminal for all text that contains none of these texts."""
-    return f"/{ANY_TEXT}/" + "".join(f" & ~/{ANY_TEXT}{regex(text)}{ANY_TEXT}/" for text in texts)
+def without(*texts: str, pattern: str = ANY_TEXT) -> str:
+    """Return a terminal for all text that matches a regular expression and contains none of these texts."""
+    return f"/{pattern}/" + "".join(f" & ~/{ANY_TEXT}{regex(text)}{ANY_TEXT}/" for text in texts)
 
 
 def json_call(tool: Tool, name: str, arguments: str) -> str:
-    """Return an expression for a call as a JSON object with these two members.
+    """Return an expression for a call as a JSON object with these two members, after white space.
 
     Args:
         name: name of the member with the tool's name.
         arguments: name of the member with the arguments.
     """
-    # Written out, so that references within the schema of the arguments still begin at its root.
-    pieces = ('"{"', _json(name), '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
+    # Written out, so that references within the schema of the arguments still begin at its root. The first terminal is
+    # longer than a bracket, because where calls are whole answers, a bracket alone may also begin other text.
+    start = f"/{SPACE}\\{{{SPACE}{regex(json.dumps(name))}/"
+    pieces = (start, '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
     return "(" + " SPACE ".join(pieces) + ")"
+
+
+def json_list(calls: str, parallel: bool) -> str:
+    """Return an expression for a JSON list of calls, and its rule.
+
+    Args:
+        calls: an expression for one call.
+        parallel: whether there may be several.
+    """
+    more = '(SPACE "," form_call)*' if parallel else ""
+    return f'"[" form_call {more} SPACE "]"\nform_call: {calls}'
 
 
 def schema(tool: Tool) -> str:
@@ -72,5 +93,11 @@ def schema(tool: Tool) -> str:
     return f"%json {json.dumps(dict(tool.parameters), ensure_ascii=False)}"
 
 
+def quoted(text: str) -> str:
+    """Return the expression for exactly this text, which holds no marker."""
+    # The library's lexer refuses this one character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def _json(text: str) -> str:
-    return json.dumps(json.dumps(text, ensure_ascii=False), ensure_ascii=False)
+    return quoted(json.dumps(text, ensure_ascii=False))

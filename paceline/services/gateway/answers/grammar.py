@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, Tool, regex, without
-from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.expressions import ANY_TEXT, SPACE, Spelling, Tool, regex, without
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 
 Choice = Literal["none", "auto", "required"]
-
-_SPACE = r"/[ \n\r\t]{0,8}/"
 
 
 def answer_grammar(
@@ -41,12 +39,26 @@ def answer_grammar(
     """
     rules: list[str] = []
     start = "body"
+    # Without this, all reasoning whose markers are no tokens of their own would also be text.
+    text = without(thought.start) if thought is not None else without()
     if thought is not None:
-        start = "thinking body" if is_open else "(thought_begin thinking)? body"
-        rules.append(f"thought_begin: {spelling.literal(thought.start)}")
+        between = f" {spelling.literal(form.between)}" if isinstance(form, ChannelForm) else ""
+        start = f"thinking{between} body" if is_open else f"(thought_begin thinking{between})? body"
+        rules.append(f"thought_begin: {spelling.literal(thought.opening)}")
         rules += _thinking(spelling, thought, budget)
-    rules += _body(spelling, form, tools, choice, parallel, content)
-    return "\n".join([f"start: {start}", *rules, f"TEXT: /{ANY_TEXT}/", f"SPACE: {_SPACE}", ""])
+    if isinstance(form, ChannelForm):
+        rules += [] if content is None else [f"content: {content}"]
+        rules += form.rules(
+            spelling,
+            tools,
+            may_call=choice != "none" and bool(tools),
+            must_call=choice == "required",
+            may_think=budget is None,
+            content=None if content is None else "content",
+        )
+    else:
+        rules += _body(spelling, form, tools, choice, parallel, content, text)
+    return "\n".join([f"start: {start}", *rules, f"TEXT: {text}", f"SPACE: /{SPACE}/", ""])
 
 
 def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[str]:
@@ -55,8 +67,8 @@ def _thinking(spelling: Spelling, thought: Thought, budget: int | None) -> list[
         return [f"thinking: {spelling.literal(thought.end)}"]
     limit = f"max_tokens={budget}"
     if spelling.is_token(thought.end):
-        rule = "thought: TEXT" if budget is None else f"thought[{limit}]: TEXT"
-        return [f"thinking: thought {spelling.literal(thought.end)}", rule]
+        rule = "thought" if budget is None else f"thought[{limit}]"
+        return [f"thinking: thought {spelling.literal(thought.end)}", f"{rule}: /{ANY_TEXT}/"]
     whole = f"/{ANY_TEXT}{regex(thought.end)}/"
     if budget is None:
         return [f"thinking[lazy]: {whole}"]
@@ -79,30 +91,40 @@ def _body(
     choice: Choice,
     parallel: bool,
     content: str | None,
+    text: str,
 ) -> list[str]:
-    """Return the rules for what comes after reasoning."""
+    """Return the rules for what comes after reasoning.
+
+    Args:
+        text: the terminal TEXT.
+    """
     rules = [] if content is None else [f"content: {content}"]
     if form is None:
         return [*rules, f"body: {'TEXT' if content is None else 'content'}"]
+    bare = f" & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else ""
     if choice == "none":
-        texts = [form.trigger] if form.trigger and not spelling.is_token(form.trigger) else []
-        plain = f"/{ANY_TEXT}/ & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else without(*texts)
-        return [*rules, f"PLAIN: {plain}", f"body: {'PLAIN' if content is None else 'content'}"]
+        return [
+            *rules,
+            f"PLAIN: {text} & {without(*form.triggers)}{bare}",
+            f"body: {'PLAIN' if content is None else 'content'}",
+        ]
     rules.append(f"calls: {form.grammar(spelling, tools, parallel)}")
-    if form.bare_start:
-        rules.append(f"PLAIN: /{ANY_TEXT}/ & ~/{form.bare_start}{ANY_TEXT}/")
-        other = "PLAIN" if content is None else "content"
-        return [*rules, "body: calls" if choice == "required" else f"body: calls | {other}"]
-    call = f"{spelling.literal(form.trigger)} calls"
-    again = f"(SPACE {call})*" if parallel and form.repeats else ""
-    if choice == "required":
-        return [*rules, f"body: {call} {again}"]
-    if content is not None:
-        return [*rules, f"body: content | {call} {again}"]
-    if spelling.is_token(form.trigger):
-        rules.append(f"call: TEXT {call}")
+    begun = f"({' | '.join(map(spelling.literal, form.triggers))})"
+    if bare:
+        whole = f"{begun}? calls" if form.triggers else "calls"
     else:
-        rules += ["call: head calls", f"head[lazy]: /{ANY_TEXT}{regex(form.trigger)}/"]
-    if parallel and form.repeats:
-        return [*rules, "body: call* TEXT"]
-    return [*rules, "body: TEXT | call SPACE"]
+        whole = f"{begun} calls" + (f" (SPACE {begun} calls)*" if parallel and form.repeats else "")
+    if choice == "required":
+        return [*rules, f"body: {whole}"]
+    if content is not None:
+        return [*rules, f"body: content | {whole}"]
+    rules.append(f"PLAIN: {text}{bare}")
+    texts = [trigger for trigger in form.triggers if not spelling.is_token(trigger)]
+    opened = [f"PLAIN {spelling.literal(trigger)}" for trigger in form.triggers if spelling.is_token(trigger)]
+    if texts:
+        rules.append(f"head[lazy]: /{ANY_TEXT}({'|'.join(map(regex, texts))})/ & {text}{bare}")
+        opened.append("head")
+    rules.append(f"call: ({' | '.join(opened)}) calls")
+    if parallel and form.repeats and not bare:
+        return [*rules, "body: call* PLAIN"]
+    return [*rules, "body: " + " | ".join(["PLAIN", *(["calls"] if bare else []), *(["call SPACE"] if opened else [])])]

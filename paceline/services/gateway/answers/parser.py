@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.services.gateway.answers.answer import Answer, new_call_id
-from paceline.services.gateway.answers.form import Thought, ToolForm
+from paceline.services.gateway.answers.expressions import Tool
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 from paceline.services.gateway.answers.parts import Part, join_parts
 from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError, Reader, Steps
 
 
-def read_answer(answer: Answer, thought: Thought | None, form: ToolForm | None, is_open: bool) -> Steps[None]:
+def read_answer(
+    answer: Answer, thought: Thought | None, form: ToolForm | None, is_open: bool, tools: Sequence[Tool] = ()
+) -> Steps[None]:
     """Read a whole answer.
 
     Args:
         is_open: whether the answer begins within reasoning.
+        tools: the tools that may be called.
     """
     reader = answer.reader
+    answer.tools = {tool.name: tool for tool in tools}
     markers = form.markers if form is not None else ()
     if thought is not None:
         markers = (thought.start, thought.end, *markers)
     if thought is not None and is_open:
         yield from _read_thought(answer, thought)
+    if isinstance(form, ChannelForm):
+        yield from form.read(answer)
+        return
     can_begin = form is not None
     while True:
         if can_begin and form is not None:
@@ -32,9 +40,10 @@ def read_answer(answer: Answer, thought: Thought | None, form: ToolForm | None, 
         if marker is None:
             return
         if thought is not None and marker == thought.start:
+            yield from reader.choose((thought.label,))
             yield from _read_thought(answer, thought)
             can_begin = form is not None
-        elif form is not None and marker == form.trigger:
+        elif form is not None and marker in form.triggers:
             yield from _read_calls(answer, form)
         else:
             answer.end_text()  # an end without a beginning
@@ -51,12 +60,9 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
 
 
 def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
-    answer.end_text()
-    answer.is_thinking = True
-    ended = yield from answer.reader.pass_until((thought.end,), answer.reasoning)
-    if ended is not None:
-        answer.is_thinking = False
-        answer.end_text()
+    # A model may write the start again, although the prompt has begun the reasoning.
+    while (yield from answer.read_reasoning((thought.start, thought.end))) == thought.start:
+        yield from answer.reader.choose((thought.label,))
 
 
 def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:
@@ -84,43 +90,52 @@ class AnswerParser:
     def __init__(self, read: Callable[[Answer], Steps[None]], new_call_id: Callable[[], str] = new_call_id) -> None:
         self._answer = Answer(new_call_id)
         self._steps: Steps[None] | None = read(self._answer)
-        self._pending = 0
-        """Reasoning tokens whose text may belong to the marker at the end."""
+        self._starts: list[int] = []
+        """Places within the reasoning where tokens begin whose text may belong to the marker at its end."""
         self.reasoning_tokens = 0
+        """Tokens that begin within reasoning. Those of its markers do not count."""
         self._resume()
 
     def push(self, text: str) -> list[Part]:
         """Take the text of the next token, which may be empty. Return new parts."""
         answer, reader = self._answer, self._answer.reader
-        was_thinking = answer.is_thinking
+        if text and (resting := reader.resting) is not None and resting[0].search(text) is None:
+            resting[1](text)
+            if answer.is_thinking:
+                self.reasoning_tokens += 1 + len(self._starts)
+                self._starts = []
+            return self._taken()
+        if answer.is_thinking:
+            self._starts.append(self._start_of(text))
         if text:
-            resting = reader.resting
-            if resting is not None and resting[0].search(text) is None:
-                resting[1](text)
-            else:
-                reader.feed(text)
-                self._resume()
-        if was_thinking:
+            reader.feed(text)
+            self._resume()
+        if self._starts:
             self._count()
         return self._taken()
 
-    def finish(self) -> list[Part]:
-        """Return the parts that were held back, after the last token."""
+    def finish(self, text: str = "") -> list[Part]:
+        """Take text that was held back until after the last token. Return the parts that were held back."""
+        self._answer.reader.feed(text)
         self._answer.reader.end()
         self._resume()
         self._answer.close()
-        self.reasoning_tokens += self._pending
-        self._pending = 0
+        self._count()
         return self._taken()
 
+    def _start_of(self, text: str) -> int:
+        """Return the place within the reasoning where a token begins."""
+        start = self._answer.reasoning_length + self._answer.reader.unread
+        # The text of a broken character comes with the next token, but belongs to the token before, which has no text.
+        is_broken = text.startswith("\ufffd") and self._starts[-1:] == [start]
+        return start + is_broken
+
     def _count(self) -> None:
-        """Count a token that came within reasoning. Tokens of the marker at its end do not count."""
-        self._pending += 1
-        if not self._answer.is_thinking:
-            self._pending = 0
-        elif self._answer.reader.is_empty:
-            self.reasoning_tokens += self._pending
-            self._pending = 0
+        """Count the tokens whose first character is certain to be reasoning."""
+        read = self._answer.reasoning_length
+        certain = sum(start < read for start in self._starts)
+        self.reasoning_tokens += certain
+        self._starts = self._starts[certain:] if self._answer.is_thinking else []
 
     def _resume(self) -> None:
         if self._steps is not None:

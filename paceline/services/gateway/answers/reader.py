@@ -24,9 +24,9 @@ Sink: TypeAlias = Callable[[str], None]
 
 _SPACE = re.compile(r"\s*")
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
-_IN_STRING = re.compile(r'[^"\\]*')
-_OUTSIDE_STRINGS = re.compile(r'[^"{}\[\]]*')
-_SCALAR = re.compile(r"[^\s,\]}]*")
+_STOP_IN_STRING = re.compile(r'["\\]')
+_STOP_OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
+_STOP_OF_SCALAR = re.compile(r"[\s,\]}]")
 
 
 class EndOfAnswerError(Exception):
@@ -51,7 +51,7 @@ class Reader:
         """Where the text begins that `restore` returns to; None if none is kept."""
         self.has_ended = False
         self.resting: tuple[re.Pattern[str], Sink] | None = None
-        """Set while the parser waits in `pass_until` with nothing unread: text without a match may go to the sink."""
+        """Set while the parser passes text and nothing is unread: text without a match may go to the sink."""
 
     def feed(self, text: str) -> None:
         """Add the next piece of the answer."""
@@ -71,6 +71,11 @@ class Reader:
         """Whether all text that has come is read."""
         return self._at == len(self._text)
 
+    @property
+    def unread(self) -> int:
+        """Number of characters that have come and are not read."""
+        return len(self._text) - self._at
+
     def keep(self) -> None:
         """Remember this place, so that `restore` can return to it. Text after it stays in memory."""
         self._kept = self._at
@@ -84,11 +89,14 @@ class Reader:
         """Forget the place of `keep`."""
         self._kept = None
 
-    def pass_until(self, markers: Sequence[str], sink: Sink) -> Steps[str | None]:
+    def pass_until(self, markers: Sequence[str], sink: Sink, passes_half: bool = True) -> Steps[str | None]:
         """Pass text to a sink up to the first of the markers, which is read, too.
 
         If several markers begin at the same place, the longest one counts. Returns the marker; None if the answer ends
         first.
+
+        Args:
+            passes_half: whether the beginning of a marker at the end of the answer is text.
         """
         firsts = re.compile("|".join(re.escape(first) for first in sorted({marker[0] for marker in markers})) or "(?!)")
         while True:
@@ -98,7 +106,8 @@ class Reader:
                     sink(self._text[self._at : start])
                 self._at = start + len(marker)
                 return marker
-            certain = len(self._text) - (0 if self.has_ended else self._possible_start(markers))
+            is_text = self.has_ended and passes_half
+            certain = len(self._text) - (0 if is_text else self._possible_start(markers))
             if certain > self._at:
                 sink(self._text[self._at : certain])
                 self._at = certain
@@ -108,6 +117,16 @@ class Reader:
                 self.resting = firsts, sink
             yield
             self.resting = None
+
+    def pass_to_end(self, ends: Sequence[str], sink: Sink) -> Steps[str]:
+        """Pass text to a sink up to the first of its ends, which is read, too. Return the end.
+
+        Raises EndOfAnswerError if the answer ends first. The beginning of an end is not passed then.
+        """
+        end = yield from self.pass_until(ends, sink, passes_half=False)
+        if end is None:
+            raise EndOfAnswerError
+        return end
 
     def choose(self, options: Sequence[str]) -> Steps[str | None]:
         """Read the longest of the options with which the unread text begins. Return it; None if there is none."""
@@ -174,7 +193,7 @@ class Reader:
         """
         first = yield from self.peek()
         if first not in '{["':
-            yield from self._pass(_SCALAR, sink)
+            yield from self._pass(_STOP_OF_SCALAR, sink)
             return
         depth = 0
         while True:
@@ -184,7 +203,7 @@ class Reader:
             depth += (character in "{[") - (character in "}]")
             if depth <= 0:
                 return
-            yield from self._pass(_OUTSIDE_STRINGS, sink)
+            yield from self._pass(_STOP_OUTSIDE_STRINGS, sink)
 
     def json_string(self) -> Steps[str]:
         """Read a JSON string and return its value. Raises FormError, or EndOfAnswerError if it is cut off."""
@@ -217,24 +236,26 @@ class Reader:
     def _pass_string(self, sink: Sink) -> Steps[None]:
         """Pass the rest of a JSON string after its first quote."""
         while True:
-            yield from self._pass(_IN_STRING, sink)
+            yield from self._pass(_STOP_IN_STRING, sink)
             if (yield from self.take(sink)) == '"':
                 return
             yield from self.take(sink)  # the character after a backslash; of \\uXXXX the rest is as good as text
 
-    def _pass(self, pattern: re.Pattern[str], sink: Sink) -> Steps[None]:
-        """Pass text as long as a pattern matches, at once. The pattern must match character by character."""
+    def _pass(self, stop: re.Pattern[str], sink: Sink) -> Steps[None]:
+        """Pass text up to a character that matches a pattern, as it comes."""
         while True:
-            found = pattern.match(self._text, self._at)
-            end = self._at if found is None else found.end()
+            found = stop.search(self._text, self._at)
+            end = len(self._text) if found is None else found.start()
             if end > self._at:
                 sink(self._text[self._at : end])
                 self._at = end
-            if end < len(self._text):
+            if found is not None:
                 return
             if self.has_ended:
                 raise EndOfAnswerError
+            self.resting = stop, sink
             yield
+            self.resting = None
 
     def _find(self, markers: Sequence[str]) -> tuple[int, str] | None:
         """Return the place of the first marker, and the marker, if it is certain that no longer one begins there."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import Thought, ToolForm
 from paceline.services.gateway.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.answers.parts import Part, join_parts
@@ -34,10 +35,15 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def parse(
-    pieces: Sequence[str], form: ToolForm | None = None, thought: Thought | None = None, *, is_open: bool = False
+    pieces: Sequence[str],
+    form: ToolForm | None = None,
+    thought: Thought | None = None,
+    *,
+    is_open: bool = False,
+    tools: Sequence[Tool] = (),
 ) -> list[Part]:
     """Return the parts of an answer that comes in these pieces. Ids of calls are "id"."""
-    parser = AnswerParser(lambda answer: read_answer(answer, thought, form, is_open), lambda: "id")
+    parser = AnswerParser(lambda answer: read_answer(answer, thought, form, is_open, tools), lambda: "id")
     parts = [part for piece in pieces for part in parser.push(piece)]
     return join_parts(parts + parser.finish())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,12 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.core.grammar import grammar_of
-from paceline.core.types import ConstraintKind
-from paceline.services.gateway.answers.expressions import Spelling, Tool
+from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import Thought
 from paceline.services.gateway.answers.forms.hermes import Hermes
 from paceline.services.gateway.answers.grammar import Choice, answer_grammar
+from paceline.services.gateway.tokenizer import Tokenizer
+from tests.services.gateway.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import END, write_toy_model
 
 THINK = Thought("<think>", "</think>")
@@ -40,55 +39,48 @@ WRONG_CALLS = (
 )
 
 
-class Vocabulary:
-    """A tokenizer, whose markers are tokens of their own or not, and the texts that a grammar allows."""
-
-    def __init__(self, folder: Path, own: Sequence[str]) -> None:
-        path = folder / "tokenizer.json"
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self._tokenizer.add_tokens(list(own))
-        self._tokenizer.save(str(path))
-        self._matching = LLTokenizer(str(path), eos_token=[END])
-        self.spelling = Spelling({text: self._tokenizer.token_to_id(text) for text in own})
-
-    def allows(self, grammar: str, text: str) -> bool:
-        """Return whether a text is a whole answer under a grammar."""
-        matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        for token in self._tokenizer.encode(text, add_special_tokens=False).ids:
-            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            if not mask[token >> 3] >> (token & 7) & 1:
-                return False
-            matcher.consume_token(token)
-        return matcher.is_accepting()
-
-    def answer(
-        self,
-        choice: Choice = "auto",
-        *,
-        parallel: bool = True,
-        thought: Thought | None = None,
-        is_open: bool = False,
-        budget: int | None = None,
-        content: str | None = None,
-    ) -> str:
-        return answer_grammar(
-            self.spelling,
-            thought=thought,
-            is_open=is_open,
-            budget=budget,
-            form=Hermes(),
-            tools=TOOLS,
-            choice=choice,
-            parallel=parallel,
-            content=content,
-        )
+def answer(
+    vocabulary: Vocabulary,
+    choice: Choice = "auto",
+    *,
+    parallel: bool = True,
+    thought: Thought | None = None,
+    is_open: bool = False,
+    budget: int | None = None,
+    content: str | None = None,
+) -> str:
+    return answer_grammar(
+        vocabulary.spelling,
+        thought=thought,
+        is_open=is_open,
+        budget=budget,
+        form=Hermes(),
+        tools=TOOLS,
+        choice=choice,
+        parallel=parallel,
+        content=content,
+    )
 
 
 @pytest.fixture(scope="module", params=["tokens", "texts"])
 def vocabulary(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     own = (THINK.start, THINK.end, *Hermes.markers) if request.param == "tokens" else ()
     return Vocabulary(write_toy_model(tmp_path_factory.mktemp("toy") / "model"), own)
+
+
+def test_added_tokens_are_text_if_the_library_takes_them_for_it(tmp_path: Path) -> None:
+    path = write_toy_model(tmp_path / "model") / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(["<think>", "[CALL]"])
+    tokenizer.add_special_tokens(["[ANSWER]"])
+    tokenizer.save(str(path))
+    matcher = LLMatcher(LLTokenizer(str(path), eos_token=[END]), "start: /.*/")
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    spelling = Tokenizer(path.parent).vocabulary.spelling
+    for text, is_token in (("<think>", True), ("[CALL]", False), ("[ANSWER]", True)):
+        token = tokenizer.token_to_id(text)
+        is_text = bool(mask[token >> 3] >> (token & 7) & 1)
+        assert (spelling.is_token(text), is_text) == (is_token, not is_token), text
 
 
 @pytest.mark.parametrize("prefix", ["", "<think>\nso\n</think>\n\n"])
@@ -102,7 +94,7 @@ def test_the_choice_says_which_calls_there_may_be(vocabulary: Vocabulary, prefix
         ("required", False): {"call"},
     }
     for (choice, parallel), allowed in expected.items():
-        grammar = vocabulary.answer(choice, parallel=parallel, thought=THINK)  # type: ignore[arg-type]
+        grammar = answer(vocabulary, choice, parallel=parallel, thought=THINK)  # type: ignore[arg-type]
         found = {name for name, text in texts.items() if vocabulary.allows(grammar, prefix.strip("\n") + text)}
         assert found == allowed, (choice, parallel)
 
@@ -112,11 +104,11 @@ def test_the_choice_says_which_calls_there_may_be(vocabulary: Vocabulary, prefix
 def test_a_call_that_has_begun_is_one_of_the_tools_with_valid_arguments(
     vocabulary: Vocabulary, choice: Choice, call: str
 ) -> None:
-    assert not vocabulary.allows(vocabulary.answer(choice), call)
+    assert not vocabulary.allows(answer(vocabulary, choice), call)
 
 
 def test_content_in_a_format_excludes_no_calls(vocabulary: Vocabulary) -> None:
-    grammar = vocabulary.answer("auto", content='%json {"type": "integer"}', thought=THINK)
+    grammar = answer(vocabulary, "auto", content='%json {"type": "integer"}', thought=THINK)
     assert [vocabulary.allows(grammar, text) for text in ("12", CALL, "twelve", "<think>a</think>12")] == [
         True,
         True,
@@ -125,10 +117,25 @@ def test_content_in_a_format_excludes_no_calls(vocabulary: Vocabulary) -> None:
     ]
 
 
+@pytest.mark.parametrize("choice", ["none", "auto", "required"])
 @pytest.mark.parametrize("budget", [0, 1, 7])
-def test_reasoning_ends_within_its_budget(vocabulary: Vocabulary, budget: int) -> None:
-    grammar = vocabulary.answer("none", thought=THINK, is_open=True, budget=budget)
-    marker = "</think>"
-    assert vocabulary.allows(grammar, "x" * budget + marker + "done")
-    assert not vocabulary.allows(grammar, "x" * (budget + 1) + marker + "done")
-    assert not vocabulary.allows(grammar, "x" * budget)
+def test_reasoning_ends_within_its_budget(vocabulary: Vocabulary, budget: int, choice: Choice) -> None:
+    rest = f"</think>{'done' if choice == 'none' else CALL}"
+    for start in ("", "<think>"):
+        grammar = answer(vocabulary, choice, thought=THINK, is_open=not start, budget=budget)
+        assert vocabulary.allows(grammar, start + "x" * budget + rest)
+        assert not vocabulary.allows(grammar, start + "x" * (budget + 1) + rest)
+        assert not vocabulary.allows(grammar, start + "x" * budget)
+
+
+def test_reasoning_has_one_budget(vocabulary: Vocabulary) -> None:
+    grammar = answer(vocabulary, "auto", thought=THINK, budget=2)
+    assert vocabulary.allows(grammar, f"<think>xx</think>so {CALL}")
+    for text in ("so <think>xxx</think>", "<think>xx</think><think>x</think>", f"<think>xx</think>{CALL}<think>"):
+        assert not vocabulary.allows(grammar, text)
+
+
+def test_a_budget_may_end_within_a_character(vocabulary: Vocabulary) -> None:
+    grammar = answer(vocabulary, "none", thought=THINK, is_open=True, budget=2)
+    assert not vocabulary.allows(grammar, "xé</think>")
+    assert vocabulary.allows(grammar, "é</think>é")

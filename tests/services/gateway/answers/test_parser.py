@@ -84,12 +84,25 @@ def test_what_is_no_call_is_content() -> None:
     assert parse([*"<tool_call>see above</tool_call>!"], Hermes()) == [Content("see above!")]
 
 
-def test_reasoning_tokens_are_those_between_the_markers() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "count"),
+    [
+        (("<think>", "a", " b", "</", "c", "</", "think", ">", "d", "e"), 4),
+        (("<th", "ink>a", "b", "c</think>", "d"), 2),
+        (("<think>", "a", "</", "th", "</", "think", ">", "d"), 3),  # a budget ended within a marker
+        (("<think>", "a", "", "", "🐉", "</think>"), 4),
+        (("<think>", "a", "", "", "\ufffd</", "think>"), 3),  # a budget ended within a character
+        (("<think>", "a", "</", "th"), 3),
+        (("<think>", "</think>", "a"), 0),
+        (("<think>", "\n", "\n", "</think>", "a"), 2),
+    ],
+)
+def test_reasoning_tokens_are_those_between_the_markers(tokens: tuple[str, ...], count: int) -> None:
     parser = AnswerParser(lambda answer: read_answer(answer, THINK, None, False))
-    for token in ("<think>", "a", " b", "</", "c", "</", "think", ">", "d", "e"):
+    for token in tokens:
         parser.push(token)
     parser.finish()
-    assert parser.reasoning_tokens == 4
+    assert parser.reasoning_tokens == count
 
 
 def test_the_name_of_a_call_comes_before_its_arguments_are_complete() -> None:
