@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from paceline.services.gateway.api_schema import (
+from paceline.services.gateway.api_bodies import (
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -17,8 +17,8 @@ from paceline.services.gateway.api_schema import (
     ModelList,
     Text,
     Tokens,
-    answers,
 )
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway

@@ -17,10 +17,11 @@ import paceline
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.rpc import is_cancelled
-from paceline.services.gateway.api_schema import TEXT, FleetState, Load, ServerInfo, Trace, Version, answers
+from paceline.services.gateway.api_schema import TEXT, answers
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.metrics import figures
+from paceline.services.gateway.operation_bodies import FleetState, Load, ServerInfo, Trace, Version
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.trace_book import KEPT, describe
 

@@ -11,9 +11,10 @@ from pydantic import Field
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.services.gateway.answer_format import Body
-from paceline.services.gateway.api_schema import Scale, answers
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.operation_bodies import Scale
 
 ANSWER_SECONDS = 30.0
 """Deadline of the supervisor's answer. It starts processes in this time; it does not wait until they are ready."""

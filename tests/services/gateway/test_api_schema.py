@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,50 @@ POSTED: list[tuple[str, Json]] = [
     ("/v1/completions", {"prompt": "ab", "max_tokens": 2}),
     ("/v1/completions", {"prompt": ["ab", "c"], "logprobs": 1, "echo": True, **ALL}),
     ("/v1/completions", {"prompt": "ab", "logprobs": 1, **STREAM}),
-    ("/v1/completions", {"prompt": "ab", "n": "x"}),
     ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
     ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, **ALL}),
     ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, **STREAM}),
-    ("/v1/chat/completions", {"messages": MESSAGES, "model": "other"}),
     ("/tokenize", {"prompt": "ab"}),
     ("/tokenize", {"messages": MESSAGES, "return_token_strs": True}),
     ("/detokenize", {"tokens": [97]}),
+    ("/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES], "logprobs": True, **ALL}),
+    ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 2, "logprobs": 1}}),
+    ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 2}, "stream": True}),
+    ("/abort_requests", {"request_ids": ["x"]}),
+    ("/v1/completions/render", {"prompt": ["ab", "c"]}),
+    ("/v1/chat/completions/render", {"messages": MESSAGES}),
+    ("/v1/completions/derender", {"generate_responses": [{"choices": [{"index": 0, "token_ids": [97]}]}]}),
+    ("/v1/chat/completions/derender", {"generate_response": {"choices": [{"index": 0, "token_ids": [97]}]}}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3, "stream": True}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "stream": True}),
+    ("/v1/responses/input_tokens", {"input": "hi"}),
+    ("/score", {"text_1": "q", "text_2": ["a"]}),
+    ("/rerank", {"query": "q", "documents": ["a", "b"], "top_n": 1}),
+    ("/reset_prefix_cache", {}),
+]
+REFUSED: list[tuple[str, Json]] = [
+    ("/v1/completions", {"prompt": "ab", "n": "x"}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "model": "other"}),
+    ("/v1/messages", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": 7}),
+    ("/v1/responses/other/cancel", {}),
     ("/fleet/scale", {"decode": 1}),
 ]
-GOT = ("/v1/models", "/v1/models/toy", "/health", "/ping", "/version", "/load", "/metrics", "/fleet", "/fleet/scale")
+GOT = (
+    "/server_info",
+    "/v1/models",
+    "/v1/models/toy",
+    "/health",
+    "/ping",
+    "/version",
+    "/load",
+    "/metrics",
+    "/fleet",
+    "/fleet/scale",
+)
 
 
 def test_every_operation_says_what_it_answers(toy_model: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -53,14 +87,21 @@ def test_every_operation_says_what_it_answers(toy_model: Path, recwarn: pytest.W
         assert reference in schema["components"]["schemas"]
 
 
-async def test_answers_are_as_described(stack: Stack) -> None:
+async def test_answers_are_as_described(start_stack: StartStack) -> None:
+    stack = await start_stack(score_tokens="y, n")
     await stack.add("kvtransfer", "kv-0")
     schema = _strict((await stack.http.get("/openapi.json")).json())
-    for path, body in POSTED:
+    for path, body in POSTED + REFUSED:
         response = await stack.http.post(path, json=body, headers={"x-request-id": "asked"})
+        assert response.is_success == ((path, body) in POSTED), response.text
         _check(schema, path, "post", response)
     for path in (*GOT, "/trace/asked"):
         _check(schema, path, "get", await stack.http.get(path))
+    kept = (await stack.post("/v1/responses", input="hi", max_output_tokens=3)).json()["id"]
+    for path in (f"/v1/responses/{kept}/input_items", f"/v1/responses/{kept}"):
+        _check(schema, path, "get", await stack.http.get(path))
+    for path in (f"/v1/responses/{kept}", f"/v1/responses/{kept}"):
+        _check(schema, path, "delete", await stack.http.delete(path))
     for path in ("/health", "/ping"):
         _check(schema, path, "head", await stack.http.head(path))
 
@@ -78,7 +119,7 @@ async def test_a_path_says_all_methods_that_it_takes(stack: Stack) -> None:
 
 
 def _check(schema: Json, path: str, method: str, response: Any) -> None:
-    template = next(known for known in schema["paths"] if _fits(known, path))
+    template = next(known for known in sorted(schema["paths"], key=lambda known: "{" in known) if _fits(known, path))
     responses = schema["paths"][template][method]["responses"]
     status = str(response.status_code)
     described = responses.get(status) or responses[f"{status[0]}XX"]
@@ -93,16 +134,14 @@ def _check(schema: Json, path: str, method: str, response: Any) -> None:
 
 
 def _fits(template: str, path: str) -> bool:
-    start, _, rest = template.partition("{")
-    return path.startswith(start) and len(path) > len(start) if rest else path == template
+    return re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", template), path) is not None
 
 
 def _texts(media: str, text: str) -> list[str]:
     if media != "text/event-stream":
         return [text]
-    *events, done, end = text.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    return [event.removeprefix("data: ") for event in events]
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [each for each in data if each != "[DONE]"]
 
 
 def _strict(schema: Any) -> Any:
