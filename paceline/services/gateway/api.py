@@ -8,6 +8,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from paceline.services.gateway.api_bodies import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    ModelCard,
+    ModelList,
+    Text,
+    Tokens,
+)
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
@@ -27,19 +38,19 @@ def make_api(gateway: Gateway) -> APIRouter:
     """Return a router with the OpenAI endpoints, `/tokenize` and `/detokenize`."""
     router = APIRouter()
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", response_model=None, responses=answers(ModelList))
     async def list_models() -> dict[str, Any]:
         # The model is listed once a worker has loaded it. It stays listed, because workers come and go.
         return {"object": "list", "data": [_model_card(gateway)] if gateway.fleet.has_served.is_set() else []}
 
-    @router.get("/v1/models/{model:path}")
+    @router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))
     async def get_model(model: str) -> dict[str, Any]:
         gateway.check_request(model)
         if not gateway.fleet.has_served.is_set():
             raise NoWorkerError
         return _model_card(gateway)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
@@ -49,7 +60,7 @@ def make_api(gateway: Gateway) -> APIRouter:
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await respond(gateway, body, plan, response_format, request)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
@@ -61,7 +72,7 @@ def make_api(gateway: Gateway) -> APIRouter:
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await respond(gateway, body, plan, response_format, request)
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", response_model=None, responses=answers(Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         tokenizer = gateway.tokenizer
@@ -77,7 +88,7 @@ def make_api(gateway: Gateway) -> APIRouter:
             "token_strs": [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None,
         }
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", response_model=None, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         check_ids(body.tokens, gateway.tokenizer.vocab_size, "tokens")

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 import paceline
 from paceline.core import env
 from paceline.services.gateway.api import make_api
+from paceline.services.gateway.api_schema import ERRORS, add_chunks
 from paceline.services.gateway.cache_reset import make_cache_reset
 from paceline.services.gateway.chat_batch import make_chat_batch
 from paceline.services.gateway.errors import install_error_handlers
@@ -43,9 +44,11 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses=ERRORS,
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
+    add_chunks(app)
     install_error_handlers(app)
     app.include_router(make_api(gateway))
     app.include_router(make_messages(gateway))

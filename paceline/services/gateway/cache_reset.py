@@ -12,8 +12,10 @@ from fastapi import APIRouter, Query
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import is_cancelled
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.operation_bodies import CacheReset
 from paceline.services.gateway.remote_worker import RemoteWorker
 
 RESET_SECONDS = 10.0
@@ -26,7 +28,7 @@ def make_cache_reset(gateway: Gateway) -> APIRouter:
     """Return the route POST /reset_prefix_cache."""
     router = APIRouter()
 
-    @router.post("/reset_prefix_cache")
+    @router.post("/reset_prefix_cache", response_model=None, responses=answers(CacheReset))
     async def reset(reset_running_requests: Annotated[bool, Query()] = False) -> dict[str, Any]:
         """Forget all cached blocks that no running request uses: those of arenas, disk tiers and devices."""
         if reset_running_requests:

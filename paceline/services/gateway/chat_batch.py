@@ -10,6 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
+from paceline.services.gateway.api_bodies import ChatBatch
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
@@ -49,7 +51,7 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
     """Return the route."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions/batch", response_model=None)
+    @router.post("/v1/chat/completions/batch", response_model=None, responses=answers(ChatBatch))
     async def batch(body: ChatBatchRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)

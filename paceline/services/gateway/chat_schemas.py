@@ -25,6 +25,8 @@ _TEXT_PARTS = {
 class TextPart(Body):
     """A part of a message's content. All kinds of text are read as `text`."""
 
+    model_config = ConfigDict(json_schema_extra=lambda schema: _as_clients_write(schema))
+
     type: str
     text: str
 
@@ -41,6 +43,17 @@ class TextPart(Body):
             raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
         field = _TEXT_PARTS[kind]
         return {"type": kind, "text": data[field]} if field in data else data
+
+
+def _as_clients_write(schema: Json) -> None:
+    """Change the JSON schema of TextPart into that of what clients send: strings, and parts of each kind."""
+    about = {key: schema.pop(key) for key in tuple(schema)}
+    text = {"type": "string"}
+    kinds = [
+        {"type": "object", "properties": {"type": {"const": kind}, name: text}, "required": ["type", name]}
+        for kind, name in _TEXT_PARTS.items()
+    ]
+    schema |= {"anyOf": [text, *kinds], "title": about["title"], "description": about["description"]}
 
 
 class FunctionCall(Body):

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
@@ -189,7 +190,17 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"the body is nested too deeply: JSON can have about {sys.getrecursionlimit() - 100} levels here"
     response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The framework names the methods of one route only, but a path may have several.
+        response.headers["Allow"] = ", ".join(_allowed(request))
     return response
+
+
+def _allowed(request: Request) -> list[str]:
+    """Return the methods that a request's path takes."""
+    scopes = {method: {**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "PUT", "DELETE")}
+    routes = request.app.routes
+    return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:

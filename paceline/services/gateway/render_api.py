@@ -10,6 +10,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from paceline.services.gateway.api_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.derender import derender_chat, derender_completion
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
@@ -25,7 +27,7 @@ def make_render_api(gateway: Gateway) -> APIRouter:
     router = APIRouter()
     tokenizer = gateway.tokenizer
 
-    @router.post("/v1/completions/render")
+    @router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))
     async def render_completion(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:
         gateway.check_request(body.model)
         request_id = choose_id(body.request_id, request)
@@ -36,7 +38,7 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         plan = await asyncio.to_thread(plan_completion, body, tokenizer, longest, gateway.logprob_rules)
         return render(body, plan, request_id, gateway.model)
 
-    @router.post("/v1/chat/completions/render")
+    @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
     async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
         gateway.check_request(body.model)
         request_id = choose_id(body.request_id, request)
@@ -45,7 +47,7 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         plan = await asyncio.to_thread(plan_chat, body, tokenizer, gateway.forms, longest, gateway.logprob_rules)
         return render(body, plan, request_id, gateway.model)[0]
 
-    @router.post("/v1/completions/derender")
+    @router.post("/v1/completions/derender", response_model=None, responses=answers(DerenderedCompletion))
     async def completion(body: DerenderCompletionRequest, request: Request) -> dict[str, Any]:
         gateway.check_request(body.model)
         for index, answer in enumerate(body.generate_responses):
@@ -60,7 +62,7 @@ def make_render_api(gateway: Gateway) -> APIRouter:
             plan = await asyncio.to_thread(plan_completion, wanted, tokenizer, longest, gateway.logprob_rules)
         return await asyncio.to_thread(derender_completion, body, plan, request_id, gateway.model, tokenizer)
 
-    @router.post("/v1/chat/completions/derender")
+    @router.post("/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat))
     async def chat(body: DerenderChatRequest, request: Request) -> dict[str, Any]:
         gateway.check_request(body.model)
         for choice in body.generate_response.choices:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from paceline.services.gateway.answer_format import AnswerFormat, Body, Choices, StructuredOutputs
 from paceline.services.gateway.chat_schemas import ChatMessage, NamedTool, ReasoningEffort, ToolChoice, ToolDefinition
@@ -97,6 +97,8 @@ class RepetitionDetection(Body):
 class NamedRequest(Body):
     """Base class of all bodies: the name of the model, and the check for unsupported and unknown fields."""
 
+    model_config = ConfigDict(json_schema_extra=lambda schema: _allow_null(schema))
+
     model: str | None = None
 
     @model_validator(mode="before")
@@ -114,6 +116,15 @@ class NamedRequest(Body):
         if unknown := [name for name in said if name not in known]:
             log.warning("a request holds unknown fields, which are ignored: %.300s", ", ".join(map(repr, unknown)))
         return said
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Say in a JSON schema that fields which are not required may be null."""
+    null = {"type": "null"}
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
+            about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            schema["properties"][name] = {"anyOf": [field, null], **about}
 
 
 class GenerationRequest(NamedRequest):

@@ -12,6 +12,8 @@ from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.api_bodies import Ranking, Scores
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta
@@ -111,8 +113,8 @@ def make_score_api(gateway: Gateway) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.post("/score", response_model=None)
-    @router.post("/v1/score", response_model=None)
+    @router.post("/score", response_model=None, responses=answers(Scores))
+    @router.post("/v1/score", response_model=None, responses=answers(Scores))
     async def score(body: ScoreRequest, request: Request) -> Response:
         def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
             entries = [
@@ -123,9 +125,9 @@ def make_score_api(gateway: Gateway) -> APIRouter:
 
         return await _respond(gateway, body, body.pairs(), request, answer)
 
-    @router.post("/rerank", response_model=None)
-    @router.post("/v1/rerank", response_model=None)
-    @router.post("/v2/rerank", response_model=None)
+    @router.post("/rerank", response_model=None, responses=answers(Ranking))
+    @router.post("/v1/rerank", response_model=None, responses=answers(Ranking))
+    @router.post("/v2/rerank", response_model=None, responses=answers(Ranking))
     async def rerank(body: RerankRequest, request: Request) -> Response:
         pairs = body.pairs()
 

@@ -7,6 +7,8 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from paceline.services.gateway.api_bodies import GeneratedTokens, TokensChunk
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.plan import plan_tokens
 from paceline.services.gateway.respond import choose_id, respond
@@ -18,7 +20,7 @@ def make_token_api(gateway: Gateway) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.post("/inference/v1/generate", response_model=None)
+    @router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))
     async def generate(body: TokensRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         request_id = choose_id(body.request_id, request)
@@ -28,7 +30,7 @@ def make_token_api(gateway: Gateway) -> APIRouter:
         tokens_format = TokensFormat(body, plan, request_id, gateway.model, gateway.tokenizer)
         return await respond(gateway, body, plan, tokens_format, request)
 
-    @router.post("/abort_requests")
+    @router.post("/abort_requests", response_class=Response)
     async def abort(body: AbortRequest) -> Response:
         # An id may be unknown here because the request has ended just now, so this is no error.
         for request_id in body.request_ids:

@@ -74,7 +74,7 @@ class OneOf(_Form):
     elements: list[Form] = Field(min_length=1)
 
 
-class Optional(_Form):
+class OptionalForm(_Form):
     """The content or nothing."""
 
     type: Literal["optional"]
@@ -130,7 +130,7 @@ Form = Annotated[
     | Grammar
     | Sequenced
     | OneOf
-    | Optional
+    | OptionalForm
     | Repeated
     | Tag
     | TriggeredTags
@@ -139,7 +139,7 @@ Form = Annotated[
 ]
 """A form of text."""
 
-for _model in (Sequenced, OneOf, Optional, Repeated, Tag, TriggeredTags, SeparatedTags):
+for _model in (Sequenced, OneOf, OptionalForm, Repeated, Tag, TriggeredTags, SeparatedTags):
     _model.model_rebuild()
 
 
@@ -184,7 +184,7 @@ class _Writer:
                 return self._joined(*(self.write(element, ()) for element in before), self.write(last, ends))
             case OneOf(elements=elements):
                 return self._rule(" | ".join(self.write(element, ends) for element in elements))
-            case Optional(content=content):
+            case OptionalForm(content=content):
                 return self._rule(f"{self.write(content, ends)} | {self._one_of(ends) or EMPTY}")
             case TriggeredTags():
                 return self._triggered(form, ends)
@@ -294,6 +294,6 @@ def _is_open(form: Form) -> bool:
             return _is_open(elements[-1])
         case OneOf(elements=elements):
             return any(map(_is_open, elements))
-        case Optional(content=content) | Repeated(content=content):
+        case OptionalForm(content=content) | Repeated(content=content):
             return _is_open(content)
     return False

@@ -8,10 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from paceline.services.gateway.api_schema import MESSAGE_ERRORS, answers
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ApiError, ContextLengthError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.messages_api.answer import MessageFormat, MessageWriter
+from paceline.services.gateway.messages_api.bodies import AnsweredMessage, MessageEvent, TokenCount
 from paceline.services.gateway.messages_api.conversion import chat_fields, chat_request
 from paceline.services.gateway.messages_api.schemas import CountRequest, MessagesRequest
 from paceline.services.gateway.plan import Plan, plan_chat
@@ -22,7 +24,9 @@ def make_messages(gateway: Gateway) -> APIRouter:
     """Return a router with the Messages API. Query parameters and the headers of its versions change nothing."""
     router = APIRouter()
 
-    @router.post("/v1/messages", response_model=None)
+    @router.post(
+        "/v1/messages", response_model=None, responses=answers(AnsweredMessage, chunk=MessageEvent) | MESSAGE_ERRORS
+    )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         await gateway.wait_for_workers()
@@ -34,7 +38,7 @@ def make_messages(gateway: Gateway) -> APIRouter:
             return stream(generation, MessageWriter(message_format, generation.usage))
         return await whole(generation, request, message_format.whole)
 
-    @router.post("/v1/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)
     async def count_tokens(body: CountRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         return {"input_tokens": await asyncio.to_thread(_count, gateway, body)}

@@ -16,12 +16,20 @@ from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
+from paceline.services.gateway.responses_api.bodies import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseBody,
+    ResponseEvent,
+)
 from paceline.services.gateway.responses_api.builder import ResponseBuilder, encode
 from paceline.services.gateway.responses_api.database import open_database
 from paceline.services.gateway.responses_api.items import InputItem
@@ -64,7 +72,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
         plan = await asyncio.to_thread(plan_response, body, toolbox, items, tokenizer, forms, longest, rules)
         return items, toolbox, plan
 
-    @router.post("/v1/responses", response_model=None)
+    @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         if body.background and runs is None:
@@ -97,13 +105,15 @@ def make_responses(gateway: Gateway) -> APIRouter:
         await keep(response)
         return JSONResponse(response)
 
-    @router.post("/v1/responses/input_tokens")
+    @router.post("/v1/responses/input_tokens", response_model=None, responses=answers(InputTokens))
     async def count(body: ResponsesRequest, request: Request) -> Json:
         gateway.check_request(body.model)
         *_, plan = await prepare(body, _owner(request))
         return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
 
-    @router.get("/v1/responses/{response_id}", response_model=None)
+    @router.get(
+        "/v1/responses/{response_id}", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent)
+    )
     async def retrieve(
         response_id: str,
         request: Request,
@@ -119,14 +129,14 @@ def make_responses(gateway: Gateway) -> APIRouter:
             raise ApiError(400, message, param="stream")
         return _follow(run, starting_after + 1)
 
-    @router.delete("/v1/responses/{response_id}")
+    @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(DeletedResponse))
     async def delete(response_id: str, request: Request) -> Json:
         await kept.delete(response_id, _owner(request))
         if runs is not None:
             await runs.cancel(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @router.post("/v1/responses/{response_id}/cancel")
+    @router.post("/v1/responses/{response_id}/cancel", response_model=None, responses=answers(ResponseBody))
     async def cancel(response_id: str, request: Request) -> Json:
         owner = _owner(request)
         record = await kept.get(response_id, owner)
@@ -139,7 +149,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
             await store.finish({**record.response, "status": "cancelled"})
         return (await kept.get(response_id, owner)).response
 
-    @router.get("/v1/responses/{response_id}/input_items")
+    @router.get("/v1/responses/{response_id}/input_items", response_model=None, responses=answers(InputItems))
     async def input_items(
         response_id: str,
         request: Request,
