@@ -16,7 +16,7 @@ from paceline.services.gateway.tokenizer import Tokenizer
 BUDGETS = (0, 1, 7, 64)
 START, END = "<think>", "</think>"
 
-OPTIONS = ("--reasoning-parser=think", "--local-prefill-tokens=0", "--kv-memory=48MiB")
+OPTIONS = ("--reasoning-parser=think", "--local-prefill-tokens=0", "--kv-memory=24MiB")
 """Options of a stack that hands every sequence over, and that has to preempt some of eight."""
 
 _ANSWER_TOKENS = 40
