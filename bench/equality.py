@@ -5,6 +5,9 @@
 The ways are synchronous and asynchronous scheduling, each without drafts and with each drafter. Each stack serves the
 requests one at a time, and then eight at a time. All outcomes must equal those of the first run. The draft model is a
 checkpoint made of the first third of the model's layers.
+
+With --thinking the requests are chats whose reasoning has a budget, and each answer must also think for exactly as many
+tokens as its budget leaves. The stacks hand all sequences over, and have so little memory that they preempt some.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from bench.load import table
 from bench.mixed import Outcome, answers, requests
 from bench.services import serving
 from bench.systems import ending_on_sigterm
+from bench.thinking import OPTIONS, add_markers, complaints, thinking_requests
 from paceline.core.env import default_cache_dir
 from paceline.models.assets import resolve_model
+from paceline.services.gateway.tokenizer import Tokenizer
 
 
 def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:
@@ -77,16 +82,27 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1 and 8")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--way", action="append", help="compare only this way with the first one; may be repeated")
+    parser.add_argument(
+        "--thinking",
+        choices=("text", "tokens"),
+        help="send chats with budgets of reasoning, whose markers are plain text or tokens of their own",
+    )
     args = parser.parse_args()
     ending_on_sigterm()
     folder = resolve_model(args.model, default_cache_dir(), lambda text: print(text, file=sys.stderr))
     config = json.loads((folder / "config.json").read_text())
     third = max(1, config["num_hidden_layers"] // 3)
-    asked = requests(args.requests, args.seed, config["vocab_size"])
     name = folder.name
     wanted: list[Outcome] = []
     rows, differences = [], 0
     with tempfile.TemporaryDirectory() as scratch:
+        if args.thinking == "tokens":
+            add_markers(folder, Path(scratch, name))
+            folder = Path(scratch, name)
+        if args.thinking:
+            asked, tokenizer = thinking_requests(args.requests, args.seed), Tokenizer(folder)
+        else:
+            asked, tokenizer = requests(args.requests, args.seed, config["vocab_size"]), None
         shorten(folder, third, Path(scratch))
         known = ways(Path(scratch), third)
         if unknown := set(args.way or ()) - set(known):
@@ -96,6 +112,7 @@ def main() -> int:
             if args.way and way not in (first, *args.way):
                 continue
             options = (f"--served-model-name={name}", f"--dtype={args.dtype}", *options)
+            options += OPTIONS if args.thinking else ()
             with serving(Path(scratch, "log"), str(folder), *options) as (_, url):
                 for concurrency in args.concurrency or [1, 8]:
                     began = time.perf_counter()
@@ -103,6 +120,7 @@ def main() -> int:
                     seconds = time.perf_counter() - began
                     wanted = wanted or found
                     wrong = [text for one, other in zip(wanted, found) if (text := one.difference(other))]
+                    wrong += complaints(asked, found, tokenizer) if tokenizer is not None else []
                     differences += len(wrong)
                     tokens = sum(len(outcome.tokens) for outcome in found)
                     rows.append([way, str(concurrency), str(tokens), f"{tokens / seconds:.0f}", str(len(wrong))])

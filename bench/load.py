@@ -108,9 +108,10 @@ class Server:
 
     async def _stream(self, request: Request) -> Stream:
         stream = Stream(request)
+        path = "/v1/completions" if request.chat is None else "/v1/chat/completions"
         body = {
             "model": self.model,
-            "prompt": request.prompt,
+            **({"prompt": request.prompt} if request.chat is None else request.chat),
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
@@ -122,7 +123,7 @@ class Server:
         try:
             async with (
                 asyncio.timeout(REQUEST_SECONDS),
-                self._client.stream("POST", "/v1/completions", json=body) as reply,
+                self._client.stream("POST", path, json=body) as reply,
             ):
                 async for piece in reply.aiter_raw():
                     stream.pieces.append((time.perf_counter(), piece))

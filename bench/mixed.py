@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -39,10 +39,11 @@ _SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A body for /v1/completions. The client disconnects after `leaves_after` events; with None it does not."""
+    """A body of a streamed request. The client disconnects after `leaves_after` events; with None it does not."""
 
     body: dict[str, Any]
     leaves_after: int | None = None
+    path: str = "/v1/completions"
 
 
 @dataclass(slots=True)
@@ -51,8 +52,10 @@ class Outcome:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    """Reasoning and content in their order; tool calls are left out."""
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    reasoning_tokens: int = 0
 
     def difference(self, other: Outcome) -> str:
         """Describe how two outcomes of one request differ, or return "" if they do not.
@@ -123,26 +126,26 @@ async def answers(url: str, model: str, asked: Sequence[Request], concurrency: i
 
         async def one(request: Request) -> Outcome:
             async with places:
-                return await _patiently(client, {"model": model, **request.body}, request.leaves_after)
+                return await _patiently(client, replace(request, body={"model": model, **request.body}))
 
         return list(await asyncio.gather(*(one(request) for request in asked)))
 
 
-async def _patiently(client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None) -> Outcome:
+async def _patiently(client: httpx.AsyncClient, request: Request) -> Outcome:
     """Send a request; retry while the server answers 503, because it has no worker at the moment."""
     for _ in range(MOST_TRIES - 1):
         try:
-            return await _answer(client, body, leaves_after)
+            return await _answer(client, request)
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 raise
             await asyncio.sleep(float(error.response.headers["Retry-After"]))
-    return await _answer(client, body, leaves_after)
+    return await _answer(client, request)
 
 
-async def _answer(client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None) -> Outcome:
-    outcome, events = Outcome(), 0
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+async def _answer(client: httpx.AsyncClient, request: Request) -> Outcome:
+    outcome, events, body = Outcome(), 0, request.body
+    async with client.stream("POST", request.path, json=body) as response:
         if response.is_error:
             await response.aread()
             raise httpx.HTTPStatusError(f"{response.text} for {body}", request=response.request, response=response)
@@ -152,15 +155,18 @@ async def _answer(client: httpx.AsyncClient, body: dict[str, Any], leaves_after:
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 raise httpx.RemoteProtocolError(f"{event['error']} for {body}")
+            if usage := event.get("usage"):
+                outcome.reasoning_tokens = usage["completion_tokens_details"]["reasoning_tokens"]
             for choice in event["choices"]:
+                delta = choice.get("delta", {})
                 outcome.tokens += choice.get("token_ids") or []
-                outcome.text += choice["text"]
+                outcome.text += choice.get("text") or delta.get("reasoning") or delta.get("content") or ""
                 outcome.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
                 outcome.finish_reason = choice["finish_reason"] or outcome.finish_reason
             events += 1
-            if events == leaves_after and outcome.finish_reason is None:
+            if events == request.leaves_after and outcome.finish_reason is None:
                 break
-    return outcome if leaves_after is None else _cut_short(outcome)
+    return outcome if request.leaves_after is None else _cut_short(outcome)
 
 
 def _cut_short(outcome: Outcome) -> Outcome:

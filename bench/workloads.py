@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 FIRST_ID = 1000
 """Smallest token id of prompts. Lower ids are special tokens and single bytes in most tokenizers."""
@@ -22,6 +23,8 @@ class Request:
     """Earliest time to send the request, in seconds after the start."""
     temperature: float = 0.0
     top_p: float = 1.0
+    chat: dict[str, Any] | None = None
+    """Fields of a chat, which is sent instead of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

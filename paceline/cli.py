@@ -87,11 +87,12 @@ SERVICES = {
     "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
-_GROUPS = ("model", "fleet", "compute", "memory", "limits", "network", "cluster", "logs")
+_GROUPS = ("model", "fleet", "compute", "memory", "responses", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
     "auth_token_file": "FILE",
     "chat_template": "FILE",
+    "response_store": "FILE|URL|none",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
     "redis": "URL",

@@ -27,8 +27,9 @@ if not torch.cuda.is_available():
 
 from tests.stack.stacks import way_of  # noqa: E402
 
-# Tests may run on slow machines, so no example has a time limit.
+# Tests may run on slow machines, so no example has a time limit. `--hypothesis-profile thorough` tries more examples.
 hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=10_000)
 hypothesis.settings.load_profile("paceline")
 
 pytest_plugins = ["tests.tiny_checkpoints"]

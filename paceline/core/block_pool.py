@@ -191,6 +191,13 @@ class BlockPool:
             self._policy.insert((group, digest), place)
             self._note(BlockEvent("stored", group, digest))
 
+    def forget(self) -> list[int]:
+        """Free all cached blocks and return their slots. Blocks that requests use stay, and are cached after them."""
+        names = [block.name for block in self._policy.blocks() if block.evictable]
+        for name in names:
+            self._policy.remove(name)
+        return self._drop(names)
+
     def take_events(self) -> list[BlockEvent]:
         """Return the events since the last call, oldest first. If there were more than 65,536, the oldest are lost."""
         events = list(self._events)
@@ -222,12 +229,19 @@ class BlockPool:
         names = self._policy.evict(count)
         if names is None:
             raise ValueError(f"{count} blocks cannot be evicted")
+        self._drop(names)
+        self.evicted += count
+
+    def _drop(self, names: Iterable[Name]) -> list[int]:
+        """Free blocks that the policy does not know any more. Return their slots."""
+        slots = []
         for group, digest in names:
             slot = self._index[group].pop(digest)
             self._names[slot] = None
             self._free.append(slot)
             self._note(BlockEvent("removed", group, digest))
-        self.evicted += count
+            slots.append(slot)
+        return slots
 
     def _name(self, slot: int) -> Name:
         name = self._names[slot]

@@ -83,6 +83,61 @@ class GatewayConfig(ServiceConfig):
         "OpenAI's defaults. Tokens that end an answer are read from the file either way",
         "model",
     )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls: a form by name, none, or auto for the form that the chat template shows",
+        "model",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning: a form by name, none, or auto for the form that the chat template shows",
+        "model",
+    )
+    score_tokens: str = option(
+        "",
+        "the two tokens whose probabilities at the end of a prompt give a score of /score and /rerank, separated by a "
+        "comma: the one that says that a document fits its query, then the other. Default: yes,no, as Qwen3-Reranker "
+        "answers. Both must be single tokens of the model. A score is the probability of the first one among the two",
+        "model",
+    )
+    score_template: str = option(
+        "",
+        "file with a Jinja template for the prompt of a query and a document, which are messages with these roles, as "
+        "in vLLM's score templates; the request's instruction is a message with the role system. Default: the chat "
+        "template if it has these roles; if not, the words of Qwen3-Reranker in the model's chat template",
+        "model",
+    )
+    max_logprobs: int = option(
+        20,
+        "most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary",
+        "limits",
+        at_least=-1,
+    )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        "logprobs name tokens by id, as token_id:7, because several tokens may have the same text; a request may say "
+        "otherwise",
+        "model",
+    )
+    enable_force_include_usage: bool = option(
+        False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
+    )
+    response_store: str = option(
+        "",
+        "where responses of /v1/responses are kept: a SQLite file, the URL of an SQL database, which several gateways "
+        "may share (needs SQLAlchemy), or none; default: responses.db in the cache folder",
+        "responses",
+    )
+    response_store_entries: int = option(
+        10_000,
+        "responses that are kept for each API key; the ones that were used longest ago make room",
+        "responses",
+        at_least=1,
+    )
+    response_store_size: Size = option("256MiB", "size of all responses that are kept for each API key", "responses")
+    response_store_seconds: float = option(
+        30 * 86400.0, "a response is kept for this many seconds after its last use", "responses", at_least=1
+    )
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )
@@ -295,6 +350,13 @@ class ServeConfig(Options):
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
     generation_config: GenerationConfig = same_option(GatewayConfig, "generation_config")
+    tool_call_parser: str = same_option(GatewayConfig, "tool_call_parser")
+    reasoning_parser: str = same_option(GatewayConfig, "reasoning_parser")
+    score_tokens: str = same_option(GatewayConfig, "score_tokens")
+    score_template: str = same_option(GatewayConfig, "score_template")
+    max_logprobs: int = same_option(GatewayConfig, "max_logprobs", group="model")
+    return_tokens_as_token_ids: bool = same_option(GatewayConfig, "return_tokens_as_token_ids")
+    enable_force_include_usage: bool = same_option(GatewayConfig, "enable_force_include_usage")
     cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
     prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)
@@ -323,6 +385,7 @@ class ServeConfig(Options):
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
+    response_store: str = same_option(GatewayConfig, "response_store")
     redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")

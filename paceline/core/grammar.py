@@ -40,6 +40,9 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 `start: /a+/ /a+/` this never ends, because the first part takes every "a" that the second one needs. Constraints of
 other kinds cannot cause it."""
 
+_SPACING_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
+"""Options of the library for a schema that switch off no check."""
+
 _LENIENT = json.JSONDecoder(parse_int=float)
 """A decoder that accepts all JSON that the library accepts. Python's own refuses integers of thousands of digits."""
 
@@ -57,6 +60,8 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
             grammar = grammar_from("gbnf", text) if "::=" in text else text
             _check_embedded_schemas(grammar)
             return grammar + _NO_FORCING
+        if kind is ConstraintKind.ANSWER:
+            return text + _NO_FORCING
         if kind is ConstraintKind.REGEX:
             # \d and \w mean ASCII, as in a schema's `pattern`. Users rarely mean digits and letters of all scripts, and
             # Python and the library have different lists of them.
@@ -66,6 +71,18 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         raise ConstraintError(explain(str(error))[:_MESSAGE_CHARACTERS]) from error
 
 
+def expression_of(kind: ConstraintKind, text: str) -> str:
+    """Return a constraint that has been checked as an expression within a Lark grammar."""
+    if kind is ConstraintKind.JSON_SCHEMA:
+        return f"%json {text}"
+    if kind is ConstraintKind.REGEX:
+        return f"/{regex_to_lark(text, use_ascii='dw')}/"
+    if kind is ConstraintKind.CHOICE:
+        return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    grammar = grammar_from("gbnf", text) if kind is ConstraintKind.GRAMMAR and "::=" in text else text
+    return f"%lark {{\n{grammar}\n}}\n"
+
+
 def check_options(schema: object) -> None:
     """Raise ConstraintError if a schema sets options of the library itself, which could switch off its checks."""
     if isinstance(schema, dict) and "x-guidance" in schema:
@@ -73,14 +90,23 @@ def check_options(schema: object) -> None:
 
 
 def _check_embedded_schemas(grammar: str) -> None:
-    """Check the schemas after %json in a Lark grammar like other schemas. Raises ConstraintError."""
+    """Check the schemas after %json in a Lark grammar. Raises ConstraintError.
+
+    They may say where white space is allowed, because the gateway writes such grammars when it renders requests.
+    """
     for start in re.finditer(r"%json\s*", grammar):
         try:
             schema, _ = _LENIENT.raw_decode(grammar, start.end())
         except ValueError:
             continue  # the library reports the mistake, unless this %json is in a string or a comment
-        check_options(schema)
+        if not _sets_only_spacing(schema):
+            check_options(schema)
         _check_multiples(schema)
+
+
+def _sets_only_spacing(schema: object) -> bool:
+    options = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.keys() <= _SPACING_OPTIONS
 
 
 def _check_multiples(schema: object) -> None:

@@ -7,6 +7,9 @@ import re
 NO_TOKEN = "no token is possible"
 """A message of our own: a mask allows no token."""
 
+MAX_DEPTH = 120
+"""Levels of a schema's objects and lists that the library can read, about: its own parser of JSON stops at 128."""
+
 _LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 """The source lines around a mistake. They are cut off, because some are not the user's but ours."""
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -28,6 +31,10 @@ _WORDS = tuple(
         (r"schema must be an object or boolean", "a schema must be a JSON object, or true"),
         (r"Unsatisfiable schema: Regex is empty", 'a "pattern" matches no text; mend it'),
         (r"Unsatisfiable schema: (.*)", r"no JSON fits the schema: \1"),
+        (
+            r"(?:recursion limit|maximum recursion depth) exceeded",
+            f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep",
+        ),
         # Regular expressions.
         (r"regex parse error:.*\nerror: (.*)", r"a regular expression cannot be read: \1; it is read in Rust's syntax"),
         (

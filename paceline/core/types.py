@@ -39,6 +39,8 @@ class ConstraintKind(enum.Enum):
     """A JSON list of texts. The output is one of them."""
     GRAMMAR = "grammar"
     """A grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
+    ANSWER = "answer"
+    """A grammar in Lark that a gateway has made of the above, tool calls and a budget for reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,11 @@ class SamplingParams:
     """Number of most likely tokens to report beside the chosen one; None reports nothing."""
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not be in the output; none is empty. The last token of each is not sampled after
+    the others, unless a grammar or the allowed tokens leave no other token."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Tokens to report beside the chosen one, instead of the most likely ones, if `logprobs` is not None."""
 
     def ends(self, token_id: int, output_len: int) -> bool:
         """Return whether this token is the last if the output has `output_len` tokens, this one included."""
@@ -113,7 +120,8 @@ class Logprob(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token and the requested logprobs: first the chosen token's, then those of the most likely tokens in order."""
+    """A token and the requested logprobs: first the chosen token's, then those of the most likely tokens in order, or
+    those of `SamplingParams.logprob_token_ids`."""
 
     id: int
     logprobs: tuple[Logprob, ...] = ()

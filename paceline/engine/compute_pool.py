@@ -83,6 +83,9 @@ class ComputePool(Protocol):
     def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
         """Note that a batch has been copied, in `seconds`; return the events that can be sent now."""
 
+    def forget(self) -> int:
+        """Forget the blocks of the device's own pool that no request uses. Return how many there were."""
+
     def counts(self) -> Counts | None:
         """Return the slots of the device's own pool by their use; None without one. Any thread may call this."""
 
@@ -114,6 +117,9 @@ class ArenaPool:
 
     def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
         return copies.events
+
+    def forget(self) -> int:
+        return 0
 
     def counts(self) -> Counts | None:
         return None

@@ -113,6 +113,13 @@ class DevicePool:
             self._take_in(copies.loads)
         return copies.events
 
+    def forget(self) -> int:
+        slots = self._pool.forget()
+        if self._directory is not None:
+            self._directory.withdraw(slots)
+        self._refused = None
+        return len(slots)
+
     def counts(self) -> Counts | None:
         return self._pool.counts()
 

@@ -155,6 +155,14 @@ class Engine:
     def starve(self, key: Key) -> None:
         self._inbox.put(lambda: self._scheduler.starve(key))
 
+    def forget(self, told: Callable[[int], None]) -> None:
+        """Forget the blocks of the device's own pool that no request uses.
+
+        Args:
+            told: called on the host thread with the number of blocks.
+        """
+        self._inbox.put(lambda: told(self._scheduler.forget()))
+
     @property
     def step_seconds(self) -> float:
         """Time since the step under way began; 0 between steps."""

@@ -1,9 +1,10 @@
 """Sampling of tokens from logits.
 
-The order of operations is the usual one. First, raw logprobs are taken. Then a grammar's mask, allowed tokens, minimum
-length, bias and penalties change the logits. Greedy sampling takes the best token. Otherwise temperature, top_k, min_p
-and top_p cut the distribution, and one uniform random number draws a token. This number is a pure function of (seed,
-position), so the same request gives the same tokens in any batch, on any worker, in any attempt.
+The order of operations is the usual one. First, raw logprobs are taken. Then a grammar's mask, allowed tokens, bad
+words, minimum length, bias and penalties change the logits. Greedy sampling takes the best token. Otherwise
+temperature, top_k, min_p and top_p cut the distribution, and one uniform random number draws a token. This number is a
+pure function of (seed, position), so the same request gives the same tokens in any batch, on any worker, in any
+attempt.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None, chooser
         chooser: draws the token if there is no draft. The token is the same as without a chooser.
     """
     top = row.params.logprobs
-    report = raw_logprobs(logits, top) if top is not None else None
+    report = raw_logprobs(logits, top, row.params.logprob_token_ids) if top is not None else None
     token = _choose(logits, row, draft, chooser)
     return Token(token, report.of(token) if report else ())
 
@@ -110,8 +111,8 @@ def best_of(logits: Tensor) -> list[int]:
 
 def _logits_decide(params: SamplingParams) -> bool:
     """Return whether tokens depend only on logits and, before min_tokens, on the position, and need no logprobs."""
-    shaped = params.logit_bias or params.allowed_token_ids or params.needs_history or params.constraint is not None
-    return not shaped and params.logprobs is None
+    listed = params.logit_bias or params.allowed_token_ids or params.bad_words
+    return not listed and not params.needs_history and params.constraint is None and params.logprobs is None
 
 
 def _choose(logits: Tensor, row: SamplingRow, draft: Draft | None, chooser: TokenChooser | None = None) -> int:
@@ -157,17 +158,27 @@ class LogprobReport:
     logprobs: Tensor
     """fp32 [vocab]"""
     top: tuple[Logprob, ...]
+    """The most likely tokens in order, or the tokens that the request names."""
 
     def of(self, token_id: int) -> tuple[Logprob, ...]:
-        """Return the entry of a token, then those of the most likely tokens."""
+        """Return the entry of a token, then the entries of `top`."""
         logprob = self.logprobs[token_id]
         rank = int((self.logprobs > logprob).sum()) + 1
         return (Logprob(token_id, float(logprob), rank), *self.top)
 
 
-def raw_logprobs(logits: Tensor, top: int) -> LogprobReport:
-    """Return the logprobs of one row of logits, fp32 [vocab], which must not have been changed yet."""
+def raw_logprobs(logits: Tensor, top: int, named: Sequence[int] = ()) -> LogprobReport:
+    """Return the logprobs of one row of logits, fp32 [vocab], which must not have been changed yet.
+
+    Args:
+        top: number of the most likely tokens to report.
+        named: tokens to report instead of the most likely ones.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
+    if named:
+        own = logprobs[list(named)]
+        ranks = (logprobs[None] > own[:, None]).sum(dim=1) + 1
+        return LogprobReport(logprobs, tuple(map(Logprob, named, own.tolist(), ranks.tolist())))
     values, indices = logprobs.topk(min(top, logprobs.numel()))
     entries = enumerate(zip(indices.tolist(), values.tolist()), start=1)
     return LogprobReport(logprobs, tuple(Logprob(token, value, rank) for rank, (token, value) in entries))
@@ -183,16 +194,32 @@ def _shape_logits(logits: Tensor, row: SamplingRow) -> None:
         forbidden = torch.ones_like(logits, dtype=torch.bool)
         forbidden[list(params.allowed_token_ids)] = False
         logits[forbidden] = -torch.inf
-    if unwanted := list(params.unwanted_ends(len(row.token_ids) - row.prompt_len)):
-        before = logits[unwanted]
-        logits[unwanted] = -torch.inf
-        if logits.max() == -torch.inf:
-            logits[unwanted] = before  # a grammar or the allowed tokens leave no other token
+    if params.bad_words:
+        _forbid(logits, _ends_of_bad_words(row))
+    _forbid(logits, list(params.unwanted_ends(len(row.token_ids) - row.prompt_len)))
     if params.logit_bias:
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
         logits[list(params.logit_bias)] += bias
     if params.needs_history:
         _penalise(logits, row)
+
+
+def _forbid(logits: Tensor, tokens: list[int]) -> None:
+    """Forbid tokens, unless a grammar or the allowed tokens leave no other token."""
+    if tokens:
+        before = logits[tokens]
+        logits[tokens] = -torch.inf
+        if logits.max() == -torch.inf:
+            logits[tokens] = before
+
+
+def _ends_of_bad_words(row: SamplingRow) -> list[int]:
+    """Return the tokens that would complete a bad word in the output."""
+    words = row.params.bad_words
+    longest = max(map(len, words)) - 1
+    end = np.asarray(row.token_ids[max(row.prompt_len, len(row.token_ids) - longest) :]).tolist()
+    # A word that is longer than the output and its next token cannot be complete.
+    return [word[-1] for word in words if len(word) <= len(end) + 1 and end[len(end) + 1 - len(word) :] == [*word[:-1]]]
 
 
 def _penalise(logits: Tensor, row: SamplingRow) -> None:

@@ -103,6 +103,10 @@ class Scheduler:
             self._leave(victim, Preempted(victim.key))
         self._ask_again()
 
+    def forget(self) -> int:
+        """Forget the blocks of the device's own pool that no request uses. Return how many there were."""
+        return self._pool.forget()
+
     # ---- planning
 
     def plan(self) -> Step | None:

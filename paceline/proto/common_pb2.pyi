@@ -32,6 +32,8 @@ class _ConstraintKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Constr
     """A JSON list of strings."""
     CONSTRAINT_KIND_GRAMMAR: _ConstraintKind.ValueType  # 4
     """Lark or GBNF."""
+    CONSTRAINT_KIND_ANSWER: _ConstraintKind.ValueType  # 5
+    """Lark, made by a gateway of the above, tool calls and a budget for reasoning."""
 
 class ConstraintKind(_ConstraintKind, metaclass=_ConstraintKindEnumTypeWrapper): ...
 
@@ -42,6 +44,8 @@ CONSTRAINT_KIND_CHOICE: ConstraintKind.ValueType  # 3
 """A JSON list of strings."""
 CONSTRAINT_KIND_GRAMMAR: ConstraintKind.ValueType  # 4
 """Lark or GBNF."""
+CONSTRAINT_KIND_ANSWER: ConstraintKind.ValueType  # 5
+"""Lark, made by a gateway of the above, tool calls and a budget for reasoning."""
 Global___ConstraintKind: _TypeAlias = ConstraintKind  # noqa: Y015
 
 class _WorkKind:
@@ -160,6 +164,8 @@ class Sampling(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_k: _builtins.int
@@ -190,6 +196,14 @@ class Sampling(_message.Message):
     def constraint(self) -> Global___Constraint:
         """If absent, the output is not constrained."""
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """The last token of each is not generated after the others, unless no other token is possible."""
+
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens to report with the chosen one, instead of the most likely ones."""
+
     def __init__(
         self,
         *,
@@ -209,10 +223,12 @@ class Sampling(_message.Message):
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         constraint: Global___Constraint | None = ...,
+        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_constraint", b"_constraint", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__constraint: _TypeAlias = _typing.Literal["constraint"]  # noqa: Y015
     _WhichOneofArgType__constraint: _TypeAlias = _typing.Literal["_constraint", b"_constraint"]  # noqa: Y015
@@ -228,6 +244,26 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):

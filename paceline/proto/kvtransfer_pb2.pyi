@@ -1273,6 +1273,45 @@ class CudaMemory(_message.Message):
 Global___CudaMemory: _TypeAlias = CudaMemory  # noqa: Y015
 
 @_typing.final
+class ResetCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetCacheRequest: _TypeAlias = ResetCacheRequest  # noqa: Y015
+
+@_typing.final
+class ResetCacheReply(_message.Message):
+    """Numbers of blocks that were forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    disk_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "disk_blocks", b"disk_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetCacheReply: _TypeAlias = ResetCacheReply  # noqa: Y015
+
+@_typing.final
 class LedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

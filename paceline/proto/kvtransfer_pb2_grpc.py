@@ -49,6 +49,11 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerReply.FromString,
                 _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/paceline.v1.KVTransfer/ResetCache',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheReply.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_unary(
                 '/paceline.v1.KVTransfer/Fetch',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchRequest.SerializeToString,
@@ -98,6 +103,13 @@ class KVTransferServicer:
 
     def Ledger(self, request, context):
         """Returns the block ledger with the owner of every lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetCache(self, request, context):
+        """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +173,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Ledger,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LedgerReply.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheReply.SerializeToString,
             ),
             'Fetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Fetch,
@@ -269,6 +286,33 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/Ledger',
             paceline_dot_proto_dot_kvtransfer__pb2.LedgerRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.LedgerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/ResetCache',
+            paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class KVTransferStub:
     """
     Ledger: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]
     """Returns the block ledger with the owner of every lease."""
+    ResetCache: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.ResetCacheRequest, _kvtransfer_pb2.ResetCacheReply]
+    """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways."""
     Fetch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]
     """Reads the blocks of a context that is being computed on another host into a reserved lease. The call ends when all
     blocks are here and verified and the lease is filled. Cancelling the call ends the transfer. If the transfer does
@@ -80,6 +82,8 @@ class KVTransferAsyncStub(KVTransferStub):
     """
     Ledger: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.LedgerRequest, _kvtransfer_pb2.LedgerReply]  # type: ignore[assignment]
     """Returns the block ledger with the owner of every lease."""
+    ResetCache: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.ResetCacheRequest, _kvtransfer_pb2.ResetCacheReply]  # type: ignore[assignment]
+    """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways."""
     Fetch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
     """Reads the blocks of a context that is being computed on another host into a reserved lease. The call ends when all
     blocks are here and verified and the lease is filled. Cancelling the call ends the transfer. If the transfer does
@@ -131,6 +135,14 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvtransfer_pb2.LedgerReply, _abc.Awaitable[_kvtransfer_pb2.LedgerReply]]:
         """Returns the block ledger with the owner of every lease."""
+
+    @_abc_1.abstractmethod
+    def ResetCache(
+        self,
+        request: _kvtransfer_pb2.ResetCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.ResetCacheReply, _abc.Awaitable[_kvtransfer_pb2.ResetCacheReply]]:
+        """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways."""
 
     @_abc_1.abstractmethod
     def Fetch(

@@ -296,3 +296,79 @@ class Compute:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class MaintenanceStub:
+    """What operators ask of any worker.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ResetPool = channel.unary_unary(
+                '/paceline.v1.Maintenance/ResetPool',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.FromString,
+                _registered_method=True)
+
+
+class MaintenanceServicer:
+    """What operators ask of any worker.
+    """
+
+    def ResetPool(self, request, context):
+        """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_MaintenanceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ResetPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPool,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'paceline.v1.Maintenance', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('paceline.v1.Maintenance', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Maintenance:
+    """What operators ask of any worker.
+    """
+
+    @staticmethod
+    def ResetPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/ResetPool',
+            paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.ResetPoolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -149,3 +149,34 @@ class ComputeServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_ComputeServicer_to_server(servicer: ComputeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class MaintenanceStub:
+    """What operators ask of any worker."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> MaintenanceAsyncStub: ...
+    ResetPool: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]
+    """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+
+@_typing.type_check_only
+class MaintenanceAsyncStub(MaintenanceStub):
+    """What operators ask of any worker."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ResetPool: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]  # type: ignore[assignment]
+    """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+
+class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
+    """What operators ask of any worker."""
+
+    @_abc_1.abstractmethod
+    def ResetPool(
+        self,
+        request: _worker_pb2.ResetPoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ResetPoolReply, _abc.Awaitable[_worker_pb2.ResetPoolReply]]:
+        """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+
+def add_MaintenanceServicer_to_server(servicer: MaintenanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

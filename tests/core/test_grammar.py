@@ -10,7 +10,7 @@ from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar
 from paceline.core.types import ConstraintKind
 
-JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = ConstraintKind
+JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
         (JSON_SCHEMA, '{"$ref": "http://example.com/schema"}', "example.com"),
         (JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than"),
         (JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed"),
-        (JSON_SCHEMA, '{"a": ' * 2000 + "1" + "}" * 2000, "recursion"),
+        (JSON_SCHEMA, '{"a": ' * 2000 + "1" + "}" * 2000, "nested too deeply"),
         (REGEX, "(", "unclosed"),
         (REGEX, r"(a)\1", "backreferences"),
         (REGEX, "(?=a)b", "look-around"),
@@ -73,6 +73,8 @@ def test_what_cannot_be_enforced(kind: ConstraintKind, text: str, reason: str) -
     [
         ' {"type": "object", "x-guidance": {"item_separator": "1+"}}',
         '{"not": {}, "x-guidance": {"lenient": true}}',
+        '{"not": {}, "x-guidance": {"lenient": true, "whitespace_flexible": false}}',
+        '{"x-guidance": 5}',
         '\n\t{"not": {}, "x\\u002dguidance": {"lenient": true}}',
         ' {"x-guidance": {"lenient": true}, "maximum": ' + "9" * 5000 + "}",
     ],
@@ -81,6 +83,11 @@ def test_a_schema_inside_a_grammar_sets_no_options_of_the_library(schema: str) -
     for grammar in (f"start: %json{schema}", f'start: "a" | b\nb: "x" %json{schema} "y"'):
         with pytest.raises(ConstraintError, match="x-guidance is not supported; leave it out"):
             check_grammar(GRAMMAR, grammar)
+
+
+def test_a_schema_inside_a_grammar_may_say_where_white_space_is_allowed() -> None:
+    check_grammar(GRAMMAR, 'start: %json {"type": "object", "x-guidance": {"whitespace_flexible": false}}')
+    check_grammar(GRAMMAR, r'start: %json {"type": "object", "x-guidance": {"whitespace_pattern": "[ \n]"}}')
 
 
 def test_a_schema_inside_a_grammar_has_the_same_limits() -> None:

@@ -9,7 +9,7 @@ from paceline.core.grammar import check_grammar
 from paceline.core.grammar_errors import NO_TOKEN, explain
 from paceline.core.types import ConstraintKind
 
-JSON_SCHEMA, REGEX, CHOICE, GRAMMAR = ConstraintKind
+JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
 
 
 @pytest.mark.parametrize(

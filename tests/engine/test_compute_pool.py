@@ -117,6 +117,22 @@ def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
     assert len(set(again.pool_tables[0])) == 3
 
 
+def test_blocks_that_were_forgotten_are_loaded_again_and_shown_to_nobody() -> None:
+    directory = PoolDirectory(memoryview(bytearray(PoolDirectory.bytes_for(64))), 64, 64, lambda: None)
+    scheduler = Scheduler(Limits(64, 4096, 2), pool=DevicePool(FULL, 64, directory))
+    for name in ("running", "gone"):
+        scheduler.add(filled_request(name, 40))
+        (copies,) = scheduler.take_copies()
+        scheduler.copied(copies, 0.001, 0.0)
+    scheduler.remove(Key("gone", 1, 1))
+    assert directory.find(copies.loads).indices.tolist() == [0, 1]
+    assert scheduler.forget() == 2
+    assert directory.find(copies.loads).indices.tolist() == []
+    scheduler.add(filled_request("gone", 40))
+    (copies,) = scheduler.take_copies()
+    assert len(copies.loads) == 3
+
+
 def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
     scheduler = Scheduler(Limits(16, 4096, 2), pool=DevicePool(FULL, 64))
     scheduler.add(filled_request("first", 40))

@@ -20,10 +20,10 @@ def requests(vocab_size: int) -> list[Asked]:
     rng = random.Random(3)
     ways = [
         SamplingParams(),
-        SamplingParams(temperature=0.9, seed=1, logprobs=2),
+        SamplingParams(temperature=0.9, seed=1, logprobs=2, logprob_token_ids=(7, 5)),
         SamplingParams(temperature=1.3, seed=2, top_k=20, top_p=0.9, min_p=0.01),
         SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
-        SamplingParams(temperature=0.3, seed=3, logit_bias={5: 4.0, 6: -50.0}),
+        SamplingParams(temperature=0.3, seed=3, logit_bias={5: 4.0, 6: -50.0}, bad_words=((5, 5), (5, 7, 5), (8,))),
         SamplingParams(stop_token_ids=frozenset(range(0, vocab_size, 9)), min_tokens=4),
         SamplingParams(temperature=0.05, seed=4, allowed_token_ids=tuple(range(10, 16))),
         SamplingParams(logprobs=1, prompt_logprobs=1),

@@ -42,6 +42,7 @@ SHAPED = [
     {"min_tokens": 2},
     {"logit_bias": {1: 9.0}},
     {"allowed_token_ids": (1,)},
+    {"bad_words": ((1, 0),)},
     {"repetition_penalty": 9.0},
     {"presence_penalty": 2.0},
     {"frequency_penalty": 2.0},
@@ -204,3 +205,33 @@ def test_of_equal_tokens_top_k_keeps_those_of_the_lowest_ids() -> None:
     distribution = cut(logits, SamplingParams(temperature=1.0, top_k=4))
     assert distribution.tokens is not None
     assert distribution.tokens.tolist() == [3, 6, 1, 2]
+
+
+def test_the_last_token_of_a_bad_word_is_not_chosen_after_the_others() -> None:
+    params = SamplingParams(bad_words=((0,), (1, 1), (1, 5, 5)), max_tokens=9)
+    assert draw(params, [9]) == 1
+    assert draw(params, [9, 1]) == 5
+    assert draw(params, [9, 1, 5]) == 1
+    assert draw(params, [1]) == 1, "a word may begin in the prompt"
+    noisy = dataclasses.replace(params, temperature=9.0)
+    context = [9]
+    for _ in range(300):
+        context.append(sample(LOGITS.clone(), SamplingRow(noisy, np.array(context), 1)).id)
+    text = "".join(map(str, context[1:]))
+    assert set(text) == set("12345")
+    assert "11" not in text
+    assert "155" not in text
+
+
+def test_a_bad_word_is_chosen_if_nothing_else_may_follow() -> None:
+    words = SamplingParams(bad_words=((3,), (4, 4)), allowed_token_ids=(3, 4), stop_token_ids=frozenset({4}))
+    assert draw(words, [9]) == 4
+    assert draw(words, [9, 4]) == 3
+    assert draw(dataclasses.replace(words, min_tokens=5), [9]) == 4
+
+
+def test_named_tokens_are_reported_instead_of_the_most_likely() -> None:
+    token = sample(LOGITS.clone(), SamplingRow(SamplingParams(logprobs=3, logprob_token_ids=(4, 0)), [0], 1))
+    expected = torch.log_softmax(LOGITS, -1)
+    assert [(entry.token_id, entry.rank) for entry in token.logprobs] == [(0, 1), (4, 6), (0, 1)]
+    assert [entry.logprob for entry in token.logprobs] == pytest.approx(expected[[0, 4, 0]].tolist())

@@ -14,7 +14,10 @@ from bench.equality import shorten
 SMOLLM = "smollm2-135m-instruct"
 GEMMA = "gemma-3-270m"
 
+# SmolLM2's template does not show how it marks reasoning.
+THINK = "--reasoning-parser=think"
 TWO_WORKERS = (
+    THINK,
     "--prefill=2",
     "--decode=2",
     "--threads=1",
@@ -24,7 +27,7 @@ TWO_WORKERS = (
     "--kv-memory=1GiB",
 )
 # Each pool has room for two or three contexts. The arena has room for little more than the leased blocks.
-POOLS = ("--kv-pool=device", "--kv-pool-memory=12MiB", "--kv-memory=96MiB")
+POOLS = (THINK, "--kv-pool=device", "--kv-pool-memory=12MiB", "--kv-memory=96MiB")
 _DRAFT_LAYERS = 8
 
 
@@ -57,7 +60,7 @@ EARLY_LAYERS = {"method": "early_layers", "num_layers": _DRAFT_LAYERS, "num_spec
 STACKS: dict[str, Way] = {
     "default": Way(SMOLLM, ("--kv-memory=512MiB", "--log-level=info", "--log-format=json")),
     "two workers": Way(SMOLLM, TWO_WORKERS, draft_model=True),
-    "aggregated": Way(SMOLLM, ("--prefill=0", "--no-async-scheduling", "--kv-memory=24MiB"), NGRAM, disk=True),
+    "aggregated": Way(SMOLLM, (THINK, "--prefill=0", "--no-async-scheduling", "--kv-memory=24MiB"), NGRAM, disk=True),
     "pools": Way(SMOLLM, POOLS, EARLY_LAYERS, disk=True),
     "float32": Way(SMOLLM, ("--dtype=float32", "--kv-memory=512MiB"), NGRAM),
     "gemma": Way(GEMMA, TWO_WORKERS),

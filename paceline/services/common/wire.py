@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.core.errors import ConstraintError
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
+
+MESSAGE_LOGPROBS = 1 << 18
+"""Logprobs of one message, about: 4 MB. A single token may have as many as the vocabulary has tokens."""
 
 _REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -19,6 +22,7 @@ _KINDS = {
     ConstraintKind.REGEX: pb.CONSTRAINT_KIND_REGEX,
     ConstraintKind.CHOICE: pb.CONSTRAINT_KIND_CHOICE,
     ConstraintKind.GRAMMAR: pb.CONSTRAINT_KIND_GRAMMAR,
+    ConstraintKind.ANSWER: pb.CONSTRAINT_KIND_ANSWER,
 }
 
 
@@ -74,6 +78,8 @@ def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         constraint=constraint_to_pb(params.constraint) if params.constraint is not None else None,
+        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
+        logprob_token_ids=params.logprob_token_ids,
     )
 
 
@@ -95,6 +101,8 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         constraint=constraint_from_pb(message.constraint) if message.HasField("constraint") else None,
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        logprob_token_ids=tuple(message.logprob_token_ids),
     )
 
 
@@ -111,5 +119,9 @@ def constraint_from_pb(message: pb.Constraint) -> Constraint:
     return Constraint(kind, message.text, frozenset(message.end_token_ids))
 
 
-def scores_to_pb(first: int, tokens: Sequence[Token]) -> pb.PromptLogprobs:
-    return pb.PromptLogprobs(first=first, tokens=[token_to_pb(token) for token in tokens])
+def scores_to_pb(first: int, tokens: Sequence[Token]) -> Iterator[pb.PromptLogprobs]:
+    """Yield messages with the logprobs of prompt tokens, several if the logprobs are of many tokens each."""
+    count = max(1, MESSAGE_LOGPROBS // max((len(token.logprobs) for token in tokens), default=1))
+    for start in range(0, len(tokens), count):
+        own = tokens[start : start + count]
+        yield pb.PromptLogprobs(first=first + start, tokens=[token_to_pb(token) for token in own])

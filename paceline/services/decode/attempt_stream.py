@@ -43,8 +43,9 @@ class AttemptStream(EventStream):
                 self.reporter.note((event,))
                 self._tell_news()
             case Scored(_, first, tokens):
-                self._outbox.event(self._attempt).prompt_logprobs.CopyFrom(scores_to_pb(first, tokens))
-                self._outbox.end_message()  # prompt logprobs may be large
+                for scores in scores_to_pb(first, tokens):
+                    self._outbox.event(self._attempt).prompt_logprobs.CopyFrom(scores)
+                    self._outbox.end_message()  # prompt logprobs may be large
             case _:
                 if isinstance(event, Preempted):
                     self.reporter.note((event,))

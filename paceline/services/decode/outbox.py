@@ -19,6 +19,9 @@ Write = Callable[[worker_pb2.DecodeEvents], Awaitable[None]]
 MAX_TOKENS = 256
 """Tokens of one message, about. A message stays far below MAX_MESSAGE_BYTES even if a gateway reads slowly."""
 
+TOKEN_LOGPROBS = 128
+"""A token counts once more for each time that it has this many logprobs."""
+
 _MAX_NAME = 128
 
 
@@ -83,6 +86,7 @@ class Outbox:
         else:
             event = self.event(attempt)
         fill_token(event.tokens.tokens.add(), token)
+        self._tokens += len(token.logprobs) // TOKEN_LOGPROBS
 
     def tell_draining(self) -> None:
         """Tell the gateway that the worker takes no new attempts."""

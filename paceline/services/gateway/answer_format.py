@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import check_grammar, check_options
+from paceline.core.grammar_errors import explain
 from paceline.core.types import Constraint, ConstraintKind
+from paceline.services.gateway.answers.expressions import Spelling
+from paceline.services.gateway.answers.structural_tag import Form, JsonSchema, Tag, TriggeredTags, grammar_of_tag
 from paceline.services.gateway.errors import ApiError
 
 if TYPE_CHECKING:
@@ -41,22 +44,37 @@ class JsonSchemaFormat(Body):
     """Ignored: a schema is always enforced."""
 
 
-class AnswerFormat(Body):
-    """OpenAI's `response_format`."""
+class Structure(Body):
+    """A tag of vLLM's older structural tags: JSON between two texts."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: str
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    end: str
+
+
+class AnswerFormat(Body):
+    """OpenAI's `response_format`, and vLLM's structural tags: either `format`, or `structures` and `triggers`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: Form | None = None
+    structures: Annotated[list[Structure], Field(min_length=1)] | None = None
+    triggers: Annotated[list[str], Field(min_length=1)] | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`. Exactly one of the first five fields must be set."""
+    """vLLM's `structured_outputs`. Exactly one of the first six fields must be set."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
+    """The JSON text of a `response_format` of the type structural_tag."""
     disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    """A regular expression for the white space between two JSON tokens."""
 
     @model_validator(mode="before")
     @classmethod
@@ -71,9 +89,12 @@ class StructuredOutputs(Body):
         if unknown := [name for name, value in said.items() if name not in known and value is not False]:
             place = f"structured_outputs.{unknown[0][:80]}"
             raise ApiError(400, f"{place} is not supported by this server; leave it out", param=place)
-        if not said.keys() & (known - {"disable_any_whitespace"}):
-            message = "structured_outputs needs one of json, regex, choice, grammar, json_object"
+        if not said.keys() & (known - {"disable_any_whitespace", "whitespace_pattern"}):
+            message = "structured_outputs needs one of json, regex, choice, grammar, json_object, structural_tag"
             raise ApiError(400, message, param="structured_outputs")
+        if said.get("disable_any_whitespace") and "whitespace_pattern" in said:
+            place = "structured_outputs.whitespace_pattern"
+            raise ApiError(400, f"{place} and disable_any_whitespace: set only one of them", param=place)
         return said
 
 
@@ -84,20 +105,25 @@ SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 """Allows white space between all JSON tokens, as models have learned to write it. The limit of 32 characters is there
 because small models may otherwise write white space for ever."""
 
+_NO_TOKENS: Mapping[str, int] = {}
+
 Wish = tuple[str, ConstraintKind, str]
 """The field that asks for a constraint, the constraint's kind, and its text."""
 
 
-def constraint_of(request: GenerationRequest, end_token_ids: frozenset[int]) -> Constraint | None:
+def constraint_of(
+    request: GenerationRequest, end_token_ids: frozenset[int], own_tokens: Mapping[str, int] = _NO_TOKENS
+) -> Constraint | None:
     """Return the constraint that a request asks for, after checking it; None if it asks for none.
 
     Args:
         end_token_ids: ids of the tokens with which the model ends an answer.
+        own_tokens: ids of the tokens that were added to the vocabulary, by text.
 
     Raises:
         InvalidRequestError: there are several constraints, or it cannot be enforced. The error names the field.
     """
-    wishes = list(_wishes(request))
+    wishes = list(_wishes(request, Spelling(own_tokens)))
     if not wishes:
         return None
     place, kind, text = wishes[0]
@@ -126,7 +152,7 @@ def name_client_field(error: Exception, constraint: Constraint | None) -> Except
 _check = functools.lru_cache(maxsize=64)(check_grammar)
 
 
-def _wishes(request: GenerationRequest) -> Iterator[Wish]:
+def _wishes(request: GenerationRequest, spelling: Spelling) -> Iterator[Wish]:
     if (form := request.response_format) is not None:
         if form.type == "json_object":
             yield "response_format", ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, "response_format", SPACED)
@@ -138,15 +164,20 @@ def _wishes(request: GenerationRequest) -> Iterator[Wish]:
             if form.json_schema.schema_ is None:
                 raise InvalidRequestError(f"{place} is missing: it describes the answer", place)
             yield place, ConstraintKind.JSON_SCHEMA, _schema_text(form.json_schema.schema_, place, SPACED)
+        elif form.type == "structural_tag":
+            yield "response_format", ConstraintKind.ANSWER, _tag_text(form, "response_format", spelling)
     if (wanted := request.structured_outputs) is not None:
-        spacing = COMPACT if wanted.disable_any_whitespace else SPACED
+        spacing = COMPACT if wanted.disable_any_whitespace else _spacing(wanted.whitespace_pattern)
         given = (wanted.json_, wanted.regex, wanted.choice, wanted.grammar)
         yield from _said("structured_outputs.", *given, spacing)
         if wanted.json_object:
             place = "structured_outputs.json_object"
             yield place, ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, place, spacing)
+        if wanted.structural_tag is not None:
+            place = "structured_outputs.structural_tag"
+            yield place, ConstraintKind.ANSWER, _tag_text(_read_tag(wanted.structural_tag, place), place, spelling)
     older = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
-    yield from _said("guided_", *older, SPACED)
+    yield from _said("guided_", *older, _spacing(request.guided_whitespace_pattern))
 
 
 def _said(
@@ -167,6 +198,39 @@ def _said(
         yield f"{prefix}grammar", ConstraintKind.GRAMMAR, grammar
 
 
+def _spacing(pattern: str | None) -> dict[str, Any]:
+    return SPACED if pattern is None else {"whitespace_pattern": pattern}
+
+
+def _read_tag(text: str, place: str) -> AnswerFormat:
+    """Return a structural tag from its JSON text. Raises InvalidRequestError if it is none."""
+    try:
+        return AnswerFormat.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise InvalidRequestError(f"{place}: {where[:200]}: {first['msg']}", place) from error
+
+
+def _tag_text(tag: AnswerFormat, place: str, spelling: Spelling) -> str:
+    """Return the grammar of a structural tag. Raises InvalidRequestError if it cannot be enforced."""
+    form = tag.format
+    if (form is None) == (tag.structures is None or tag.triggers is None):
+        raise InvalidRequestError(f"{place}: a structural tag has either format, or structures and triggers", place)
+    if form is None:
+        assert tag.structures is not None
+        assert tag.triggers is not None
+        tags = [
+            Tag(begin=each.begin, content=JsonSchema(type="json_schema", json_schema=each.schema_), end=each.end)
+            for each in tag.structures
+        ]
+        form = TriggeredTags(type="triggered_tags", triggers=tag.triggers, tags=tags)
+    try:
+        return grammar_of_tag(form, spelling, SPACED)
+    except (ConstraintError, RecursionError) as error:
+        raise InvalidRequestError(f"{place}: {error}", place) from error
+
+
 def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
     """Return a schema as JSON text that also tells the grammar library which white space to allow.
 
@@ -184,4 +248,5 @@ def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
     except ConstraintError as error:
         raise InvalidRequestError(f"{place}: {error}", place) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{place}: not a JSON schema: {error}", place) from error
+        why = explain(str(error)) if isinstance(error, RecursionError) else f"not a JSON schema: {error}"
+        raise InvalidRequestError(f"{place}: {why}", place) from error

@@ -3,76 +3,82 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from paceline.core.telemetry import set_request_id
-from paceline.services.gateway.errors import ApiError, NoWorkerError
+from paceline.services.gateway.api_bodies import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    ModelCard,
+    ModelList,
+    Text,
+    Tokens,
+)
+from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_prompt import render_chat
+from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.kinds import KINDS
-from paceline.services.gateway.middleware import is_valid_id
-from paceline.services.gateway.plan import Plan, check_ids, kind_of, plan_chat, plan_completion, render_chat
-from paceline.services.gateway.responses import ChatFormat, CompletionFormat, ResponseFormat
+from paceline.services.gateway.plan import check_ids, kind_of, plan_chat, plan_completion
+from paceline.services.gateway.respond import choose_id, respond
+from paceline.services.gateway.responses import ChatFormat, CompletionFormat
 from paceline.services.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
-    StreamOptions,
     TokenizeRequest,
 )
-from paceline.services.gateway.streaming import EventStreamResponse, event_stream, until_disconnect
-from paceline.services.gateway.traces import RequestTrace
-
-_CLIENT_CLOSED_REQUEST = 499
 
 
 def make_api(gateway: Gateway) -> APIRouter:
     """Return a router with the OpenAI endpoints, `/tokenize` and `/detokenize`."""
     router = APIRouter()
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", response_model=None, responses=answers(ModelList))
     async def list_models() -> dict[str, Any]:
         # The model is listed once a worker has loaded it. It stays listed, because workers come and go.
         return {"object": "list", "data": [_model_card(gateway)] if gateway.fleet.has_served.is_set() else []}
 
-    @router.get("/v1/models/{model:path}")
+    @router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))
     async def get_model(model: str) -> dict[str, Any]:
         gateway.check_request(model)
         if not gateway.fleet.has_served.is_set():
             raise NoWorkerError
         return _model_card(gateway)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        response_id = _response_id(body, request)
+        response_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
         longest = gateway.fleet.max_model_len(KINDS[kind_of(body)].decodes)
-        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, longest)
+        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, longest, gateway.logprob_rules)
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
-        return await _respond(gateway, body, plan, response_format, request)
+        return await respond(gateway, body, plan, response_format, request)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        response_id = _response_id(body, request)
+        response_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(plan_chat, body, gateway.tokenizer, gateway.fleet.max_model_len())
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(
+            plan_chat, body, gateway.tokenizer, gateway.forms, longest, gateway.logprob_rules
+        )
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
-        return await _respond(gateway, body, plan, response_format, request)
+        return await respond(gateway, body, plan, response_format, request)
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", response_model=None, responses=answers(Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         tokenizer = gateway.tokenizer
         text, special, param = body.prompt, body.add_special_tokens is not False, "prompt"
         if text is None:
-            text = await asyncio.to_thread(render_chat, body, tokenizer)
+            text = await asyncio.to_thread(render_chat, body, tokenizer, gateway.forms)
             special, param = body.add_special_tokens is True, "messages"
         tokens = await asyncio.to_thread(tokenizer.encode, text, special, param)
         return {
@@ -82,54 +88,13 @@ def make_api(gateway: Gateway) -> APIRouter:
             "token_strs": [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None,
         }
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", response_model=None, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         gateway.check_request(body.model)
         check_ids(body.tokens, gateway.tokenizer.vocab_size, "tokens")
         return {"prompt": await asyncio.to_thread(gateway.tokenizer.decode, body.tokens)}
 
     return router
-
-
-async def _respond(
-    gateway: Gateway, body: GenerationRequest, plan: Plan, response_format: ResponseFormat, request: Request
-) -> Response:
-    request_id: str = request.state.request_id
-    if request.state.client_chose_id:
-        # Clients reuse ids, above all when they retry, but workers need a unique id.
-        request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
-    generation = Generation(
-        plan,
-        RequestTrace.of(
-            plan, request.state.request_id, request_id, request.url.path, request.state.arrived, bool(body.stream)
-        ),
-        runner=gateway.runner,
-        tokenizer=gateway.tokenizer,
-        metrics=gateway.metrics,
-        traces=gateway.traces,
-    )
-    gateway.metrics.observe_params(plan)
-    if body.stream:
-        return EventStreamResponse(event_stream(generation, response_format, body.stream_options or StreamOptions()))
-    choices = await until_disconnect(request.receive, generation.whole())
-    if choices is None:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    return JSONResponse(response_format.whole(choices, generation.usage()))
-
-
-def _response_id(body: GenerationRequest, request: Request) -> str:
-    """Return the request's id: from its header, else from its body, else the one that the gateway made.
-
-    Raises ApiError if the body's id is not valid.
-    """
-    if body.request_id is not None and not request.state.client_chose_id:
-        if not is_valid_id(body.request_id):
-            message = "request_id must be 1 to 128 visible ASCII characters"
-            raise ApiError(400, message, param="request_id")
-        set_request_id(body.request_id)
-        request.state.request_id = body.request_id
-        request.state.client_chose_id = True
-    return str(request.state.request_id)
 
 
 def _model_card(gateway: Gateway) -> dict[str, Any]:

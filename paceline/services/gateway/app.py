@@ -10,11 +10,19 @@ from fastapi import FastAPI
 import paceline
 from paceline.core import env
 from paceline.services.gateway.api import make_api
+from paceline.services.gateway.api_schema import ERRORS, add_chunks
+from paceline.services.gateway.cache_reset import make_cache_reset
+from paceline.services.gateway.chat_batch import make_chat_batch
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.messages_api.routes import make_messages
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
+from paceline.services.gateway.render_api import make_render_api
+from paceline.services.gateway.responses_api.routes import make_responses
 from paceline.services.gateway.scaling import make_scaling
+from paceline.services.gateway.score_api import make_score_api
+from paceline.services.gateway.token_api import make_token_api
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -36,13 +44,22 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses=ERRORS,
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
+    add_chunks(app)
     install_error_handlers(app)
     app.include_router(make_api(gateway))
+    app.include_router(make_messages(gateway))
+    app.include_router(make_chat_batch(gateway))
+    app.include_router(make_token_api(gateway))
+    app.include_router(make_render_api(gateway))
+    app.include_router(make_responses(gateway))
     app.include_router(make_operations(gateway))
+    app.include_router(make_score_api(gateway))
     app.include_router(make_scaling(gateway))
+    app.include_router(make_cache_reset(gateway))
     # The middleware that is added last sees a request first.
     if keys := _keys(config.api_key) or env.api_keys():
         app.add_middleware(ApiKeyMiddleware, keys=keys)

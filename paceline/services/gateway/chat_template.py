@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +47,10 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not valid Jinja (line {error.lineno}): {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
         self._knows_developer = "developer" in source
+        self._wants_short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
+        """Whether ids of tool calls must have nine characters, as Mistral's templates demand."""
 
     def render(
         self,
@@ -54,6 +59,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt for a conversation.
 
@@ -62,6 +68,7 @@ class ChatTemplate:
             add_generation_prompt: whether the prompt ends with the beginning of the model's answer.
             continue_final_message: whether the prompt ends inside the last message, so that the model continues it.
             template_kwargs: further names that the template can use.
+            tools: the functions that the model may call, as in a request; None if there are none.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or the arguments contradict each other.
@@ -83,18 +90,23 @@ class ChatTemplate:
             # "developer" is OpenAI's newer name for "system". Templates without it drop or misread the message.
             if message.get("role") == "developer" and not self._knows_developer:
                 message["role"] = "system"
-        if not continue_final_message:
-            return self._render(conversation, add_generation_prompt, template_kwargs)
-        return self._render_open_end(conversation, template_kwargs)
+            if self._wants_short_ids:
+                _shorten_ids(message)
+        given = {**(template_kwargs or {}), "tools": [dict(tool) for tool in tools] if tools else None}
+        render = self._render_open_end if continue_final_message else self._render
+        try:
+            return render(conversation, add_generation_prompt, given)
+        except InvalidRequestError:
+            merged = _with_one_system_message(conversation)
+            if merged is None:
+                raise
+        return render(merged, add_generation_prompt, given)
 
-    def _render(
-        self, conversation: list[dict[str, Any]], generation_prompt: bool, template_kwargs: Mapping[str, Any] | None
-    ) -> str:
+    def _render(self, conversation: list[dict[str, Any]], generation_prompt: bool, given: Mapping[str, Any]) -> str:
         names = {
             **self._special_tokens,
-            **(template_kwargs or {}),
+            **given,
             "messages": conversation,
-            "tools": None,
             "documents": None,
             "add_generation_prompt": generation_prompt,
         }
@@ -105,12 +117,15 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}", "messages"
             ) from error
 
-    def _render_open_end(self, conversation: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None) -> str:
+    def _render_open_end(
+        self, conversation: list[dict[str, Any]], generation_prompt: bool, given: Mapping[str, Any]
+    ) -> str:
+        conversation = [*conversation[:-1], dict(conversation[-1])]
         content = conversation[-1].get("content")
         if not isinstance(content, str):
             raise InvalidRequestError("continue_final_message needs a last message with text content", "messages")
         conversation[-1]["content"] = content + _END_MARK
-        rendered = self._render(conversation, False, template_kwargs)
+        rendered = self._render(conversation, generation_prompt, given)
         mark = _END_MARK.strip()
         if mark not in rendered or content.strip() not in rendered:
             raise InvalidRequestError(
@@ -120,6 +135,33 @@ class ChatTemplate:
         end = rendered.rindex(mark)
         # The mark ends in a space. If it is gone, the template trims content, so space before the mark goes as well.
         return rendered[:end] if rendered.startswith(_END_MARK, end) else rendered[:end].rstrip()
+
+
+def _shorten_ids(message: dict[str, Any]) -> None:
+    """Give the tool calls of a message ids of nine letters and digits. Equal ids stay equal."""
+
+    def short(call_id: object) -> str:
+        text = str(call_id)
+        fits = len(text) == 9 and text.isascii() and text.isalnum()
+        return text if fits else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]
+
+    if "tool_calls" in message:
+        message["tool_calls"] = [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]
+    if "tool_call_id" in message:
+        message["tool_call_id"] = short(message["tool_call_id"])
+
+
+def _with_one_system_message(conversation: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return the conversation with all system messages joined into one at its beginning.
+
+    Some templates refuse later ones. Returns None if there are none that could be joined.
+    """
+    texts = [message.get("content") for message in conversation if message.get("role") == "system"]
+    others = [message for message in conversation if message.get("role") != "system"]
+    if not texts or (len(texts) == 1 and conversation[0].get("role") == "system"):
+        return None
+    joined = "\n\n".join(text for text in texts if isinstance(text, str) and text)
+    return [{"role": "system", "content": joined}, *others]
 
 
 class _GenerationBlock(Extension):

@@ -21,6 +21,7 @@ class Detokenizer:
         stop_token_ids: ids of tokens that end the text and are no part of it.
         include_stop: whether the stop string or the stop token's text stays at the end.
         skip_special_tokens: whether special tokens are left out of the text.
+        kept_token_ids: special tokens that are not left out.
         min_tokens: the number of tokens before the text may end at a stop string. As in vLLM, a stop string counts if
             it begins within these tokens and ends after them.
     """
@@ -33,13 +34,14 @@ class Detokenizer:
         stop_token_ids: frozenset[int] = frozenset(),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        kept_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
         self._vocabulary = vocabulary
         self._stop = tuple(stop)
         self._stop_token_ids = stop_token_ids
         self._include_stop = include_stop
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._skipped = vocabulary.special_ids - kept_token_ids if skip_special_tokens else frozenset()
         self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""

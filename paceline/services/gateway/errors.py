@@ -1,8 +1,9 @@
-"""Errors in the form of the OpenAI API, with the field names that the client wrote."""
+"""Errors in the form of the API that the request's path belongs to, with the field names that the client wrote."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
+from paceline.services.gateway.messages_api.error_body import error_body
 
 log = logging.getLogger(__name__)
 
@@ -90,19 +94,38 @@ class ApiError(Exception):
         self.status = status
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
-    def response(self) -> JSONResponse:
+    def response(self) -> ErrorResponse:
         """Log and return the answer, because a refused request leaves no other trace."""
         # Escaped and cut, because the message may contain text from the client.
         level = logging.WARNING if self.status >= 500 else logging.INFO
         log.log(level, "answered %d: %.500r", self.status, str(self), extra={"status": self.status})
         return self.silent_response()
 
-    def silent_response(self) -> JSONResponse:
+    def silent_response(self) -> ErrorResponse:
         """Return the answer without logging it, because probes ask again and again."""
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers)
+        return ErrorResponse(self, headers)
+
+
+class ErrorResponse(JSONResponse):
+    """The response to a request that failed. Its form is OpenAI's, or that of the Messages API on its paths."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]) -> None:
+        super().__init__(error.body, error.status, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_messages_path(scope["path"]):
+            self.body = self.render(error_body(self._error.status, str(self._error), scope["state"]["request_id"]))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def is_messages_path(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's Messages API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 class NoWorkerError(UnavailableError):
@@ -113,7 +136,17 @@ class NoWorkerError(UnavailableError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer together do not fit into the context of any worker."""
+    """Prompt and answer together do not fit into the context of any worker.
+
+    Args:
+        prompt_tokens: length of the prompt; if nobody has tokenized it, the least length that it can have.
+        max_model_len: longest context of any worker, in tokens.
+    """
+
+    def __init__(self, message: str, param: str, prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(message, param)
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -133,7 +166,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make `app` answer expected errors with an OpenAI error body. RequestIdMiddleware answers unexpected ones."""
+    """Make `app` answer expected errors with an error body. RequestIdMiddleware answers unexpected ones."""
     app.add_exception_handler(ApiError, _respond)
     app.add_exception_handler(PacelineError, _respond)
     app.add_exception_handler(HTTPException, _http_error)
@@ -151,9 +184,23 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
         404: f"no such path: {request.method} {request.url.path}",
         405: f"{request.url.path} does not take {request.method}",
     }
-    response = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+    message = messages.get(error.status_code, str(error.detail))
+    if isinstance(error.__cause__, RecursionError):
+        # Python's parser of JSON calls itself for each level.
+        message = f"the body is nested too deeply: JSON can have about {sys.getrecursionlimit() - 100} levels here"
+    response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The framework names the methods of one route only, but a path may have several.
+        response.headers["Allow"] = ", ".join(_allowed(request))
     return response
+
+
+def _allowed(request: Request) -> list[str]:
+    """Return the methods that a request's path takes."""
+    scopes = {method: {**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "PUT", "DELETE")}
+    routes = request.app.routes
+    return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -14,13 +14,17 @@ from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import read_secret
+from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.plan import LogprobRules
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.running import RunningRequests
+from paceline.services.gateway.scoring import Scoring
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
 
@@ -36,6 +40,14 @@ class Gateway:
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, address: str = "") -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.forms = choose_forms(
+            config.tool_call_parser,
+            config.reasoning_parser,
+            tokenizer.chat_template_source,
+            tokenizer.vocabulary.added_tokens,
+        )
+        self.logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
+        self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self.model = config.served_model_name or Path(config.model).name
         self.started = int(time.time())
         self.draining = False
@@ -49,6 +61,7 @@ class Gateway:
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
         self.traces = TraceBook()
+        self.requests = RunningRequests()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()

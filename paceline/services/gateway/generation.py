@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from paceline.core.telemetry import request_span
 from paceline.core.types import Token
 from paceline.services.gateway.answer_format import name_client_field
+from paceline.services.gateway.answers.parser import AnswerParser
+from paceline.services.gateway.answers.parts import Content, Part, join_parts
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.event_feed import Mailbox
 from paceline.services.gateway.metrics import Metrics
-from paceline.services.gateway.plan import Plan, PromptPlan
+from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.repetition import REPETITION, RepetitionDetector
 from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
@@ -33,15 +37,35 @@ class Delta:
 
     index: int
     text: str = ""
+    """Content, without reasoning and tool calls."""
+    parts: list[Part] = field(default_factory=list)
+    """All parts in their order, content included; empty if the answer is not parsed."""
+    reasoning_tokens: int = 0
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_scores: list[Token | None] | None = None
     """One entry for each prompt token, None for the first. Set in a choice's first delta, if they were asked for."""
 
+    @property
+    def all_parts(self) -> list[Part]:
+        """All parts in their order."""
+        return self.parts or ([Content(self.text)] if self.text else [])
+
+    def add_parts(self, parts: list[Part]) -> None:
+        """Append parts."""
+        self.parts = join_parts([*self.parts, *parts]) if self.parts else parts
+        for part in parts:
+            if isinstance(part, Content):
+                self.text += part.text
+
     def add(self, later: Delta) -> None:
         """Append a later delta of the same choice."""
-        self.text += later.text
+        if later.parts:
+            self.add_parts(later.parts)
+        else:
+            self.text += later.text
+        self.reasoning_tokens += later.reasoning_tokens
         self.tokens += later.tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.prompt_scores = self.prompt_scores or later.prompt_scores
@@ -52,6 +76,7 @@ class Generation:
 
     Args:
         trace: the request's trace. It is in `traces` from the beginning.
+        requests: where the generation can be found by the request's id while it runs.
     """
 
     def __init__(
@@ -63,11 +88,14 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: Metrics,
         traces: TraceBook,
+        requests: RunningRequests,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
         self._trace = trace
         self._traces = traces
+        self._requests = requests
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -77,6 +105,7 @@ class Generation:
         """Choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def usage(self) -> dict[str, object]:
         """Return the `usage` object of a response, with the counts up to now."""
@@ -86,22 +115,31 @@ class Generation:
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run all choices while the context is open. When it closes, cancel choices that have not ended."""
-        tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
+        self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:
-            yield
+            with self._requests.running(self._trace.request_id, self.abort):
+                yield
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
             try:
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*self._tasks, return_exceptions=True)
             finally:
                 self._traces.close(self._trace)
+
+    def abort(self) -> None:
+        """End all choices with the tokens that have come, and with the finish reason "abort"."""
+        self._trace.is_aborted = True
+        for task in self._tasks:
+            # Later, because a task that is cancelled before its first step would not report its end.
+            asyncio.get_running_loop().call_soon(task.cancel)
 
     async def batch(self) -> list[Delta]:
         """Wait for new deltas and return them; [] when all choices have ended. Raises errors of SequenceRunner.run."""
@@ -114,6 +152,7 @@ class Generation:
                 self._left -= 1
             else:
                 self.completion_tokens += len(item.tokens)
+                self.reasoning_tokens += item.reasoning_tokens
                 batch.append(item)
         return batch
 
@@ -130,12 +169,22 @@ class Generation:
         return [choices[index] for index in sorted(choices)]
 
     async def _run_choice(self, index: int) -> None:
+        choice = Choice(index, self.plan, self._tokenizer)
+        try:
+            await self._generate(index, choice)
+        except asyncio.CancelledError:
+            if not self._trace.is_aborted:
+                raise
+            if not choice.has_ended:
+                self._came.put(choice.end("abort"))
+            self._came.put(None)
+
+    async def _generate(self, index: int, choice: Choice) -> None:
         which, sibling = divmod(index, self.plan.n)
         prompt = self.plan.prompts[which]
         if sibling:
             # Once the first choice has begun, the prompt's blocks are cached, so only one choice computes the prompt.
             await self._has_begun[which].wait()
-        choice = _Choice(index, prompt, self.plan, self._tokenizer)
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         begun = self._has_begun[which]
 
@@ -155,7 +204,8 @@ class Generation:
                 sequence = SequenceRun(
                     request_id=sequence_id,
                     prompt_ids=prompt.token_ids,
-                    sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + index) % 2**64),
+                    # Each prompt of a list gets the tokens that it would get alone.
+                    sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sibling) % 2**64),
                     cache_salt=self.plan.cache_salt,
                     priority=self.plan.priority,
                     kind=self.plan.kind,
@@ -177,20 +227,24 @@ class Generation:
 
 
 class _TextEndedError(Exception):
-    """A choice ended at a stop string, which the worker does not know, so its attempt must be ended."""
+    """A choice ended for a reason that the worker does not know, so its attempt must be ended."""
 
 
-class _Choice:
+class Choice:
     """The text and the outcome of one choice."""
 
-    def __init__(self, index: int, prompt: PromptPlan, plan: Plan, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, plan: Plan, tokenizer: Tokenizer) -> None:
+        prompt = plan.prompts[index // plan.n]
+        self.has_ended = False
         self.outcome = "abort"
         self.why = ""
         """A detail of the outcome, for people."""
         self.tokens = 0
         self.ended_by_text = False
-        """Whether the text has ended at a stop string, which the worker does not know."""
+        """Whether the text itself has ended the choice, by a stop string or a repetition. Workers do not know this."""
         self._index = index
+        self._reasoning_tokens = 0
+        """Tokens of reasoning that deltas have told."""
         self._prompt = prompt
         self._eos_token_ids = tokenizer.eos_token_ids
         self._scores: dict[int, Token] = {}
@@ -201,8 +255,14 @@ class _Choice:
             stop_token_ids=prompt.sampling.ending_token_ids,
             include_stop=plan.include_stop,
             skip_special_tokens=plan.skip_special_tokens,
+            kept_token_ids=prompt.answer.kept_token_ids if prompt.answer is not None else frozenset(),
             min_tokens=prompt.sampling.min_tokens,
         )
+        answer = prompt.answer
+        self._parser = AnswerParser(answer.read, answer.new_call_id) if answer is not None else None
+        self._repetition = RepetitionDetector(plan.repetition) if plan.repetition is not None else None
+        self._min_tokens = prompt.sampling.min_tokens
+        self._max_tokens = prompt.sampling.max_tokens
 
     def take(self, event: Event) -> Delta | None:
         """Return the delta that an event adds to the choice; None if it adds nothing yet."""
@@ -213,30 +273,60 @@ class _Choice:
             case Generated(tokens):
                 return self._grow(tokens)
             case Ended(reason):
-                return self._end(reason.value, self._take_scores(Delta(self._index, self._detokenizer.finish())))
+                return self.end(reason.value)
         return None
+
+    def end(self, reason: str) -> Delta:
+        """Return the delta that ends the choice with a finish reason."""
+        delta = self._take_scores(Delta(self._index))
+        return self._end(reason, delta, self._detokenizer.finish())
 
     def _grow(self, tokens: list[Token]) -> Delta:
         delta = self._take_scores(Delta(self._index))
-        pieces = []
+        parser = self._parser
+        repeats = False
         for token in tokens:
-            pieces.append(self._detokenizer.push(token.id))
+            text = self._detokenizer.push(token.id)
             delta.tokens.append(token)
-            if self._detokenizer.stop_reason is not None:
+            self.tokens += 1
+            if parser is None:
+                delta.text += text
+            elif parts := parser.push(text):
+                delta.add_parts(parts)
+            repeats = self._repetition is not None and self._repetition.push(token.id)
+            # As in vLLM, an end token and the longest answer come first.
+            repeats = repeats and self._min_tokens <= self.tokens < self._max_tokens
+            if repeats or self._detokenizer.stop_reason is not None:
                 break
-        self.tokens += len(delta.tokens)
-        delta.text = "".join(pieces)
-        if isinstance(self._detokenizer.stop_reason, str):
-            self.ended_by_text = True
+        stop = self._detokenizer.stop_reason
+        self.ended_by_text = isinstance(stop, str) or (repeats and stop is None)
+        if isinstance(stop, str):
             return self._end("stop", delta)
+        if self.ended_by_text:
+            return self._end(REPETITION, delta, self._detokenizer.finish())
+        if parser is not None:
+            self._count_reasoning(delta, parser)
         return delta
 
-    def _end(self, reason: str, delta: Delta) -> Delta:
+    def _count_reasoning(self, delta: Delta, parser: AnswerParser) -> None:
+        delta.reasoning_tokens = parser.reasoning_tokens - self._reasoning_tokens
+        self._reasoning_tokens = parser.reasoning_tokens
+
+    def _end(self, reason: str, delta: Delta, text: str = "") -> Delta:
+        """Return the choice's last delta, with text that was held back."""
+        if self._parser is None:
+            delta.text += text
+        else:
+            delta.add_parts(self._parser.finish(text))
+            self._count_reasoning(delta, self._parser)
+        self.has_ended = True
         self.outcome = delta.finish_reason = reason
         stop = self._detokenizer.stop_reason
         if reason == "stop":
             self.why = "a stop string" if isinstance(stop, str) else "a token that ends it"
         delta.stop_reason = None if stop in self._eos_token_ids else stop
+        if reason == REPETITION:
+            delta.stop_reason = "repetition_detected"
         return delta
 
     def _take_scores(self, delta: Delta) -> Delta:
@@ -247,7 +337,7 @@ class _Choice:
         return delta
 
 
-def _log(record: SequenceTrace, choice: _Choice) -> None:
+def _log(record: SequenceTrace, choice: Choice) -> None:
     seconds = time.monotonic() - record.arrived
     times = record.token_times
     first = times[0] - record.arrived if times else None

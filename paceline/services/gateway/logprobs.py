@@ -19,11 +19,13 @@ class LogprobFormat:
         vocabulary: the text and bytes of each token.
         count: the number of most likely tokens to show.
         as_ids: whether to show a token as `token_id:7` instead of its text, which several tokens may share.
+        shows_all: whether to show all tokens that were reported, because the request names them.
     """
 
-    def __init__(self, vocabulary: Vocabulary, count: int, as_ids: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, count: int, as_ids: bool, shows_all: bool = False) -> None:
         self._vocabulary = vocabulary
         self._count = count
+        self._shows_all = shows_all
         self._as_ids = as_ids
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
@@ -33,6 +35,15 @@ class LogprobFormat:
             chosen, top = self._split(token)
             content.append({**self._chat_entry(chosen), "top_logprobs": [self._chat_entry(entry) for entry in top]})
         return {"content": content, "refusal": None}
+
+    def ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Return the `logprobs` object of a choice of POST /inference/v1/generate, which has ids and no texts."""
+        content = []
+        for token in tokens:
+            chosen, top = self._split(token)
+            others = [_id_entry(entry) for entry in top if entry.token_id != chosen.token_id]
+            content.append({**_id_entry(chosen), "top_logprobs": [_id_entry(chosen), *others]})
+        return {"content": content}
 
     def completion(
         self, tokens: Sequence[Token | None], token_ids: Sequence[int], offset: int
@@ -58,7 +69,10 @@ class LogprobFormat:
                 continue
             chosen, top = self._split(token)
             logprobs.append(_finite(chosen))
-            tops.append({self._name(entry.token_id): _finite(entry) for entry in (*top, chosen)})
+            shown: dict[str, float] = {}
+            for entry in (chosen, *top):  # as in vLLM, the chosen token comes first
+                shown.setdefault(self._name(entry.token_id), _finite(entry))
+            tops.append(shown)
         fields = {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops}
         return fields, offset
 
@@ -78,7 +92,12 @@ class LogprobFormat:
         }
 
     def _split(self, token: Token) -> tuple[Logprob, list[Logprob]]:
-        """Return the chosen token's entry, and the `count` most likely entries, which may contain it again."""
+        """Return the chosen token's entry, and the entries to show beside it, which may contain it again.
+
+        These are the `count` most likely ones, or all in their order.
+        """
+        if self._shows_all:
+            return token.logprobs[0], list({entry.token_id: entry for entry in token.logprobs}.values())
         ranked = {entry.token_id: entry for entry in token.logprobs if entry.rank <= self._count}
         return token.logprobs[0], sorted(ranked.values(), key=lambda entry: entry.rank)
 
@@ -88,6 +107,10 @@ class LogprobFormat:
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._vocabulary.token_text(token_id)
+
+
+def _id_entry(entry: Logprob) -> dict[str, Any]:
+    return {"token_id": entry.token_id, "logprob": _finite(entry), "rank": entry.rank}
 
 
 def _finite(entry: Logprob) -> float:

@@ -15,6 +15,7 @@ from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.remote_worker import RemoteWorker
+from paceline.services.gateway.repetition import REPETITION
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.traces import SequenceTrace
 
@@ -63,7 +64,7 @@ class Metrics:
         self._success = Counter(
             "paceline:request_success", "Ended sequences", ["model_name", "finished_reason"], registry=self.registry
         )
-        for reason in (*(reason.value for reason in FinishReason), "abort", "error"):
+        for reason in (*(reason.value for reason in FinishReason), REPETITION, "abort", "error"):
             self._success.labels(model, reason)  # creates the series, so that rates include the first request
         self._n = histogram("request_params_n", "Choices requested per prompt", _COUNTS)
         self._max_tokens = histogram("request_params_max_tokens", "Limit of tokens per choice, by prompt", _COUNTS)

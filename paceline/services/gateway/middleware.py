@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.core.telemetry import request_span, set_request_id
-from paceline.services.gateway.errors import ApiError, to_api_error
+from paceline.services.gateway.errors import ApiError, is_messages_path, to_api_error
 
 MAX_HEAD_BYTES = 64 << 10
 """Largest size of a request line and its headers together."""
@@ -82,8 +82,33 @@ class BoundedHttp(HttpToolsProtocol):
 BODY_SECONDS = 60.0
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/fleet", "/trace")
+_ID_PREFIXES = {
+    "/v1/completions": "cmpl-",
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/chat/completions/batch": "chatcmpl-",
+    "/v1/messages": "msg_",
+    "/v1/responses": "resp_",
+    "/inference/v1/generate": "gen-",
+    "/score": "score-",
+    "/v1/score": "score-",
+    "/rerank": "rerank-",
+    "/v1/rerank": "rerank-",
+    "/v2/rerank": "rerank-",
+}
+_PROTECTED = (
+    "/v1/",
+    "/v2/",
+    "/inference/",
+    "/tokenize",
+    "/detokenize",
+    "/score",
+    "/rerank",
+    "/abort_requests",
+    "/reset_prefix_cache",
+    "/server_info",
+    "/fleet",
+    "/trace",
+)
 
 
 def is_valid_id(text: str) -> bool:
@@ -124,7 +149,10 @@ class RequestIdMiddleware:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = state["request_id"]
+                if is_messages_path(scope["path"]):
+                    headers["request-id"] = state["request_id"]
             await send(message)
 
         try:
@@ -178,7 +206,7 @@ class BodyLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Middleware that requires one of `keys` for the API, /fleet and /trace. Probes and metrics need no key."""
+    """Middleware that requires one of `keys` for all routes but probes and metrics."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -188,14 +216,17 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or not scope["path"].startswith(_PROTECTED):
             await self._app(scope, receive, send)
             return
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip())
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        # Anthropic's clients send their key in a header of its own.
+        keys = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
+        given = [_digest(key.strip()) for key in keys]
         # Compare with all keys, as digests of equal length, so that the time taken reveals nothing.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if scheme.lower() == "bearer" and any(matches):
+        matches = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
+        if any(matches):
             await self._app(scope, receive, send)
             return
-        message = "a valid API key is needed: send the header Authorization: Bearer KEY"
+        message = "a valid API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"
         await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Annotated, Any
 
 import grpc.aio
@@ -16,9 +17,11 @@ import paceline
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.rpc import is_cancelled
+from paceline.services.gateway.api_schema import TEXT, answers
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.metrics import figures
+from paceline.services.gateway.operation_bodies import FleetState, Load, ServerInfo, Trace, Version
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.trace_book import KEPT, describe
 
@@ -29,12 +32,17 @@ LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
 
+_SECRETS = {"api_key", "redis"}
+"""Options that may hold a password."""
+
 
 def make_operations(gateway: Gateway) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
 
-    @router.api_route("/health", methods=["GET", "HEAD"])
+    # One route for each method, because each operation needs an id of its own in /openapi.json.
+    @router.get("/health", response_class=Response)
+    @router.head("/health", response_class=Response)
     async def health() -> Response:
         try:
             gateway.check_ready()
@@ -42,23 +50,37 @@ def make_operations(gateway: Gateway) -> APIRouter:
             return to_api_error(error).silent_response()
         return Response()
 
-    @router.api_route("/ping", methods=["GET", "HEAD", "POST"])
+    @router.get("/ping", response_class=Response)
+    @router.head("/ping", response_class=Response)
+    @router.post("/ping", response_class=Response)
     async def ping() -> Response:
         return Response()
 
-    @router.get("/version")
+    @router.get("/version", response_model=None, responses=answers(Version))
     async def version() -> dict[str, str]:
         return {"version": paceline.__version__}
 
-    @router.get("/load")
+    @router.get("/server_info", response_model=None, responses=answers(ServerInfo))
+    async def server_info() -> dict[str, Any]:
+        roles = Counter(worker.member.role for worker in gateway.fleet.workers() if worker.available)
+        return {
+            "version": paceline.__version__,
+            "model": gateway.model,
+            "max_model_len": gateway.fleet.max_model_len(),
+            "started": gateway.started,
+            "members": dict(roles),
+            "options": gateway.config.model_dump(exclude=_SECRETS),
+        }
+
+    @router.get("/load", response_model=None, responses=answers(Load))
     async def load() -> dict[str, int]:
         return {"server_load": gateway.runner.sequences.count}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=Response, responses=TEXT)
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @router.get("/fleet")
+    @router.get("/fleet", response_model=None, responses=answers(FleetState))
     async def fleet(
         leases: Annotated[int, Query(ge=1, le=MOST_LEASES)] = LEASES,
         holds: Annotated[int | None, Query(ge=1, le=MOST_LEASES, deprecated=True)] = None,
@@ -75,7 +97,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
             "waiting": len(gateway.runner.queue),
         }
 
-    @router.get("/trace/{request_id:path}")
+    @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
     async def trace(request_id: str) -> dict[str, Any]:
         known = gateway.traces.find(request_id)
         if known is None:

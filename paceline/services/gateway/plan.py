@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -10,8 +13,14 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.gateway.answer_format import constraint_of
+from paceline.services.gateway.answer_plan import AnswerPlan, answer_constraint, plan_answer
+from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.bad_words import sequences_of
+from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
-from paceline.services.gateway.schemas import ChatFields, ChatRequest, CompletionRequest, GenerationRequest
+from paceline.services.gateway.fill_in_middle import fill_in_middle
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, RepetitionDetection
+from paceline.services.gateway.token_schemas import TokenSampling, TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -22,6 +31,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobRules:
+    """The server's options for logprobs."""
+
+    most: int = 20
+    """Most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary."""
+    as_ids: bool = False
+    """Whether tokens are named by their ids if a request does not say it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PromptPlan:
     """One prompt and the parameters of its continuation."""
 
@@ -29,6 +48,8 @@ class PromptPlan:
     """None if the client sent token ids, or if the prompt was truncated."""
     token_ids: list[int]
     sampling: SamplingParams
+    answer: AnswerPlan | None = None
+    """How answers are read; None if they are nothing but content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +66,12 @@ class Plan:
     """Lower is more urgent."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
+    repetition: RepetitionDetection | None = None
+    """When answers that repeat themselves end; None if they go on."""
+    logprobs_as_ids: bool = False
+    """Whether logprobs name tokens by their ids."""
+    session_id: str = ""
+    """The client's name of the conversation; "" if there is none."""
 
 
 def kind_of(request: GenerationRequest) -> Kind:
@@ -52,11 +79,14 @@ def kind_of(request: GenerationRequest) -> Kind:
     return common_pb2.WORK_KIND_SCORE if request.max_tokens == 0 else common_pb2.WORK_KIND_GENERATE
 
 
-def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
+def plan_completion(
+    request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int, rules: LogprobRules = LogprobRules()
+) -> Plan:
     """Return the plan of POST /v1/completions.
 
     Args:
         max_model_len: longest context of any worker, in tokens; 0 if there is no worker.
+        rules: the server's options for logprobs.
 
     Raises:
         InvalidRequestError: a value is wrong in a way that the schema alone cannot check.
@@ -64,14 +94,17 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
         NoWorkerError: there is no worker.
     """
     kind = kind_of(request)
-    scores = request.prompt_logprobs
-    if request.echo and request.logprobs is not None:
-        scores = max(request.logprobs, scores or 0)
+    logprobs = _count(request.logprobs, "logprobs", rules, tokenizer)
+    scores = _count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer)
+    if request.echo and logprobs is not None:
+        scores = max(logprobs, scores or 0)
     if kind == common_pb2.WORK_KIND_SCORE:
         scores = scores or 0
     prompts = []
     for index, prompt in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
+        if isinstance(prompt, str) and request.suffix:
+            prompt = fill_in_middle(prompt, request.suffix, tokenizer.vocabulary.added_tokens)
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             _check_length(prompt, request, tokenizer, max_model_len, param)
@@ -87,22 +120,32 @@ def plan_completion(request: CompletionRequest, tokenizer: Tokenizer, max_model_
                 ids,
                 wanted,
                 DEFAULT_COMPLETION_TOKENS,
-                request.logprobs,
+                logprobs,
                 scores,
                 max_model_len,
                 param,
             )
         )
-    return _plan(request, prompts, kind)
+    return _plan(request, prompts, kind, rules)
 
 
-def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> Plan:
-    """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`."""
-    text = render_chat(request, tokenizer)
+def plan_chat(
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    forms: AnswerForms,
+    max_model_len: int,
+    rules: LogprobRules = LogprobRules(),
+) -> Plan:
+    """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`.
+
+    Args:
+        forms: how the model writes reasoning and tool calls.
+    """
+    text = render_chat(request, tokenizer, forms)
     _check_length(text, request, tokenizer, max_model_len, "messages")
     ids = tokenizer.encode(text, request.add_special_tokens, "messages")
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    logprobs = _count(request.top_logprobs or 0, "top_logprobs", rules, tokenizer) if request.logprobs else None
     prompt = _plan_prompt(
         request,
         tokenizer,
@@ -111,21 +154,91 @@ def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) ->
         wanted,
         tokenizer.defaults.max_new_tokens or max_model_len,
         logprobs,
-        request.prompt_logprobs,
+        _count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
         max_model_len,
         "messages",
     )
-    return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE)
+    constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
+    sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
+    prompt = dataclasses.replace(prompt, sampling=sampling, answer=plan_answer(request, forms, tokenizer, text))
+    return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
 
 
-def render_chat(request: ChatFields, tokenizer: Tokenizer) -> str:
-    """Return a conversation as the text that the model sees. Raises InvalidRequestError if the template rejects it."""
-    return tokenizer.render_chat(
-        [message.for_template() for message in request.messages],
-        add_generation_prompt=_either(request.add_generation_prompt, not request.continue_final_message),
-        continue_final_message=request.continue_final_message,
-        template_kwargs=request.chat_template_kwargs,
-    )
+def plan_chats(
+    requests: Sequence[ChatRequest],
+    tokenizer: Tokenizer,
+    forms: AnswerForms,
+    max_model_len: int,
+    rules: LogprobRules = LogprobRules(),
+) -> Plan:
+    """Return one plan of several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
+    plans = []
+    for index, request in enumerate(requests):
+        with _renamed({"messages": f"messages[{index}]"}):
+            plans.append(plan_chat(request, tokenizer, forms, max_model_len, rules))
+    return dataclasses.replace(plans[0], prompts=[prompt for plan in plans for prompt in plan.prompts])
+
+
+def plan_tokens(
+    request: TokensRequest, tokenizer: Tokenizer, max_model_len: int, rules: LogprobRules = LogprobRules()
+) -> Plan:
+    """Return the plan of POST /inference/v1/generate. Arguments and errors are as for `plan_completion`."""
+    params = request.sampling_params
+    with _renamed({name: f"sampling_params.{name}" for name in type(params).model_fields}):
+        prompt = _plan_prompt(
+            params,
+            tokenizer,
+            None,
+            list(request.token_ids),
+            params.max_tokens,
+            tokenizer.defaults.max_new_tokens or max_model_len,
+            _count(params.logprobs, "logprobs", rules, tokenizer),
+            _count(params.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
+            max_model_len,
+            "token_ids",
+        )
+        plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
+    return dataclasses.replace(plan, cache_salt=request.cache_salt or "", priority=request.priority)
+
+
+def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int) -> Plan:
+    """Return a plan for the logprobs of given tokens after each prompt. One token is generated, which does not matter.
+
+    Args:
+        prompts: the rendered text of each prompt, by the field of the request that it comes from.
+
+    Raises the errors of `plan_completion`.
+    """
+    wanted = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": list(token_ids)}
+    params = TokenSampling.model_validate({**wanted, "ignore_eos": True})
+    plans = []
+    for param, text in prompts.items():
+        _check_length(text, params, tokenizer, max_model_len, param)
+        ids = tokenizer.encode(text, False, param)
+        plans.append(_plan_prompt(params, tokenizer, text, ids, 1, 1, 0, None, max_model_len, param))
+    return _plan(params, plans, common_pb2.WORK_KIND_GENERATE, LogprobRules(most=-1))
+
+
+@contextlib.contextmanager
+def _renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the fields that errors name, where a request has them in other places."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
+
+
+def _count(wanted: int | None, param: str, rules: LogprobRules, tokenizer: Tokenizer) -> int | None:
+    """Return the number of most likely tokens to report; None if there is nothing to report."""
+    if wanted is None:
+        return None
+    most = tokenizer.vocab_size if rules.most < 0 else min(rules.most, tokenizer.vocab_size)
+    count = tokenizer.vocab_size if wanted < 0 else wanted
+    if count > most:
+        message = f"{param}: this server returns logprobs of at most {most} tokens at a position (--max-logprobs)"
+        raise InvalidRequestError(message, param)
+    return count
 
 
 def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
@@ -135,10 +248,16 @@ def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, m
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
             f"are more tokens than that: shorten {param}",
             param,
+            -(-len(text) // tokenizer.longest_token),
+            max_model_len,
         )
 
 
-def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind) -> Plan:
+def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rules: LogprobRules) -> Plan:
+    if 0 <= rules.most < len(request.logprob_token_ids or ()):
+        message = f"logprob_token_ids: this server returns logprobs of at most {rules.most} tokens (--max-logprobs)"
+        raise InvalidRequestError(message, "logprob_token_ids")
+    repetition, as_ids = request.repetition_detection, request.return_tokens_as_token_ids
     return Plan(
         prompts=prompts,
         n=request.n or 1,
@@ -148,6 +267,9 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind) -> 
         cache_salt=request.cache_salt or "",
         priority=request.priority,
         kind=kind,
+        repetition=repetition if repetition is not None and repetition.max_pattern_size else None,
+        logprobs_as_ids=rules.as_ids if as_ids is None else as_ids,
+        session_id=request.session_id or "",
     )
 
 
@@ -180,6 +302,8 @@ def _plan_prompt(
             f"This model's maximum context length is {max_model_len} tokens; {param} has {len(token_ids)} and the "
             f"answer may have {max_tokens or 1}: shorten {param} or lower {limit}",
             param if left < 1 else limit,
+            len(token_ids),
+            max_model_len,
         )
     if max_tokens is None:
         max_tokens = min(default_max_tokens, left)
@@ -195,13 +319,16 @@ def _sampling(
 ) -> SamplingParams:
     if request.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens must be at most max_tokens, which is {max_tokens}", "min_tokens")
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         check_ids(getattr(request, name) or [], tokenizer.vocab_size, name)
     defaults = tokenizer.defaults
     stop_token_ids = frozenset(request.stop_token_ids or ())
     if not request.ignore_eos:
         stop_token_ids |= tokenizer.eos_token_ids
     _check_choice(request, stop_token_ids, tokenizer.vocab_size)
+    bad_words = sequences_of(request.bad_words or (), tokenizer)
+    if request.allowed_token_ids is not None and {(id,) for id in request.allowed_token_ids} <= {*bad_words}:
+        raise InvalidRequestError("bad_words: they forbid all of allowed_token_ids; allow others", "bad_words")
     return SamplingParams(
         temperature=_either(request.temperature, defaults.temperature),
         # -1 is an older way to ask for all tokens.
@@ -220,7 +347,9 @@ def _sampling(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        constraint=constraint_of(request, tokenizer.eos_token_ids),
+        constraint=constraint_of(request, tokenizer.eos_token_ids, tokenizer.vocabulary.added_tokens),
+        bad_words=bad_words,
+        logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
     )
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
+from paceline.services.gateway.chat_schemas import NamedTool
 from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.logprobs import LogprobFormat
 from paceline.services.gateway.plan import Plan, PromptPlan
@@ -22,6 +24,8 @@ class TextChunk(NamedTuple):
 
     choice: int
     text: str
+    place: str | int = "content"
+    """The text is "content", "reasoning", or arguments of the call with this index."""
 
 
 class ResponseFormat(ABC):
@@ -37,14 +41,15 @@ class ResponseFormat(ABC):
         response_id: str,
         model: str,
         tokenizer: Tokenizer,
-        logprobs: int | None,
     ) -> None:
         self._plan = plan
         self._tokenizer = tokenizer
-        self._as_ids = bool(request.return_tokens_as_token_ids)
-        self._format = LogprobFormat(tokenizer.vocabulary, logprobs, self._as_ids) if logprobs is not None else None
+        sampling, vocabulary, as_ids = plan.prompts[0].sampling, tokenizer.vocabulary, plan.logprobs_as_ids
+        names_tokens = bool(sampling.logprob_token_ids)
+        own = None if sampling.logprobs is None else LogprobFormat(vocabulary, sampling.logprobs, as_ids, names_tokens)
+        self._format = own
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
-        self._prompt_format = LogprobFormat(tokenizer.vocabulary, request.prompt_logprobs or 0, self._as_ids)
+        self._prompt_format = LogprobFormat(vocabulary, sampling.prompt_logprobs or 0, as_ids)
         self._returns_ids = bool(request.return_token_ids)
         self._head = {
             "id": response_id,
@@ -63,8 +68,8 @@ class ResponseFormat(ABC):
         """Return the body of a response that is not streamed."""
 
     @abstractmethod
-    def text_chunk(self, index: int, text: str) -> Json:
-        """Return the stream chunk that adds only text to a choice."""
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
+        """Return the body of a `TextChunk`."""
 
     def chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
         """Return the stream chunks of a delta; none if the delta changes nothing for the client yet."""
@@ -139,44 +144,98 @@ class ChatFormat(ResponseFormat):
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, request: ChatRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer) -> None:
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        super().__init__(request, plan, response_id, model, tokenizer, logprobs)
+        super().__init__(request, plan, response_id, model, tokenizer)
         last = request.messages[-1]
         self._echo = last.text or "" if request.echo and last.role == "assistant" else ""
+        self._shows_reasoning = request.include_reasoning
+        self._is_parsed = any(prompt.answer is not None for prompt in plan.prompts)
+        self._stop_for_calls = "stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls"
+        self._has_calls: set[int] = set()
+        """Choices with tool calls."""
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         formatted = [self._choice(choice) for choice in choices]
         head = {**self._head, "object": self.whole_object}
         return {**head, "choices": formatted, "usage": usage, **self._about_prompt(choices[0])}
 
-    def text_chunk(self, index: int, text: str) -> Json:
-        return self._chunk([self._delta_choice(index, {"content": text})])
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
+        return self._chunk([self._delta_choice(index, _text_fields(text, place))])
 
     def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
+        index = delta.index
         if self._begins(delta):
-            first = self._chunk([self._delta_choice(delta.index, {"role": "assistant", "content": self._echo})])
+            first = self._chunk([self._delta_choice(index, {"role": "assistant", "content": self._echo})])
             yield first | ({"prompt_token_ids": self._prompt(delta).token_ids} if self._returns_ids else {})
         self._sent_tokens += len(delta.tokens)
         if not self._says_something(delta):
             return
-        if self._says_only_text(delta):
-            yield TextChunk(delta.index, delta.text)
-        else:
-            choice = self._delta_choice(delta.index, {"content": delta.text})
-            if self._format is not None:
-                choice["logprobs"] = self._format.chat(delta.tokens)
-            if delta.finish_reason is not None:
-                choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            if self._returns_ids:
-                choice["token_ids"] = self._token_ids(delta)
-            yield self._chunk([choice])
+        pieces = self._pieces(delta)
+        # A delta with more than text has a last chunk, for the fields that are not text.
+        last = None if self._says_only_text(delta) else pieces.pop() if pieces else {}
+        for piece in pieces:
+            yield piece if isinstance(piece, TextChunk) else self._chunk([self._delta_choice(index, piece)])
+        if last is None:
+            return
+        fields = _text_fields(last.text, last.place) if isinstance(last, TextChunk) else last
+        choice = self._delta_choice(index, fields)
+        if self._format is not None:
+            choice["logprobs"] = self._format.chat(delta.tokens)
+        if delta.finish_reason is not None:
+            choice |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
+        if self._returns_ids:
+            choice["token_ids"] = self._token_ids(delta)
+        yield self._chunk([choice])
+
+    def _pieces(self, delta: Delta) -> list[Json | TextChunk]:
+        """Return what clients see of a delta's parts: texts, and `delta` objects with the heads of calls."""
+        if not delta.parts:
+            # A parser holds back what may be a marker. Then an empty text would end a client's view of the reasoning.
+            return [TextChunk(delta.index, delta.text)] if delta.text or not self._is_parsed else []
+        pieces: list[Json | TextChunk] = []
+        for part in delta.parts:
+            if isinstance(part, Content):
+                pieces.append(TextChunk(delta.index, part.text))
+            elif isinstance(part, CallArguments):
+                pieces.append(TextChunk(delta.index, part.text, part.index))
+            elif isinstance(part, CallBegin):
+                self._has_calls.add(delta.index)
+                begun = {"name": part.name, "arguments": ""}
+                pieces.append(
+                    {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": begun}]}
+                )
+            elif self._shows_reasoning:
+                pieces.append(TextChunk(delta.index, part.text, "reasoning"))
+        return pieces
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        has_calls = delta.index in self._has_calls and delta.finish_reason == "stop"
+        return self._stop_for_calls if has_calls else delta.finish_reason
+
+    def _message(self, choice: Delta) -> Json:
+        reasoning = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
+        calls = calls_of(choice.parts)
+        if calls:
+            self._has_calls.add(choice.index)
+        text = self._echo + choice.text
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if not text and (calls or reasoning):
+            message["content"] = None
+        if reasoning and self._shows_reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return message
 
     def _choice(self, choice: Delta) -> Json:
+        message = self._message(choice)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": self._echo + choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._format.chat(choice.tokens) if self._format is not None else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
             "token_ids": self._token_ids(choice),
         }
@@ -184,6 +243,13 @@ class ChatFormat(ResponseFormat):
     @staticmethod
     def _delta_choice(index: int, delta: Json) -> Json:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _text_fields(text: str, place: str | int) -> Json:
+    """Return the `delta` object of a `TextChunk`."""
+    if isinstance(place, int):
+        return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+    return {"content": text} if place == "content" else {"reasoning": text, "reasoning_content": text}
 
 
 class CompletionFormat(ResponseFormat):
@@ -194,7 +260,7 @@ class CompletionFormat(ResponseFormat):
     def __init__(
         self, request: CompletionRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer
     ) -> None:
-        super().__init__(request, plan, response_id, model, tokenizer, request.logprobs)
+        super().__init__(request, plan, response_id, model, tokenizer)
         self._echo = bool(request.echo)
         self._offsets: dict[int, int] = {}
 
@@ -205,7 +271,7 @@ class CompletionFormat(ResponseFormat):
         ]
         return {**self._head, "object": self.whole_object, "choices": formatted, "usage": usage}
 
-    def text_chunk(self, index: int, text: str) -> Json:
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
         return self._chunk([self._choice(Delta(index, text), echoed=False)])
 
     def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:

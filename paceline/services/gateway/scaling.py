@@ -11,8 +11,10 @@ from pydantic import Field
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.operation_bodies import Scale
 
 ANSWER_SECONDS = 30.0
 """Deadline of the supervisor's answer. It starts processes in this time; it does not wait until they are ready."""
@@ -29,11 +31,11 @@ def make_scaling(gateway: Gateway) -> APIRouter:
     """Return the routes GET and POST /fleet/scale."""
     router = APIRouter()
 
-    @router.get("/fleet/scale")
+    @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
         return await _ask_supervisor(gateway.config.supervisor_socket, {})
 
-    @router.post("/fleet/scale")
+    @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
         targets = {
             role: count for role, count in (("prefill", body.prefill), ("decode", body.decode)) if count is not None

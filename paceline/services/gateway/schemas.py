@@ -10,50 +10,61 @@ import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import AnswerFormat, Body, Choices, StructuredOutputs
+from paceline.services.gateway.chat_schemas import ChatMessage, NamedTool, ReasoningEffort, ToolChoice, ToolDefinition
 from paceline.services.gateway.errors import ApiError
 
 MAX_CHOICES = 128
-MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKENS = 128
+MAX_PATTERN_TOKENS = 1024
+MAX_SESSION_CHARACTERS = 256
 
 log = logging.getLogger(__name__)
 
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
-_SERVED_ANYWAY = frozenset(
-    {"metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
-)
+_SERVED_ANYWAY = frozenset({"metadata", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store"})
 """Known fields that are accepted and have no effect here."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
+    "adapter_id": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
+    "content_parts": ([],),
+    "custom_logit_processor": ("",),
     "documents": ([],),
+    "dry_multiplier": (0,),
     "ebnf": (),
+    "ec_transfer_params": ({},),
+    "features": (),
     "function_call": ("none",),
     "functions": ([],),
     "grammar": ("",),
     "json_schema": (),
     "kv_transfer_params": ({},),
+    "length_penalty": (1,),
     "logit_processors": ([],),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "lora_path": (),
+    "mcp_servers": ([],),
+    "mirostat": (0,),
     "modalities": (["text"],),
+    "nvext": ({},),
     "prompt_embeds": ([],),
     "prompt_token_ids": (),
-    "reasoning_effort": ("none",),
     "regex": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tools": ([],),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     "web_search_options": (),
+    "xtc_probability": (0,),
 }
 """Fields that are not supported yet. Each has the values that are accepted because they ask for nothing."""
 
@@ -63,8 +74,30 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionDetection(Body):
+    """vLLM's `repetition_detection`: the answer ends when the same tokens come several times in a row."""
+
+    max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_TOKENS)
+    """Most tokens of a pattern; 0 turns the detection off."""
+    min_pattern_size: int = Field(0, ge=0)
+    """Least tokens of a pattern; 0 means 1."""
+    min_count: int = Field(0, ge=0)
+    """How often the pattern has to come."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> RepetitionDetection:
+        place = "repetition_detection"
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ApiError(400, f"{place}: min_pattern_size must be at most max_pattern_size", param=place)
+        if self.max_pattern_size and self.min_count < 2:
+            raise ApiError(400, f"{place}: min_count must be at least 2", param=place)
+        return self
+
+
 class NamedRequest(Body):
     """Base class of all bodies: the name of the model, and the check for unsupported and unknown fields."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema: _allow_null(schema))
 
     model: str | None = None
 
@@ -83,6 +116,15 @@ class NamedRequest(Body):
         if unknown := [name for name in said if name not in known]:
             log.warning("a request holds unknown fields, which are ignored: %.300s", ", ".join(map(repr, unknown)))
         return said
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Say in a JSON schema that fields which are not required may be null."""
+    null = {"type": "null"}
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
+            about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            schema["properties"][name] = {"anyOf": [field, null], **about}
 
 
 class GenerationRequest(NamedRequest):
@@ -106,7 +148,10 @@ class GenerationRequest(NamedRequest):
     ignore_eos: bool = False
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)] | None = None
+    repetition_detection: RepetitionDetection | None = None
     response_format: AnswerFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # vLLM's older names for structured_outputs.
@@ -114,6 +159,7 @@ class GenerationRequest(NamedRequest):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool = False
@@ -125,6 +171,8 @@ class GenerationRequest(NamedRequest):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     request_id: str | None = None
+    session_id: str | None = Field(None, max_length=MAX_SESSION_CHARACTERS)
+    """Shown in the request's trace, so that all requests of a conversation can be found."""
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     user: str | None = None
 
@@ -151,8 +199,10 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1)
     echo: bool | None = None
+    suffix: str | None = None
+    """Text that comes after the answer."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -161,6 +211,10 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(400, "max_tokens must be at least 1; 0 is for echo alone", param="max_tokens")
         if not self.prompts:
             raise ApiError(400, "prompt must not be empty", param="prompt")
+        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
+            raise ApiError(400, "suffix needs a prompt that is text, and echo must be false", param="suffix")
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            raise ApiError(400, "logprob_token_ids needs logprobs", param="logprob_token_ids")
         if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
             raise ApiError(400, f"prompts times n must be at most {MAX_CHOICES}", param="prompt")
         return self
@@ -175,47 +229,6 @@ class CompletionRequest(GenerationRequest):
         return [ids] if ids else [item for item in prompt if not isinstance(item, int)]
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kind(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (kind := data.get("type", "text")) != "text":
-            message = "content of type {kind} is not supported; this model takes text"
-            raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
-        return data
-
-
-class ChatMessage(Body):
-    """One message of a conversation. Fields that are unknown here are passed to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kinds(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if data.get("role") in ("tool", "function") or any(
-            data.get(k) for k in ("tool_calls", "function_call", "audio")
-        ):
-            raise PydanticCustomError("unsupported", "messages of tools and audio are not supported by this server")
-        return data
-
-    @property
-    def text(self) -> str | None:
-        """The content as one text, its parts joined by newlines; None if there is none."""
-        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-
-    def for_template(self) -> dict[str, Any]:
-        return {"role": self.role, "content": self.text, **(self.model_extra or {})}
-
-
 class ChatFields(NamedRequest):
     """The fields that say how a conversation becomes a prompt."""
 
@@ -224,23 +237,45 @@ class ChatFields(NamedRequest):
     """Default: the opposite of `continue_final_message`."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolDefinition] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class ChatRequest(ChatFields, GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     echo: bool = False
     """Whether the answer begins with the text of the last message, if its role is "assistant"."""
     add_special_tokens: bool = False
+    tool_choice: ToolChoice | None = None
+    """Default: auto if there are tools."""
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    """The largest number of tokens of reasoning; -1 is no limit."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise ApiError(400, "logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
+        if self.tools is not None and not self.tools:
+            raise ApiError(400, "tools must not be empty; leave it out if there are none", param="tools")
+        names = [tool.function.name for tool in self.tools or ()]
+        if doubled := next((name for name in names if names.count(name) > 1), None):
+            raise ApiError(400, f"tools: there are two functions of the name {doubled!r}", param="tools")
+        choice = self.tool_choice
+        if choice not in (None, "none") and not names:
+            raise ApiError(400, "tool_choice needs tools: give the functions that may be called", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ApiError(
+                400, f"tool_choice: no function of tools has the name {choice.function.name!r}", param="tool_choice"
+            )
         return self
 
 

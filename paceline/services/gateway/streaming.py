@@ -7,13 +7,13 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.services.common.tasks import StallWatch
-from paceline.services.gateway.errors import to_api_error
+from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.generation import Delta, Generation
 from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.schemas import StreamOptions
@@ -46,25 +46,40 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T 
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def event_stream(
-    generation: Generation, response_format: ResponseFormat, options: StreamOptions
-) -> AsyncGenerator[bytes]:
+class StreamWriter(Protocol):
+    """A converter of one response's deltas into server-sent events of an API. Empty bytes are no event."""
+
+    def begin(self) -> bytes:
+        """Return the events before the first delta. They are sent with it."""
+
+    def write(self, delta: Delta) -> bytes:
+        """Return the events of a delta."""
+
+    def end(self) -> bytes:
+        """Return the events after the last delta."""
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events that end a stream which has begun and cannot go on."""
+
+
+async def event_stream(generation: Generation, writer: StreamWriter) -> AsyncGenerator[bytes]:
     """Yield the server-sent events of a generation. Events that are ready together are joined.
 
     A caller that stops early must close the generator.
     """
-    writer = EventWriter(response_format, options, generation.usage)
+    begun = False
     async with generation.running():
         while batch := await generation.batch():
-            if data := b"".join(map(writer.write, batch)):
+            data = b"".join(map(writer.write, batch))
+            if not begun:
+                begun, data = True, writer.begin() + data
+            if data:
                 yield data
-    if options.include_usage:
-        yield _event(response_format.usage_chunk(generation.usage()))
-    yield _DONE
+    yield writer.end()
 
 
-class EventWriter:
-    """A converter of one response's deltas into server-sent events.
+class ChunkWriter:
+    """The stream of OpenAI's chats and completions: chunks, and `[DONE]` at the end; see `StreamWriter`.
 
     Args:
         usage: returns the usage, counting all tokens that have come.
@@ -74,22 +89,32 @@ class EventWriter:
         self._format = response_format
         self._options = options
         self._usage = usage
-        self._around_text: dict[int, tuple[str, str]] = {}
-        """For each choice, the JSON before and after the text of its chunks, which differ in nothing but the text."""
+        self._around_text: dict[tuple[int, str | int], list[str]] = {}
+        """For each choice and place, the JSON around the text of its chunks, which differ in nothing but the text."""
+
+    def begin(self) -> bytes:
+        return b""
 
     def write(self, delta: Delta) -> bytes:
         return b"".join(map(self._write_chunk, self._format.chunks(delta)))
 
+    def end(self) -> bytes:
+        usage = event(self._format.usage_chunk(self._usage())) if self._options.include_usage else b""
+        return usage + _DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return event(error.body) + _DONE
+
     def _write_chunk(self, chunk: Json | TextChunk) -> bytes:
         if not isinstance(chunk, TextChunk):
-            return _event(self._with_usage(chunk))
+            return event(self._with_usage(chunk))
         if self._options.continuous_usage_stats:
-            return _event(self._with_usage(self._format.text_chunk(*chunk)))
-        if (around := self._around_text.get(chunk.choice)) is None:
-            whole = _ENCODER.encode(self._with_usage(self._format.text_chunk(chunk.choice, _MARK)))
-            before, behind = whole.split(_ENCODER.encode(_MARK))
-            around = self._around_text[chunk.choice] = before, behind
-        return _framed(around[0] + _ENCODER.encode(chunk.text) + around[1])
+            return event(self._with_usage(self._format.text_chunk(*chunk)))
+        choice, text, place = chunk
+        if (around := self._around_text.get((choice, place))) is None:
+            whole = _ENCODER.encode(self._with_usage(self._format.text_chunk(choice, _MARK, place)))
+            around = self._around_text[choice, place] = whole.split(_ENCODER.encode(_MARK))
+        return _framed(_ENCODER.encode(text).join(around))
 
     def _with_usage(self, chunk: Json) -> Json:
         if self._options.include_usage:
@@ -99,12 +124,22 @@ class EventWriter:
 
 
 class EventStreamResponse(Response):
-    """A response that sends events. Headers wait for the first event, so that an earlier error gets its own status."""
+    """A response that sends events. Headers wait for the first event, so that an earlier error gets its own status.
+
+    Args:
+        error_events: returns the events of an error that comes later.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], send_seconds: float = SEND_SECONDS) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        error_events: Callable[[ApiError], bytes],
+        send_seconds: float = SEND_SECONDS,
+    ) -> None:
         super().__init__()
+        self._error_events = error_events
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
@@ -140,13 +175,15 @@ class EventStreamResponse(Response):
                 if not begun:
                     await answer.response()(scope, receive, send)
                     return
-                await send({"type": "http.response.body", "body": _event(answer.body) + _DONE, "more_body": True})
+                await send({"type": "http.response.body", "body": self._error_events(answer), "more_body": True})
         watch.begin()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _event(data: Json) -> bytes:
-    return _framed(_ENCODER.encode(data))
+def event(data: Json, name: str = "") -> bytes:
+    """Return a server-sent event with JSON data, and with a name if one is given."""
+    named = f"event: {name}\n".encode() if name else b""
+    return named + _framed(_ENCODER.encode(data))
 
 
 def _framed(text: str) -> bytes:

@@ -14,6 +14,7 @@ import tokenizers
 
 from paceline.core.config import GenerationConfig
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
+from paceline.services.gateway.answers.expressions import Spelling
 from paceline.services.gateway.chat_template import ChatTemplate, Message
 
 
@@ -31,8 +32,20 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
         self._steps = _decoder_steps(tokenizer)
-        self.special_ids = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """Ids of the tokens that stand for a fixed text, such as a marker of reasoning, by text."""
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How texts are written in grammars. Made once, because a model may have thousands of added tokens.
+
+        The grammar library takes an added token for text, unless it is special or in angle brackets.
+        """
+        tokens = self.added_tokens.items()
+        return Spelling(
+            {text: own for text, own in tokens if own in self.special_ids or (text[:1], text[-1:]) == ("<", ">")}
         )
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -161,6 +174,7 @@ class Tokenizer:
         self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
         self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
         source = _chat_template_source(folder, settings, chat_template)
+        self._special_tokens = special_tokens
         self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
@@ -188,6 +202,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render a conversation, as ChatTemplate.render. Raises InvalidRequestError if the model has no template."""
         if self._chat_template is None:
@@ -201,7 +216,17 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
+            tools=tools,
         )
+
+    def template(self, source: str) -> ChatTemplate:
+        """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""
+        return ChatTemplate(source, self._special_tokens)
+
+    @property
+    def chat_template_source(self) -> str:
+        """The Jinja text of the chat template; "" if there is none."""
+        return self._chat_template.source if self._chat_template is not None else ""
 
     def _eos_token_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any], special_tokens: Mapping[str, str]

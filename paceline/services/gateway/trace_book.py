@@ -91,6 +91,7 @@ def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -
     return {
         "request_id": trace.request_id,
         "own_id": trace.own_id,
+        "session_id": trace.session_id or None,
         "earlier": [each.own_id for each in earlier[:EARLIER]],
         "state": trace.outcome or "running",
         "arrived": trace.clock.isoformat(timespec="milliseconds"),

@@ -276,6 +276,8 @@ class RequestTrace:
     """The id in the response. If the client chose it, earlier requests may have the same one."""
     own_id: str
     """Unique in the cluster. Workers know sequences by it; see `sequence_id`."""
+    session_id: str
+    """The client's name of the conversation; "" if there is none."""
     endpoint: str
     streamed: bool
     asked: dict[str, Any]
@@ -290,7 +292,9 @@ class RequestTrace:
     """Number of sequences whose traces were dropped at the end."""
     ended: float | None = None
     outcome: str = ""
-    """One of "finished", "failed" and "client gone"; empty while it runs."""
+    """One of "finished", "failed", "aborted" and "client gone"; empty while it runs."""
+    is_aborted: bool = False
+    """Whether it was ended by its id."""
 
     @staticmethod
     def of(plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool) -> RequestTrace:
@@ -298,6 +302,7 @@ class RequestTrace:
         return RequestTrace(
             request_id=request_id,
             own_id=own_id,
+            session_id=plan.session_id,
             endpoint=endpoint,
             streamed=streamed,
             asked=_asked(plan),
@@ -321,6 +326,8 @@ class RequestTrace:
         self.ended = time.monotonic()
         if "error" in outcomes:
             self.outcome = "failed"
+        elif self.is_aborted:
+            self.outcome = "aborted"
         else:
             left = outcomes & {"abort", ""} or len(self.records) < self.sequences
             self.outcome = "client gone" if left else "finished"

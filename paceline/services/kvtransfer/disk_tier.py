@@ -96,6 +96,7 @@ class DiskTier:
         self._memory = memory
         self._find = find
         self._complained = False
+        self._times_forgotten = 0
         self._waiting: deque[tuple[int, bytes]] = deque(maxlen=_WAITING)
         self._wake = asyncio.Event()
         self._threads = ThreadPoolExecutor(1 + READERS, thread_name_prefix="disk")
@@ -116,6 +117,12 @@ class DiskTier:
         """Return the file's slot with an undamaged block, or None."""
         slot = self._pool.find(group, digest)
         return None if slot in self._damaged else slot
+
+    def forget(self) -> int:
+        """Forget all blocks, except those that are being read. Return how many there were."""
+        self._waiting.clear()
+        self._times_forgotten += 1
+        return len(self._pool.forget())
 
     @property
     def blocks(self) -> int:
@@ -166,9 +173,12 @@ class DiskTier:
         # Copy before anything is awaited: until then no other task runs that could evict the block from its slot.
         self._buffer[:] = self._memory.slot(slot)
         (place,) = self._pool.take(1)
+        times_forgotten = self._times_forgotten
         try:
             self._digests[place] = await self._in_thread(self._store, place)
             self._damaged.discard(place)
+            if times_forgotten != self._times_forgotten:
+                return
             self._pool.seal(place, group, digest)
             self.written_blocks += 1
             self._complained = False

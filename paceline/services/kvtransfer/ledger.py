@@ -249,6 +249,12 @@ class Ledger:
         """Return the keys of leases that were not renewed in time, or lost their session, since the last call."""
         return self._book.take_overdue()
 
+    # ---- the cache
+
+    def forget(self) -> int:
+        """Forget all cached blocks that no lease uses. Return how many there were."""
+        return len(self._pool.forget())
+
     # ---- reading the state
 
     def find(self, key: Key, now: float) -> Lease:

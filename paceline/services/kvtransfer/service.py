@@ -282,6 +282,15 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 part = b"".join(hashes[start : start + _MAX_NAMES])
                 yield pb.ReusableReply(names=pb.BlockNames(group=group, hashes=part))
 
+    async def ResetCache(self, request: pb.ResetCacheRequest, context: Context) -> pb.ResetCacheReply:
+        if (memory := self.sessions.memory) is None:
+            return pb.ResetCacheReply()
+        self._keeper.note_change()
+        blocks = memory.ledger.forget()
+        disk_blocks = 0 if memory.disk is None else memory.disk.forget()
+        log.info("forgot %d cached blocks of the arena and %d of the disk tier", blocks, disk_blocks)
+        return pb.ResetCacheReply(blocks=blocks, disk_blocks=disk_blocks)
+
     async def Ledger(self, request: pb.LedgerRequest, context: Context) -> pb.LedgerReply:
         snapshot = self.snapshot()
         reply = pb.LedgerReply(

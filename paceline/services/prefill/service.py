@@ -110,5 +110,5 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _report_scores(self, batch: list[RequestEvent], context: CallContext) -> None:
         for event in batch:
             if isinstance(event, Scored):
-                scores = scores_to_pb(event.first, event.tokens)
-                await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))
+                for scores in scores_to_pb(event.first, event.tokens):
+                    await context.write(worker_pb2.PrefillEvent(prompt_logprobs=scores))

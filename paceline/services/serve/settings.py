@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.config import ServeConfig
 from paceline.models.hub_name import parse_hub_name
 
-_GATEWAY = ("host", "port", "api_key")
+_GATEWAY = ("host", "port", "api_key", "response_store")
 """Options of `serve` that only the gateway has."""
 _SERVE = ("prefill", "decode", "cache_dir", "revision")
 """Options of `serve` that no service has."""
@@ -30,6 +30,9 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
     shared["auth_token_file"] = str(secret)
     shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}
+    gateway["response_store"] = config.response_store or str(
+        Path(config.cache_dir).expanduser().absolute() / "responses.db"
+    )
     return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"
 
 

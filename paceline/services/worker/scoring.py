@@ -39,7 +39,8 @@ async def score(
             reporter.note(batch)
             for event in batch:
                 if isinstance(event, Scored):
-                    await send(worker_pb2.ComputeEvent(prompt_logprobs=scores_to_pb(event.first, event.tokens)))
+                    for scores in scores_to_pb(event.first, event.tokens):
+                        await send(worker_pb2.ComputeEvent(prompt_logprobs=scores))
             if (report := reporter.take()) is not None or (not batch and worker.goes_on):
                 await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive(), report=report))
             if any(isinstance(event, Sampled) for event in batch):

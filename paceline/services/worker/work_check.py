@@ -12,7 +12,9 @@ MAX_SALT_CHARACTERS = 1024
 MAX_ADDRESS_CHARACTERS = 512
 MAX_GENERATION = 1 << 30
 """Largest generation at the start. Each change of hands adds one, so no attempt comes near 32 bits."""
-MAX_LOGPROBS = 128
+MAX_BAD_WORDS = 4096
+MAX_BAD_WORD_TOKENS = 4096
+"""Largest number of tokens of one bad word. Its tokens are compared with the context for every token."""
 
 _RANGES = {
     "temperature": (0.0, 100.0),
@@ -38,7 +40,7 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
         )
     if len(work.prefix_source) > MAX_ADDRESS_CHARACTERS:
         raise InvalidRequestError(f"prefix_source may have at most {MAX_ADDRESS_CHARACTERS} characters")
-    _check_sampling(work.sampling)
+    _check_sampling(work.sampling, vocab_size)
     _check_tokens(work, vocab_size)
 
 
@@ -59,15 +61,19 @@ def _check_key(work: pb.Work) -> None:
         raise InvalidRequestError(f"a cache_salt may have at most {MAX_SALT_CHARACTERS} characters", "cache_salt")
 
 
-def _check_sampling(sampling: pb.Sampling) -> None:
+def _check_sampling(sampling: pb.Sampling, vocab_size: int) -> None:
     if sampling.max_tokens < 1:
         raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
     for name, (least, most) in _RANGES.items():
         if not least <= getattr(sampling, name) <= most:  # false for NaN, too
             raise InvalidRequestError(f"{name} must be from {least:g} to {most:g}", name)
     for name in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, name) > MAX_LOGPROBS:
-            raise InvalidRequestError(f"{name} must be at most {MAX_LOGPROBS}", name)
+        if getattr(sampling, name) > vocab_size:
+            raise InvalidRequestError(f"{name} must be at most the size of the vocabulary, {vocab_size}", name)
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"there may be at most {MAX_BAD_WORDS} bad words", "bad_words")
+    if any(not 0 < len(word.token_ids) <= MAX_BAD_WORD_TOKENS for word in sampling.bad_words):
+        raise InvalidRequestError(f"a bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens", "bad_words")
     if any(not math.fabs(bias) <= _MOST_BIAS for bias in sampling.logit_bias.values()):
         raise InvalidRequestError(f"logit_bias must be from -{_MOST_BIAS:g} to {_MOST_BIAS:g}", "logit_bias")
     if sampling.HasField("constraint") and sampling.allowed_token_ids:
@@ -82,8 +88,9 @@ def _check_tokens(work: pb.Work, vocab_size: int) -> None:
         sampling.allowed_token_ids,
         sampling.logit_bias,
         sampling.constraint.end_token_ids,
+        sampling.logprob_token_ids,
     )
     if any(len(tokens) > vocab_size for tokens in sets):
         raise InvalidRequestError(f"a set of tokens may have at most {vocab_size} entries, like the vocabulary")
-    for tokens in (work.token_ids, *sets):
+    for tokens in (work.token_ids, *sets, *(word.token_ids for word in sampling.bad_words)):
         check_token(max(tokens, default=0), vocab_size)

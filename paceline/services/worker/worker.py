@@ -261,6 +261,17 @@ class Worker:
         """Drop the event stream of a request that has left the engine and whose blocks belong to another worker."""
         self._streams.remove(key)
 
+    async def reset_pool(self) -> int:
+        """Forget the blocks of the device's own pool that no request uses. Return how many there were."""
+        forgotten: asyncio.Future[int] = self._loop.create_future()
+
+        def tell(blocks: int) -> None:
+            if not forgotten.done():
+                forgotten.set_result(blocks)
+
+        self.engine.forget(self._on_loop(tell))
+        return await forgotten
+
     @property
     def requests(self) -> int:
         """Number of requests whose events a handler waits for."""

@@ -24,7 +24,7 @@ from paceline.core.speculative import parse_speculative_config
 from paceline.core.turns import DecodeTurns, PrefillTurns, Turns
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
-from paceline.proto.worker_pb2_grpc import add_ComputeServicer_to_server
+from paceline.proto.worker_pb2_grpc import add_ComputeServicer_to_server, add_MaintenanceServicer_to_server
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -40,6 +40,7 @@ from paceline.services.worker.compute import ComputeService
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory, device_memory
+from paceline.services.worker.maintenance import MaintenanceService
 from paceline.services.worker.warm_up import warm_up
 from paceline.services.worker.worker import Worker, WorkerLimits
 
@@ -127,6 +128,7 @@ class WorkerProcess:
         limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
         worker = Worker(loaded, self._model_id, memory, self._kv, limits, turns)
         add_ComputeServicer_to_server(ComputeService(worker), self._server.server)
+        add_MaintenanceServicer_to_server(MaintenanceService(worker), self._server.server)
         connection = add_service(self._server.server, worker)
         await self._server.start()
         await warm_up(worker)

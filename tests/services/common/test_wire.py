@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.types import Constraint, ConstraintKind, SamplingParams
+from paceline.core.types import Constraint, ConstraintKind, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
+from paceline.services.common import wire
 from paceline.services.common.wire import sampling_from_pb, sampling_to_pb
 
 
@@ -21,3 +22,16 @@ def test_a_kind_that_nobody_knows_yet_is_refused() -> None:
     message = pb.Sampling(constraint=pb.Constraint(kind=99, text="x"))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="kind 99"):
         sampling_from_pb(message)
+
+
+def test_lists_of_tokens_travel_with_the_sampling() -> None:
+    params = SamplingParams(bad_words=((1, 2), (3,)), logprob_token_ids=(9, 4), logprobs=0)
+    assert sampling_from_pb(sampling_to_pb(params)) == params
+
+
+def test_many_logprobs_are_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MESSAGE_LOGPROBS", 6)
+    tokens = [Token(id, (Logprob(id, -1.0, 1),) * 3) for id in range(5)]
+    messages = list(wire.scores_to_pb(7, tokens))
+    assert [(message.first, len(message.tokens)) for message in messages] == [(7, 2), (9, 2), (11, 1)]
+    assert [token.id for message in messages for token in message.tokens] == [0, 1, 2, 3, 4]

@@ -6,6 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.core.errors import InvalidRequestError, ModelError
+from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.chat_template import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -113,3 +114,62 @@ def test_contradictions_are_refused(options: dict[str, Any], param: str) -> None
 def test_a_broken_template_is_refused_at_the_start() -> None:
     with pytest.raises(ModelError, match="line 1"):
         ChatTemplate("{% for %}", {})
+
+
+def called(call_id: str, arguments: str) -> list[dict[str, Any]]:
+    """Return a conversation with a tool call and its result."""
+    function = {"name": "find", "arguments": arguments}
+    return [
+        {"role": "user", "content": "Hi"},
+        ChatMessage.model_validate(
+            {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+        ).for_template(),
+        {"role": "tool", "tool_call_id": call_id, "content": "rain"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("call.arguments | tojson", '{"b": "é", "a": 1.0}'),
+        ("call.arguments", '{"b":"é","a":1.0}'),
+        ("'(' + call.arguments + ')'", '({"b":"é","a":1.0})'),
+        ("'(' ~ call.arguments ~ ')'", '({"b":"é","a":1.0})'),
+        ("call.arguments if call.arguments is string else (call.arguments | tojson)", '{"b": "é", "a": 1.0}'),
+        ("call.arguments.items() | map('join', '=') | join(' ')", "b=é a=1.0"),
+    ],
+)
+def test_arguments_are_an_object_or_their_text_as_the_template_wants(expression: str, expected: str) -> None:
+    source = "{% set call = messages[1].tool_calls[0].function %}{{ " + expression + " }}"
+    assert ChatTemplate(source, SPECIAL).render(called("x", '{"b":"é","a":1.0}')) == expected
+
+
+def test_arguments_that_were_cut_off_are_text() -> None:
+    source = "{{ messages[1].tool_calls[0].function.arguments }}"
+    assert ChatTemplate(source, SPECIAL).render(called("x", '{"b": "é')) == '{"b": "é'
+
+
+def test_ids_have_nine_characters_if_the_template_demands_it() -> None:
+    source = (
+        "{% set own = messages[1].tool_calls[0].id %}{% if own | length != 9 %}{{ raise_exception('no') }}{% endif %}"
+        "{{ own }} {{ messages[2].tool_call_id }}"
+    )
+    template = ChatTemplate(source, SPECIAL)
+    own, answered = template.render(called("call_" + "7" * 24, "{}")).split()
+    assert own == answered
+    assert own.isalnum()
+    assert own != template.render(called("call_" + "8" * 24, "{}")).split()[0]
+    assert template.render(called("abcDEF123", "{}")) == "abcDEF123 abcDEF123"
+
+
+def test_later_system_messages_join_the_first_if_the_template_refuses_them() -> None:
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    turns = [*TURNS[:2], {"role": "system", "content": "Stop."}]
+    assert ChatTemplate(refusing, SPECIAL).render(turns) == "[system]Be <brief> & kind.\n\nStop.[user]Hi  "
+    with pytest.raises(InvalidRequestError, match="no"):
+        ChatTemplate("{{ raise_exception('no') }}", SPECIAL).render(TURNS)
+    plain = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
+    assert ChatTemplate(plain, SPECIAL).render(turns) == "[system][user][system]"

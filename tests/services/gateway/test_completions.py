@@ -75,7 +75,7 @@ async def test_choices_have_seeds_of_their_own_and_a_prompt_is_computed_once(sta
     prefill.resume.set()
     answer = await task
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in answer.choices] == [TEXT[i : i + 4] for i in range(4)]
+    assert [choice.text for choice in answer.choices] == [TEXT[i : i + 4] for i in (0, 1, 0, 1)], "as if alone"
     assert answer.usage
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 16)
 
@@ -230,3 +230,32 @@ async def test_the_sampling_reaches_the_workers(stack: Stack) -> None:
         work = worker.calls[0].work
         assert (work.sampling.temperature, work.sampling.top_k, work.sampling.seed) == (0.5, 3, 7)
         assert (work.cache_salt, work.priority, work.prompt_tokens, work.sampling.max_tokens) == ("me", -2, 1, 5)
+
+
+async def test_the_headers_of_vllm(stack: Stack) -> None:
+    body = {"prompt": "x", "max_tokens": 2, "priority": 7}
+    headers = {"X-Vllm-Priority": "-3", "X-Session-ID": "talk", "X-Request-Id": "asked"}
+    await stack.http.post("/v1/completions", json=body, headers=headers)
+    assert stack.workers["decode-0"].calls[0].work.priority == -3
+    assert (await stack.http.get("/trace/asked")).json()["session_id"] == "talk"
+    own = {"X-Request-Id": "own"}
+    await stack.http.post("/v1/completions", json={**body, "session_id": "mine"}, headers={**headers, **own})
+    assert (await stack.http.get("/trace/own")).json()["session_id"] == "mine"
+    for name, value in (("X-Vllm-Priority", "high"), ("X-Vllm-Priority", "9" * 10), ("X-Session-ID", "x" * 257)):
+        refused = await stack.http.post("/v1/completions", json=body, headers={name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+async def test_usage_may_be_forced(start_stack: StartStack) -> None:
+    stack = await start_stack(enable_force_include_usage=True)
+    text = (await stack.post("/v1/completions", prompt="x", max_tokens=2, seed=0, stream=True)).text
+    chunks = [json.loads(event[6:]) for event in text.split("\n\n")[:-2]]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 2]
+
+
+async def test_what_changes_the_tokens_reaches_the_workers(stack: Stack) -> None:
+    body = {"prompt": "x", "max_tokens": 2, "logprobs": 0, "bad_words": ["ab"], "logprob_token_ids": [9, 7, 9]}
+    assert (await stack.post("/v1/completions", **body)).status_code == 200
+    sampling = stack.workers["decode-0"].calls[0].work.sampling
+    assert [list(word.token_ids) for word in sampling.bad_words] == [[97, 98], [32, 97, 98]]
+    assert list(sampling.logprob_token_ids) == [9, 7]

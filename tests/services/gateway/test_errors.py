@@ -53,7 +53,6 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"request_id": "no good"}, "request_id"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -80,11 +79,26 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": list(range(VOCAB_SIZE)), "min_tokens": 1}, "stop_token_ids"),
     ({"regex": "a+"}, "regex"),
     ({"prompt_embeds": ["x"]}, "prompt_embeds"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ({"typical_p": 0.5}, "typical_p"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"bad_words": ["a"], "allowed_token_ids": [97]}, "bad_words"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"logprob_token_ids": []}, "logprob_token_ids"),
+    ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection"),
+    ({"repetition_detection": {"max_pattern_size": 5, "min_count": 1}}, "repetition_detection"),
+    ({"repetition_detection": {"min_pattern_size": 5}}, "repetition_detection"),
+    ({"session_id": "x" * 257}, "session_id"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"suffix": "x"}, "suffix"),
+    ({"suffix": "x"}, "suffix"),  # the model has no tokens for it
+    ({"suffix": "x", "prompt": [1]}, "suffix"),
+    ({"suffix": "x", "echo": True}, "suffix"),
+    ({"logprobs": 1, "logprob_token_ids": [300]}, "logprob_token_ids"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
@@ -100,10 +114,20 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", "b", ""]}, "prompt[2]"),
     ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [TOOL]}, "tools"),  # the model's chat template shows no form of tool calls
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),  # nor any reasoning
+    ({"reasoning_effort": "some"}, "reasoning_effort"),
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"suffix": "x"}, "suffix"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -112,9 +136,9 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]}, "messages[0].content[0].text"),
-    ({"messages": [*MESSAGES, {"role": "user", "content": ["x"]}]}, "messages[1].content[0]"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": [7]}]}, "messages[1].content[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
@@ -217,6 +241,15 @@ async def test_what_asks_for_nothing_is_accepted(stack: Stack, caplog: pytest.Lo
 async def test_bodies_that_are_no_request(stack: Stack, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     error_of(await stack.http.post("/v1/completions", content=body, headers=headers))
+
+
+async def test_a_body_that_is_nested_too_deeply(stack: Stack) -> None:
+    schema = b'{"items":' * 5000 + b"{}" + b"}" * 5000
+    body = b'{"prompt": "x", "structured_outputs": {"json": ' + schema + b"}}"
+    error = error_of(
+        await stack.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    )
+    assert "nested too deeply" in error["message"]
 
 
 async def test_a_body_of_another_type(stack: Stack) -> None:

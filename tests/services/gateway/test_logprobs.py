@@ -30,6 +30,7 @@ def test_completions_show_the_chosen_token_among_the_most_likely(toy_tokenizer: 
         "tokens": ["a", "b"],
         "top_logprobs": [None, {"a": -0.5, "b": -2.0}],
     }
+    assert next(iter(fields["top_logprobs"][1])) == "b", "the chosen token comes first"
     assert end == 6
 
 
@@ -51,3 +52,10 @@ def test_prompt_logprobs_are_by_token_id(toy_tokenizer: Tokenizer) -> None:
 def test_an_excluded_token_has_a_number_that_json_knows(toy_tokenizer: Tokenizer) -> None:
     token = Token(A, (Logprob(A, -math.inf, 9),))
     assert LogprobFormat(toy_tokenizer.vocabulary, 0, as_ids=False).chat([token])["content"][0]["logprob"] == -9999.0
+
+
+def test_tokens_that_the_request_names_are_shown_in_their_order(toy_tokenizer: Tokenizer) -> None:
+    named = Token(B, (Logprob(B, -2.0, 2), Logprob(C, -3.0, 3), Logprob(B, -2.0, 2), Logprob(A, -0.5, 1)))
+    shown = LogprobFormat(toy_tokenizer.vocabulary, 0, as_ids=False, shows_all=True)
+    assert [top["token"] for top in shown.chat([named])["content"][0]["top_logprobs"]] == ["b", "c", "a"]
+    assert shown.completion([named], [B], 0)[0]["top_logprobs"] == [{"b": -2.0, "c": -3.0, "a": -0.5}]

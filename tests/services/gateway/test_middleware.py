@@ -89,7 +89,7 @@ async def test_a_stalled_client_is_told_by_its_id(lines: Lines) -> None:
     async def silence(*_: Any) -> Any:
         await asyncio.Event().wait()
 
-    app = RequestIdMiddleware(EventStreamResponse(events(), send_seconds=0.01))
+    app = RequestIdMiddleware(EventStreamResponse(events(), lambda error: b"", send_seconds=0.01))
     scope = {"type": "http", "path": "/", "headers": [(b"x-request-id", b"mine")]}
     await asyncio.create_task(app(scope, silence, silence))
     assert lines.seen == [("mine", "a client took nothing for 0.01 seconds; its request was cancelled")]

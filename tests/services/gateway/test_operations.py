@@ -72,6 +72,17 @@ async def test_probes(stack: Stack) -> None:
     assert (await stack.http.get("/load")).json() == {"server_load": 0}
 
 
+async def test_the_server_s_own_description_has_no_secrets(start_stack: StartStack) -> None:
+    stack = await start_stack(api_key="hidden", max_attempts=3)
+    assert (await stack.http.get("/server_info")).status_code == 401
+    info = await stack.http.get("/server_info", headers={"Authorization": "Bearer hidden"})
+    about = info.json()
+    assert (about["version"], about["model"], about["max_model_len"]) == (paceline.__version__, "toy", 512)
+    assert (about["members"], about["options"]["max_attempts"]) == ({"decode": 1, "prefill": 1}, 3)
+    assert "hidden" not in info.text
+    assert stack.redis_url not in info.text
+
+
 async def test_models(stack: Stack) -> None:
     (card,) = (await stack.openai.models.list()).data
     assert (card.id, card.object, card.owned_by) == ("toy", "model", "paceline")
@@ -198,7 +209,7 @@ async def test_tokenize_refuses_what_it_would_have_to_drop(stack: Stack) -> None
     for body, param in (
         ({}, "prompt"),
         ({"prompt": "x", "messages": [{"role": "user", "content": "h"}]}, "prompt"),
-        ({"messages": [{"role": "user", "content": "h"}], "tools": [{}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "h"}], "tools": [{}]}, "tools[0].function"),
         ({"messages": [{"role": "user", "content": "h"}], "add_special_tokens": "no"}, "add_special_tokens"),
     ):
         response = await stack.post("/tokenize", **body)  # type: ignore[arg-type]

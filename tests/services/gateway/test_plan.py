@@ -7,11 +7,13 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import common_pb2
+from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.errors import ContextLengthError
-from paceline.services.gateway.plan import Plan, plan_chat, plan_completion
+from paceline.services.gateway.fill_in_middle import fill_in_middle
+from paceline.services.gateway.plan import LogprobRules, Plan, plan_chat, plan_completion
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer
-from tests.services.gateway.toy_model import END, write_toy_model
+from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
 
 LIMIT = 100
 
@@ -27,7 +29,7 @@ def completion(tokenizer: Tokenizer, limit: int = LIMIT, **fields: Any) -> Plan:
 
 def chat(tokenizer: Tokenizer, **fields: Any) -> Plan:
     messages = [{"role": "user", "content": "hi"}]
-    return plan_chat(ChatRequest(**{"messages": messages, **fields}), tokenizer, LIMIT)
+    return plan_chat(ChatRequest(**{"messages": messages, **fields}), tokenizer, AnswerForms(), LIMIT)
 
 
 def test_what_the_client_does_not_say_is_the_model_s_default(tokenizer: Tokenizer) -> None:
@@ -142,3 +144,60 @@ def test_what_is_far_too_long_is_refused_before_its_tokens_are_counted(tokenizer
 def test_without_a_worker_nothing_can_be_planned(tokenizer: Tokenizer) -> None:
     with pytest.raises(UnavailableError, match="no decode worker"):
         completion(tokenizer, limit=0)
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted", "count"), [(20, 20, 20), (0, 0, 0), (30, 30, 30), (-1, -1, VOCAB_SIZE), (900, -1, VOCAB_SIZE)]
+)
+def test_the_server_says_how_many_logprobs_there_may_be(
+    tokenizer: Tokenizer, most: int, wanted: int, count: int
+) -> None:
+    rules = LogprobRules(most)
+    body = CompletionRequest(prompt="x", logprobs=wanted, prompt_logprobs=wanted, echo=True)
+    sampling = plan_completion(body, tokenizer, LIMIT, rules).prompts[0].sampling
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (count, count)
+    chat_body = ChatRequest(messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=wanted)
+    assert plan_chat(chat_body, tokenizer, AnswerForms(), LIMIT, rules).prompts[0].sampling.logprobs == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 4}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 4}, "prompt_logprobs"),
+        ({"logprobs": 1, "logprob_token_ids": [1, 2, 3, 4]}, "logprob_token_ids"),
+    ],
+)
+def test_more_logprobs_are_refused(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"at most 3 tokens .*--max-logprobs") as caught:
+        plan_completion(CompletionRequest(prompt="x", **fields), tokenizer, LIMIT, LogprobRules(3))
+    assert caught.value.param == param
+
+
+def test_a_request_says_how_tokens_are_named_else_the_server_does(tokenizer: Tokenizer) -> None:
+    for said, named in ((None, True), (False, False), (True, True)):
+        body = CompletionRequest(prompt="x", return_tokens_as_token_ids=said)
+        assert plan_completion(body, tokenizer, LIMIT, LogprobRules(as_ids=True)).logprobs_as_ids is named
+
+
+def test_bad_words_are_sequences_with_and_without_a_space(tokenizer: Tokenizer) -> None:
+    words = completion(tokenizer, bad_words=["ab", " c", "ab", " "]).prompts[0].sampling.bad_words
+    assert words == ((97, 98), (32, 97, 98), (99,), (32, 99), (32,), (32, 32))
+    with pytest.raises(InvalidRequestError, match="forbid all of allowed_token_ids"):
+        completion(tokenizer, bad_words=["a", "b"], allowed_token_ids=[97, 98])
+    completion(tokenizer, bad_words=["a", "b"], allowed_token_ids=[97, 98, 99])
+
+
+@pytest.mark.parametrize(
+    ("own_tokens", "prompt"),
+    [
+        ("<fim_prefix> <fim_suffix> <fim_middle>", "<fim_prefix>{a<fim_suffix>b}<fim_middle>"),
+        ("<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|x|>", "<|fim_prefix|>{a<|fim_suffix|>b}<|fim_middle|>"),
+        ("[PREFIX] [SUFFIX]", "[SUFFIX]b}[PREFIX]{a"),
+    ],
+)
+def test_a_suffix_is_written_with_the_tokens_of_the_model(own_tokens: str, prompt: str) -> None:
+    assert fill_in_middle("{a", "b}", own_tokens.split()) == prompt
+    with pytest.raises(InvalidRequestError, match="no tokens that mark"):
+        fill_in_middle("a", "b", own_tokens.split()[1:])

@@ -42,7 +42,7 @@ async def test_a_client_that_takes_nothing_is_given_up(caplog: pytest.LogCapture
             await silence()
         sent.append(message["type"])
 
-    await EventStreamResponse(events.run(), send_seconds=0.01)(SCOPE, silence, send_headers_only)
+    await EventStreamResponse(events.run(), lambda error: b"", send_seconds=0.01)(SCOPE, silence, send_headers_only)
     assert events.closed
     assert sent == ["http.response.start"]
     assert "took nothing" in caplog.text

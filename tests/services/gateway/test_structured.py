@@ -61,6 +61,30 @@ def test_json_without_white_space() -> None:
     assert json.loads(found.text)["x-guidance"] == COMPACT
 
 
+def test_white_space_may_be_chosen() -> None:
+    for fields in (
+        {"structured_outputs": {"json": POINT, "whitespace_pattern": " ?"}},
+        {"guided_json": POINT, "guided_whitespace_pattern": " ?"},
+    ):
+        found = wanted(**fields)
+        assert found is not None
+        assert json.loads(found.text)["x-guidance"] == {"whitespace_pattern": " ?"}
+
+
+def test_structural_tags_come_in_three_forms() -> None:
+    tag = {"begin": "<f=x>", "end": "</f>"}
+    content = {"type": "json_schema", "json_schema": POINT}
+    form = {"type": "triggered_tags", "triggers": ["<f="], "tags": [{"type": "tag", **tag, "content": content}]}
+    newer = {"type": "structural_tag", "format": form}
+    older = {"type": "structural_tag", "triggers": ["<f="], "structures": [{**tag, "schema": POINT}]}
+    texts = {json.dumps(each) for each in (older, newer)}
+    found = [wanted(response_format=each) for each in (older, newer)]
+    found += [wanted(structured_outputs={"structural_tag": text}) for text in texts]
+    assert len(set(found)) == 1
+    assert found[0] is not None
+    assert found[0].kind is ConstraintKind.ANSWER
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -74,8 +98,26 @@ def test_other_kinds_by_both_names(name: str, value: Any, expected: tuple[Constr
         assert wanted(**fields) == Constraint(*expected, ENDS)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """Return a schema with this many objects, one in the other."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": {"type": "structural_tag"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "either format, or structures and triggers"),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text", "max_tokens": 1}}},
+        "response_format.format.max_tokens",
+        "not permitted",
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "("}}},
+        "response_format",
+        "unclosed",
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "a name and a schema"),
     ({"response_format": named(None)}, "response_format.json_schema.schema", "schema is missing"),
     (
@@ -95,6 +137,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
+    ({"structured_outputs": {"json": '{"a":' * 5000 + "1" + "}" * 5000}}, "structured_outputs.json", "nested too deep"),
+    ({"response_format": named(nested(300))}, "response_format.json_schema.schema", "nested too deeply; .* 120 levels"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "json: not a JSON schema"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "valid"),
     ({"structured_outputs": {"json": "7"}}, "structured_outputs.json", "JSON object"),
@@ -108,13 +152,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"structured_outputs": {"structural_tag": "{}"}},
         "structured_outputs.structural_tag",
-        "structural_tag is not supported",
+        "type: Field required",
     ),
     (
-        {"structured_outputs": {"json": {}, "whitespace_pattern": "1+"}},
-        "structured_outputs.whitespace_pattern",
-        "not supported",
+        {"structured_outputs": {"json": {}, "whitespace_pattern": "("}},
+        "structured_outputs.json",
+        "unclosed",
     ),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ?", "disable_any_whitespace": True}},
+        "structured_outputs.whitespace_pattern",
+        "only one",
+    ),
+    ({"structured_outputs": {"whitespace_pattern": " ?"}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "only one"),

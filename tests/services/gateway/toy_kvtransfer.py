@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import grpc.aio
 
 from paceline.core.context import Context
@@ -18,6 +19,8 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
     pause_after: int | None
     """If it is 0, a call of Ledger is not answered until `resume` is set."""
     resume: asyncio.Event
+    resets: int
+    """Calls of ResetCache."""
     pretends_to_cache: list[int]
     """Tokens of the context whose blocks the host reports as cached."""
 
@@ -35,6 +38,14 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
         await context.write(kvtransfer_pb2.ReusableReply(pool=pool))
         names = kvtransfer_pb2.BlockNames(group=0, hashes=b"".join(links))
         await context.write(kvtransfer_pb2.ReusableReply(names=names))
+
+    async def ResetCache(  # type: ignore[override]
+        self, request: kvtransfer_pb2.ResetCacheRequest, context: grpc.aio.ServicerContext
+    ) -> kvtransfer_pb2.ResetCacheReply:
+        self.resets += 1
+        if self.pause_after == 0:
+            await context.abort(grpc.StatusCode.INTERNAL, "the toy does not forget")
+        return kvtransfer_pb2.ResetCacheReply(blocks=5, disk_blocks=2)
 
     async def Ledger(  # type: ignore[override]
         self, request: kvtransfer_pb2.LedgerRequest, context: grpc.aio.ServicerContext

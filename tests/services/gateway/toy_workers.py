@@ -93,6 +93,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         host_id: str = "host",
         port: int = 0,
         max_seqs: int = 8,
+        max_model_len: int = 512,
         secret: Secret = _NO_SECRET,
         state: State = "ready",
         model: str = "",
@@ -106,7 +107,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.model = model
         self.numerics = numerics
         self.layout = "fingerprint"
-        self.max_model_len = 512
+        self.max_model_len = max_model_len
         self.max_seqs = max_seqs
         self.pause_after: int | None = None
         """Number of tokens of a call after which the worker is silent until `resume` is set, or ADMISSION."""
@@ -122,6 +123,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         """Error that the worker raises instead of admitting a call."""
         self.stop_at: int | None = None
         """Output position at which the end token comes."""
+        self.resets = 0
         self.pretends_to_cache = []  # workers find 16 tokens of any context, whatever this list says
         self.calls: list[Call] = []
         self.samples = _worker_samples() if role != "kvtransfer" else _host_samples()
@@ -140,6 +142,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         worker_pb2_grpc.add_PrefillServicer_to_server(self, self._rpc.server)
         worker_pb2_grpc.add_DecodeServicer_to_server(self, self._rpc.server)
         worker_pb2_grpc.add_ComputeServicer_to_server(_ToyCompute(self), self._rpc.server)
+        worker_pb2_grpc.add_MaintenanceServicer_to_server(_ToyMaintenance(self), self._rpc.server)
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(self, self._rpc.server)
         self.port = await self._rpc.start()
         await self._rpc.set_ready(True)
@@ -319,6 +322,9 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         elif position + 1 >= sampling.max_tokens:
             reason = common_pb2.FINISH_REASON_LENGTH
         report = _report(token_id, sampling.logprobs) if sampling.HasField("logprobs") else []
+        named = sampling.logprob_token_ids
+        scores = {each: -each * work.prompt_tokens / 10_000 for each in named}
+        report += [common_pb2.Logprob(token_id=each, logprob=score, rank=each + 1) for each, score in scores.items()]
         return common_pb2.Token(id=token_id, logprobs=report), reason
 
     def _scores(self, work: common_pb2.Work) -> list[common_pb2.PromptLogprobs]:
@@ -350,6 +356,17 @@ class _ToyCompute(worker_pb2_grpc.ComputeServicer):
                 await worker._progress(call, count, context)
                 await context.write(worker_pb2.ComputeEvent(prompt_logprobs=scores))
             await context.write(worker_pb2.ComputeEvent(computed=worker_pb2.Computed()))
+
+
+class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):
+    def __init__(self, worker: ToyWorker) -> None:
+        self._worker = worker
+
+    async def ResetPool(  # type: ignore[override]
+        self, request: worker_pb2.ResetPoolRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ResetPoolReply:
+        self._worker.resets += 1
+        return worker_pb2.ResetPoolReply(blocks=3)
 
 
 class _Tracked:

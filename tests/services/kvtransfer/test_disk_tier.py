@@ -143,6 +143,31 @@ async def test_a_read_that_is_cancelled_has_ended(
     await tier.close()
 
 
+async def test_blocks_are_forgotten_also_while_they_are_written(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(DiskOptions(tmp_path, 4 * SLOT), 1, arena.memory, arena.find)
+    tier.offer([arena.put(0, name(1))])
+    await eventually(lambda: tier.blocks == 1)
+    going, writing, store = threading.Event(), threading.Event(), tier._store
+
+    def slow(place: int) -> bytes:
+        writing.set()
+        going.wait(10)
+        return store(place)
+
+    monkeypatch.setattr(tier, "_store", slow)
+    tier.offer([arena.put(1, name(2)), arena.put(2, name(3))])  # one is being written, the other one waits
+    await eventually(writing.is_set)
+    assert tier.forget() == 1
+    tier.offer([arena.put(3, name(4))])
+    going.set()
+    await eventually(lambda: tier.find(0, name(4)) is not None)
+    assert [tier.find(0, name(number)) for number in (1, 2, 3)] == [None] * 3
+    assert (tier.blocks, tier.written_blocks) == (1, 2)
+    await tier.close()
+
+
 def test_a_disk_without_room_is_refused(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no room for a block"):
         DiskTier(DiskOptions(tmp_path, 100), 1, arena.memory, arena.find)
@@ -186,6 +211,13 @@ async def test_what_the_arena_has_evicted_comes_back_before_it_is_reserved(tmp_p
         for place, slot in enumerate(lease.tables[0].slots[:5]):
             assert content(host, slot) == "abcdef"[: place + 1]
         assert (await host.ledger()).balanced
+        await worker.do(release(key("again")))
+        reset = await host.stub.ResetCache(pb.ResetCacheRequest(), timeout=10)
+        assert reset.blocks > 0
+        assert await host.counts() == (SLOTS, 0, 0, 0)
+        assert reset.disk_blocks >= 6
+        await host.stub.FetchPrefix(request, timeout=10)
+        assert (await worker.do(reserve(key("later"), "abcdef"))).lease.filled_tokens == 0
         await worker.leave()
     finally:
         await host.close()

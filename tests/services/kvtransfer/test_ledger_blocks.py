@@ -278,6 +278,24 @@ def test_what_is_pinned_is_cached_blocks_alone() -> None:
     assert desk.counts() == (2, 0, 0, 2)
 
 
+# ---- forgetting
+
+
+def test_cached_blocks_are_forgotten_and_blocks_in_use_stay() -> None:
+    desk = Desk(8)
+    desk.cache("old", "abc")
+    desk.cache("other", "xy")
+    desk.reserve("r", "abq", cached=32)
+    assert desk.counts() == (2, 3, 0, 3)
+    desk.ledger.take_events()
+    assert desk.ledger.forget() == 3
+    assert desk.counts() == (5, 3, 0, 0)
+    removed = {("removed", 0, digest) for digest in (chain("abc")[2], *chain("xy"))}
+    assert set(desk.ledger.take_events()) == removed
+    assert desk.reserve("again", "abc").filled_tokens == 32
+    assert desk.ledger.evicted_blocks == 0
+
+
 # ---- events
 
 

@@ -242,6 +242,14 @@ class LedgerMachine(RuleBasedStateMachine):
             story.tables = [list(table) for table in lease.tables]
             story.sealed[1] = max(story.sealed[1], kept)
 
+    @rule(often=st.integers(0, 3))
+    def forget(self, often: int) -> None:
+        if often:
+            return  # otherwise little would be cached
+        before = self.ledger.counts()
+        assert self.ledger.forget() == before.cached
+        assert self.ledger.counts() == before._replace(free=before.free + before.cached, cached=0)
+
     # ---- time and lost sessions
 
     @precondition(lambda self: self.workers)

@@ -1,0 +1,173 @@
+"""How one request's answers are read, and the constraint that keeps them in form. Pure functions."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import ConstraintError, InvalidRequestError
+from paceline.core.grammar import check_grammar, check_options, expression_of
+from paceline.core.types import Constraint, ConstraintKind
+from paceline.services.gateway.answer_format import SPACED
+from paceline.services.gateway.answers.answer import Answer, new_call_id
+from paceline.services.gateway.answers.closed_schemas import closed
+from paceline.services.gateway.answers.expressions import Tool
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.answers.grammar import Choice, answer_grammar
+from paceline.services.gateway.answers.parser import read_answer
+from paceline.services.gateway.answers.reader import Steps
+from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.chat_schemas import Function, NamedTool
+from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.tokenizer import Tokenizer
+
+_ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How the answers of a request are read."""
+
+    read: Callable[[Answer], Steps[None]]
+    """The computation that reads one answer."""
+    kept_token_ids: frozenset[int]
+    """Special tokens whose text the parser needs."""
+    new_call_id: Callable[[], str] = new_call_id
+    """Returns an id for a tool call."""
+
+
+def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, prompt: str) -> AnswerPlan | None:
+    """Return how the answers of a request are read; None if they are nothing but content.
+
+    Args:
+        prompt: the rendered conversation.
+    """
+    thought, form = forms.thought, _form_of(request, forms)
+    if form is None and thought is None:
+        return None
+    functions = [tool.function for tool in request.tools or ()]
+    tools = [Tool(function.name, function.parameters or {}) for function in functions]
+    markers = [*(form.markers if form is not None else ()), *((thought.start, thought.end) if thought else ())]
+    is_open = _is_open(request, thought, prompt)
+    read = functools.partial(read_answer, thought=thought, form=form, is_open=is_open, tools=tools)
+    kept = tokenizer.vocabulary.spelling.tokens("".join(markers))
+    return AnswerPlan(read, kept, form.new_call_id if form is not None else new_call_id)
+
+
+def answer_constraint(
+    request: ChatRequest,
+    forms: AnswerForms,
+    tokenizer: Tokenizer,
+    prompt: str,
+    content: Constraint | None,
+) -> Constraint | None:
+    """Return the constraint of an answer with its tool calls and its reasoning.
+
+    Args:
+        prompt: the rendered conversation.
+        content: the constraint of the content alone.
+
+    Raises:
+        InvalidRequestError: the tools cannot be enforced. The error names the field.
+    """
+    thought = forms.thought
+    if request.tools and forms.tools is None:
+        raise InvalidRequestError(
+            "tools: this server knows no form of tool calls for this model; start it with --tool-call-parser NAME",
+            "tools",
+        )
+    budget = request.thinking_token_budget
+    budget = None if budget is None or budget < 0 else budget
+    if budget is not None and thought is None:
+        raise InvalidRequestError(
+            "thinking_token_budget: this server knows no markers of reasoning for this model; start it with "
+            "--reasoning-parser NAME, or leave the budget out",
+            "thinking_token_budget",
+        )
+    if not request.tools and budget is None and (content is None or thought is None):
+        return content
+    choice, functions = _choice_of(request)
+    if request.tools and not tokenizer.eos_token_ids:
+        raise InvalidRequestError("tools: this model has no token that ends an answer", "tools")
+    is_open, form = _is_open(request, thought, prompt), _form_of(request, forms)
+    if isinstance(form, ChannelForm) and request.continue_final_message and not is_open:
+        thought = form = None  # the header of the message is in the prompt, so the rest of the answer is content
+    grammar = answer_grammar(
+        tokenizer.vocabulary.spelling,
+        thought=thought,
+        is_open=is_open,
+        budget=None if budget is None else max(0, budget - _spent(tokenizer, thought, prompt, is_open)),
+        form=form,
+        tools=[Tool(function.name, _parameters(index, function)) for index, function in functions],
+        choice=choice,
+        parallel=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
+        content=None if content is None else expression_of(content.kind, content.text),
+    )
+    try:
+        _check(ConstraintKind.ANSWER, grammar)
+    except ConstraintError as error:
+        raise InvalidRequestError(f"tools: {error}", "tools") from error
+    place = content.place if content is not None else "tools" if request.tools else "thinking_token_budget"
+    return Constraint(ConstraintKind.ANSWER, grammar, tokenizer.eos_token_ids, place)
+
+
+_check = functools.lru_cache(maxsize=64)(check_grammar)
+
+
+def _form_of(request: ChatRequest, forms: AnswerForms) -> ToolForm | None:
+    """Return the form of tool calls in an answer; None if there are none."""
+    return forms.tools if request.tools or isinstance(forms.tools, ChannelForm) else None
+
+
+def _choice_of(request: ChatRequest) -> tuple[Choice, list[tuple[int, Function]]]:
+    """Return the choice among tools, and the functions that may be called with their indexes in `tools`."""
+    functions = [(index, tool.function) for index, tool in enumerate(request.tools or ())]
+    choice = request.tool_choice or "auto"
+    if isinstance(choice, NamedTool):
+        return "required", [entry for entry in functions if entry[1].name == choice.function.name]
+    return choice, functions
+
+
+def _parameters(index: int, function: Function) -> Mapping[str, Any]:
+    """Return the schema that is enforced for a function's arguments.
+
+    Its objects are closed; see `closed`. A schema that cannot be enforced is replaced by any object, unless the
+    function is strict.
+
+    Raises:
+        InvalidRequestError: the function is strict, and its schema cannot be enforced.
+    """
+    if function.parameters is None or function.strict is False:
+        return {**_ANY_ARGUMENTS, "x-guidance": SPACED}
+    schema = {"type": "object", **function.parameters}
+    try:
+        check_options(schema)
+        schema = {**closed(schema), "x-guidance": SPACED}
+        _check(ConstraintKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    except ConstraintError as error:
+        if function.strict:
+            place = f"tools[{index}].function.parameters"
+            raise InvalidRequestError(f"{place}: {error}", place) from error
+        return {**_ANY_ARGUMENTS, "x-guidance": SPACED}
+    return schema
+
+
+def _is_open(request: ChatRequest, thought: Thought | None, prompt: str) -> bool:
+    """Return whether an answer begins within reasoning."""
+    if thought is None:
+        return False
+    if request.continue_final_message:
+        begun = request.messages[-1].text or ""
+        return thought.start in begun and begun.rfind(thought.start) > begun.rfind(thought.end)
+    return thought.always_open or prompt.rstrip().endswith(thought.opening.rstrip())
+
+
+def _spent(tokenizer: Tokenizer, thought: Thought | None, prompt: str, is_open: bool) -> int:
+    """Return the number of tokens of reasoning that the prompt ends with."""
+    if thought is None or not is_open:
+        return 0
+    _, found, begun = prompt.rpartition(thought.opening)
+    return len(tokenizer.encode(begun.strip(), False)) if found else 0

@@ -1,0 +1,103 @@
+"""Expressions of grammars, in llguidance's form of Lark, from which tool calls are built."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ANY_TEXT = r"(.|\n)*"
+"""A regular expression for text. Special tokens are no text."""
+
+SPACE = r"[ \n\r\t]{0,8}"
+"""A regular expression for white space between the parts of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments, an object."""
+
+
+class Spelling:
+    """How texts are written in a grammar: tokens that stand for themselves by id, all else as strings.
+
+    Args:
+        own_tokens: ids of the tokens that were added to the vocabulary and are no text for the library, by text.
+    """
+
+    def __init__(self, own_tokens: Mapping[str, int]) -> None:
+        self._ids = own_tokens
+        # The longest first, because one may begin with another.
+        names = sorted(own_tokens, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def is_token(self, text: str) -> bool:
+        """Return whether a text is one token of its own."""
+        return text in self._ids
+
+    def tokens(self, text: str) -> frozenset[int]:
+        """Return the ids of the tokens within a text that stand for themselves."""
+        pieces = () if self._split is None else self._split.findall(text)
+        return frozenset(self._ids[piece] for piece in pieces)
+
+    def literal(self, text: str) -> str:
+        """Return the expression for exactly this text."""
+        pieces = [text] if self._split is None else self._split.split(text)
+        spelled = [f"<[{self._ids[p]}]>" if p in self._ids else quoted(p) for p in pieces if p]
+        return " ".join(spelled) or '""'
+
+
+def regex(text: str) -> str:
+    """Return a text as a part of a regular expression of a grammar."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")
+
+
+def without(*texts: str, pattern: str = ANY_TEXT) -> str:
+    """Return a terminal for all text that matches a regular expression and contains none of these texts."""
+    return f"/{pattern}/" + "".join(f" & ~/{ANY_TEXT}{regex(text)}{ANY_TEXT}/" for text in texts)
+
+
+def json_call(tool: Tool, name: str, arguments: str) -> str:
+    """Return an expression for a call as a JSON object with these two members, after white space.
+
+    Args:
+        name: name of the member with the tool's name.
+        arguments: name of the member with the arguments.
+    """
+    # Written out, so that references within the schema of the arguments still begin at its root. The first terminal is
+    # longer than a bracket, because where calls are whole answers, a bracket alone may also begin other text.
+    start = f"/{SPACE}\\{{{SPACE}{regex(json.dumps(name))}/"
+    pieces = (start, '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
+    return "(" + " SPACE ".join(pieces) + ")"
+
+
+def json_list(calls: str, parallel: bool) -> str:
+    """Return an expression for a JSON list of calls, and its rule.
+
+    Args:
+        calls: an expression for one call.
+        parallel: whether there may be several.
+    """
+    more = '(SPACE "," form_call)*' if parallel else ""
+    return f'"[" form_call {more} SPACE "]"\nform_call: {calls}'
+
+
+def schema(tool: Tool) -> str:
+    """Return an expression for the JSON text of a tool's arguments."""
+    return f"%json {json.dumps(dict(tool.parameters), ensure_ascii=False)}"
+
+
+def quoted(text: str) -> str:
+    """Return the expression for exactly this text, which holds no marker."""
+    # The library's lexer refuses this one character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def _json(text: str) -> str:
+    return quoted(json.dumps(text, ensure_ascii=False))

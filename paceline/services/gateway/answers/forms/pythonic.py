@@ -1,0 +1,159 @@
+"""Calls in Python's syntax: Llama 4, OLMo 3, and models that are prompted for it.
+
+[find(text="rain", count=3), stop()]
+
+Llama 4 may write markers around the list. OLMo 3 writes markers, and in place of a list one call a line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from paceline.services.gateway.answers.answer import Answer
+from paceline.services.gateway.answers.expressions import SPACE, Spelling, Tool, quoted, regex
+from paceline.services.gateway.answers.form import ToolForm
+from paceline.services.gateway.answers.forms.python_grammar import PythonValues
+from paceline.services.gateway.answers.forms.python_literals import (
+    KEY,
+    pass_literal,
+    pass_string,
+    write_key,
+    write_literal,
+)
+from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
+
+_NAME = re.compile(r"[\w.-]*")
+
+
+class Pythonic(ToolForm):
+    """A list that is the whole answer; see the module."""
+
+    name = "pythonic"
+    bare_start = r"\s*\[\s*[\w.-]+\("
+    repeats = False
+    end = ""
+    """The marker after the calls; "" if there is none."""
+
+    def begins(self, reader: Reader) -> Steps[bool]:
+        yield from reader.skip_space()
+        if (yield from reader.choose(("[",))) is None:
+            return False
+        yield from reader.skip_space()
+        name = yield from reader.match(_NAME)
+        return bool(name) and (yield from reader.choose(("(",))) is not None
+
+    def read(self, answer: Answer) -> Steps[None]:
+        reader = answer.reader
+        ends = tuple(filter(None, (self.end,)))
+        yield from reader.skip_space()
+        yield from reader.choose(("[",))
+        yield from reader.skip_space()
+        while (ended := (yield from reader.choose(("]", *ends)))) is None:
+            yield from _read_call(answer)
+            yield from reader.skip_space()
+            yield from reader.choose((",",))
+            yield from reader.skip_space()
+        if ended == "]":
+            yield from reader.skip_space()
+            yield from reader.choose(ends)
+
+    def write(self, name: str, arguments: str) -> str:
+        return self.write_all([(name, arguments)])
+
+    def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
+        return f"{self.trigger}[{', '.join(_written(name, arguments) for name, arguments in calls)}]{self.end}"
+
+    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+        values = PythonValues(spelling)
+        calls = [(tool.name, values.arguments(tool)) for tool in tools]
+        # The first terminal is longer than a bracket, because other text may begin with that.
+        first = " | ".join(f"/{SPACE}\\[{SPACE}{regex(name)}\\(/ {rest}" for name, rest in calls)
+        more = f'(SPACE "," SPACE ({_either(calls)}))*' if parallel else ""
+        end = f"(SPACE {spelling.literal(self.end)})?" if self.end else ""
+        return values.rules.after(f'({first}) {more} SPACE "]" {end}')
+
+
+class Llama4Pythonic(Pythonic):
+    """The form of Llama 4; see the module."""
+
+    name = "llama4_pythonic"
+    trigger = "<|python_start|>"
+    end = "<|python_end|>"
+    markers = (trigger, end)
+
+
+class Olmo3(Pythonic):
+    """The form of OLMo 3; see the module."""
+
+    name = "olmo3"
+    trigger = "<function_calls>"
+    end = "</function_calls>"
+    markers = (trigger, end)
+    bare_start = ""
+
+    def begins(self, reader: Reader) -> Steps[bool]:
+        return False
+        yield
+
+    def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
+        return self.trigger + "\n".join(_written(name, arguments) for name, arguments in calls) + self.end
+
+    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+        values = PythonValues(spelling)
+        call = _either([(tool.name, values.arguments(tool)) for tool in tools])
+        more = f"(/\\n{{1,8}}/ ({call}))*" if parallel else ""
+        return values.rules.after(f"SPACE ({call}) {more} SPACE {spelling.literal(self.end)}")
+
+
+def _either(calls: Sequence[tuple[str, str]]) -> str:
+    """Return an expression for one of some calls, each a name and the rule for what comes after the bracket."""
+    return " | ".join(f"{quoted(f'{name}(')} {rest}" for name, rest in calls)
+
+
+def _read_call(answer: Answer) -> Steps[None]:
+    """Read a call. It begins once its first argument has, because other text may look the same until then."""
+    reader = answer.reader
+    name = yield from reader.match(_NAME)
+    yield from reader.expect("(")
+    if not name:
+        raise FormError("the call has no name")
+    yield from reader.skip_space()
+    add: Sink | None = None
+    while (yield from reader.choose((")",))) is None:
+        key = yield from _read_key(reader)
+        yield from reader.skip_space()
+        yield from reader.expect("=")
+        if add is None:
+            add = answer.begin_call(name)
+            add(f"{{{key}: ")
+        else:
+            add(f", {key}: ")
+        yield from pass_literal(reader, add)
+        yield from reader.skip_space()
+        yield from reader.choose((",",))
+        yield from reader.skip_space()
+    if add is None:
+        answer.begin_call(name)("{}")
+    else:
+        add("}")
+
+
+def _read_key(reader: Reader) -> Steps[str]:
+    """Read the name of an argument, and return it as JSON text."""
+    if (yield from reader.peek()) in "\"'":
+        pieces: list[str] = []
+        yield from pass_string(reader, pieces.append)
+        return "".join(pieces)
+    return json.dumps((yield from reader.match(KEY)), ensure_ascii=False)
+
+
+def _written(name: str, arguments: str) -> str:
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        values = None  # an answer that was cut off
+    pairs = values.items() if isinstance(values, dict) else ()
+    written = (f"{write_key(key)}={write_literal(value)}" for key, value in pairs)
+    return f"{name}({', '.join(written)})"

@@ -1,0 +1,149 @@
+"""The parser of one answer: content, reasoning and tool calls from the model's text, as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.services.gateway.answers.answer import Answer, new_call_id
+from paceline.services.gateway.answers.expressions import Tool
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.answers.parts import Part, join_parts
+from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError, Reader, Steps
+
+
+def read_answer(
+    answer: Answer, thought: Thought | None, form: ToolForm | None, is_open: bool, tools: Sequence[Tool] = ()
+) -> Steps[None]:
+    """Read a whole answer.
+
+    Args:
+        is_open: whether the answer begins within reasoning.
+        tools: the tools that may be called.
+    """
+    reader = answer.reader
+    answer.tools = {tool.name: tool for tool in tools}
+    markers = form.markers if form is not None else ()
+    if thought is not None:
+        markers = (thought.start, thought.end, *markers)
+    if thought is not None and is_open:
+        yield from _read_thought(answer, thought)
+    if isinstance(form, ChannelForm):
+        yield from form.read(answer)
+        return
+    can_begin = form is not None
+    while True:
+        if can_begin and form is not None:
+            can_begin = False
+            if (yield from _begins(reader, form)):
+                yield from _read_calls(answer, form)
+        marker = yield from reader.pass_until(markers, answer.content)
+        if marker is None:
+            return
+        if thought is not None and marker == thought.start:
+            yield from reader.choose((thought.label,))
+            yield from _read_thought(answer, thought)
+            can_begin = form is not None
+        elif form is not None and marker in form.triggers:
+            yield from _read_calls(answer, form)
+        else:
+            answer.end_text()  # an end without a beginning
+
+
+def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
+    reader.keep()
+    try:
+        return (yield from form.begins(reader))
+    except EndOfAnswerError:
+        return False
+    finally:
+        reader.restore()
+
+
+def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
+    # A model may write the start again, although the prompt has begun the reasoning.
+    while (yield from answer.read_reasoning((thought.start, thought.end))) == thought.start:
+        yield from answer.reader.choose((thought.label,))
+
+
+def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:
+    """Read calls. Text that is no call after all becomes content, without the trigger."""
+    reader = answer.reader
+    reader.keep()
+    calls = answer.call_count
+    try:
+        yield from form.read(answer)
+    except FormError:
+        if answer.call_count == calls:
+            reader.restore()
+    finally:
+        reader.forget()
+
+
+class AnswerParser:
+    """The parser of one answer. It takes the text of each token, and returns the parts that are certain then.
+
+    Args:
+        read: the computation that reads the answer, for example `read_answer`.
+        new_call_id: returns an id for a tool call.
+    """
+
+    def __init__(self, read: Callable[[Answer], Steps[None]], new_call_id: Callable[[], str] = new_call_id) -> None:
+        self._answer = Answer(new_call_id)
+        self._steps: Steps[None] | None = read(self._answer)
+        self._starts: list[int] = []
+        """Places within the reasoning where tokens begin whose text may belong to the marker at its end."""
+        self.reasoning_tokens = 0
+        """Tokens that begin within reasoning. Those of its markers do not count."""
+        self._resume()
+
+    def push(self, text: str) -> list[Part]:
+        """Take the text of the next token, which may be empty. Return new parts."""
+        answer, reader = self._answer, self._answer.reader
+        if text and (resting := reader.resting) is not None and resting[0].search(text) is None:
+            resting[1](text)
+            if answer.is_thinking:
+                self.reasoning_tokens += 1 + len(self._starts)
+                self._starts = []
+            return self._taken()
+        if answer.is_thinking:
+            self._starts.append(self._start_of(text))
+        if text:
+            reader.feed(text)
+            self._resume()
+        if self._starts:
+            self._count()
+        return self._taken()
+
+    def finish(self, text: str = "") -> list[Part]:
+        """Take text that was held back until after the last token. Return the parts that were held back."""
+        self._answer.reader.feed(text)
+        self._answer.reader.end()
+        self._resume()
+        self._answer.close()
+        self._count()
+        return self._taken()
+
+    def _start_of(self, text: str) -> int:
+        """Return the place within the reasoning where a token begins."""
+        start = self._answer.reasoning_length + self._answer.reader.unread
+        # The text of a broken character comes with the next token, but belongs to the token before, which has no text.
+        is_broken = text.startswith("\ufffd") and self._starts[-1:] == [start]
+        return start + is_broken
+
+    def _count(self) -> None:
+        """Count the tokens whose first character is certain to be reasoning."""
+        read = self._answer.reasoning_length
+        certain = sum(start < read for start in self._starts)
+        self.reasoning_tokens += certain
+        self._starts = self._starts[certain:] if self._answer.is_thinking else []
+
+    def _resume(self) -> None:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except (StopIteration, EndOfAnswerError):
+                self._steps = None
+
+    def _taken(self) -> list[Part]:
+        parts, self._answer.parts = self._answer.parts, []
+        return join_parts(parts) if len(parts) > 1 else parts

@@ -1,0 +1,275 @@
+"""Text that comes piece by piece, for parsers that are written as if all of it were there.
+
+A parser is a generator. It reads with `yield from`, and stands still where it needs more text:
+
+    marker = yield from reader.pass_until(("<tool_call>",), content)
+
+All methods that may wait return such generators. How the text is cut into pieces never changes what they return.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+Steps: TypeAlias = Generator[None, None, T]
+"""A computation that yields whenever it needs more text, and returns a T."""
+
+Sink: TypeAlias = Callable[[str], None]
+"""Takes text that has been read."""
+
+_SPACE = re.compile(r"\s*")
+_JSON_SPACE = re.compile(r"[ \t\r\n]*")
+_STOP_IN_STRING = re.compile(r'["\\]')
+_STOP_OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
+_STOP_OF_SCALAR = re.compile(r"[\s,\]}]")
+
+
+class EndOfAnswerError(Exception):
+    """The answer ended where its parser needs more text."""
+
+
+class FormError(Exception):
+    """The text does not have the form that its parser expects."""
+
+
+class Reader:
+    """The text of one answer.
+
+    `feed` and `end` are called by whoever has the text. All other methods are for the parser.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        """Where the text begins that has not been read."""
+        self._kept: int | None = None
+        """Where the text begins that `restore` returns to; None if none is kept."""
+        self.has_ended = False
+        self.resting: tuple[re.Pattern[str], Sink] | None = None
+        """Set while the parser passes text and nothing is unread: text without a match may go to the sink."""
+
+    def feed(self, text: str) -> None:
+        """Add the next piece of the answer."""
+        self._text = self._text[self._at if self._kept is None else self._kept :] + text
+        if self._kept is None:
+            self._at = 0
+        else:
+            self._at -= self._kept
+            self._kept = 0
+
+    def end(self) -> None:
+        """Say that no more text comes."""
+        self.has_ended = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all text that has come is read."""
+        return self._at == len(self._text)
+
+    @property
+    def unread(self) -> int:
+        """Number of characters that have come and are not read."""
+        return len(self._text) - self._at
+
+    def keep(self) -> None:
+        """Remember this place, so that `restore` can return to it. Text after it stays in memory."""
+        self._kept = self._at
+
+    def restore(self) -> None:
+        """Return to the place of `keep`."""
+        assert self._kept is not None
+        self._at, self._kept = self._kept, None
+
+    def forget(self) -> None:
+        """Forget the place of `keep`."""
+        self._kept = None
+
+    def pass_until(self, markers: Sequence[str], sink: Sink, passes_half: bool = True) -> Steps[str | None]:
+        """Pass text to a sink up to the first of the markers, which is read, too.
+
+        If several markers begin at the same place, the longest one counts. Returns the marker; None if the answer ends
+        first.
+
+        Args:
+            passes_half: whether the beginning of a marker at the end of the answer is text.
+        """
+        firsts = re.compile("|".join(re.escape(first) for first in sorted({marker[0] for marker in markers})) or "(?!)")
+        while True:
+            if (found := self._find(markers)) is not None:
+                start, marker = found
+                if start > self._at:
+                    sink(self._text[self._at : start])
+                self._at = start + len(marker)
+                return marker
+            is_text = self.has_ended and passes_half
+            certain = len(self._text) - (0 if is_text else self._possible_start(markers))
+            if certain > self._at:
+                sink(self._text[self._at : certain])
+                self._at = certain
+            if self.has_ended:
+                return None
+            if self.is_empty:
+                self.resting = firsts, sink
+            yield
+            self.resting = None
+
+    def pass_to_end(self, ends: Sequence[str], sink: Sink) -> Steps[str]:
+        """Pass text to a sink up to the first of its ends, which is read, too. Return the end.
+
+        Raises EndOfAnswerError if the answer ends first. The beginning of an end is not passed then.
+        """
+        end = yield from self.pass_until(ends, sink, passes_half=False)
+        if end is None:
+            raise EndOfAnswerError
+        return end
+
+    def choose(self, options: Sequence[str]) -> Steps[str | None]:
+        """Read the longest of the options with which the unread text begins. Return it; None if there is none."""
+        while True:
+            rest = self._text[self._at :]
+            possible = [option for option in options if option.startswith(rest) and len(option) > len(rest)]
+            if self.has_ended or not possible:
+                fitting = [option for option in options if rest.startswith(option)]
+                chosen = max(fitting, key=len, default=None)
+                self._at += len(chosen or "")
+                return chosen
+            yield
+
+    def expect(self, *options: str) -> Steps[str]:
+        """Read one of the options. Raises FormError if the text begins with none, EndOfAnswerError if it ends first."""
+        chosen = yield from self.choose(options)
+        if chosen is None:
+            if self.has_ended and any(option.startswith(self._text[self._at :]) for option in options):
+                raise EndOfAnswerError
+            raise FormError(f"{options[0]!r} is missing")
+        return chosen
+
+    def skip_space(self) -> Steps[None]:
+        """Read white space. At the end of the answer this returns."""
+        yield from self.match(_SPACE)
+
+    def match(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read the longest text that matches a pattern and return it.
+
+        The pattern must match the beginnings of all texts that it matches, the empty text included.
+        """
+        while True:
+            found = pattern.match(self._text, self._at)
+            if found is None:
+                return ""
+            if found.end() < len(self._text) or self.has_ended:
+                self._at = found.end()
+                return found[0]
+            yield
+
+    def peek(self) -> Steps[str]:
+        """Return the next character without reading it. Raises EndOfAnswerError if there is none."""
+        while self.is_empty:
+            if self.has_ended:
+                raise EndOfAnswerError
+            yield
+        return self._text[self._at]
+
+    def take(self, sink: Sink | None = None) -> Steps[str]:
+        """Read one character, pass it to a sink and return it. Raises EndOfAnswerError if there is none."""
+        character = yield from self.peek()
+        self._at += 1
+        if sink is not None:
+            sink(character)
+        return character
+
+    def pass_json(self, sink: Sink) -> Steps[None]:
+        """Pass one JSON value to a sink, as it comes, with its white space.
+
+        Only strings and brackets are understood, so text that is no JSON passes, too.
+
+        Raises:
+            EndOfAnswerError: the answer ends within the value. What came of it has been passed.
+        """
+        first = yield from self.peek()
+        if first not in '{["':
+            yield from self._pass(_STOP_OF_SCALAR, sink)
+            return
+        depth = 0
+        while True:
+            character = yield from self.take(sink)
+            if character == '"':
+                yield from self._pass_string(sink)
+            depth += (character in "{[") - (character in "}]")
+            if depth <= 0:
+                return
+            yield from self._pass(_STOP_OUTSIDE_STRINGS, sink)
+
+    def json_string(self) -> Steps[str]:
+        """Read a JSON string and return its value. Raises FormError, or EndOfAnswerError if it is cut off."""
+        pieces: list[str] = []
+        yield from self.expect('"')
+        yield from self._pass_string(pieces.append)
+        try:
+            return str(json.loads('"' + "".join(pieces), strict=False))
+        except ValueError as error:
+            raise FormError(f"a JSON string is not valid: {error}") from error
+
+    def json_members(self) -> Steps[str | None]:
+        """Read a JSON object up to the value of its next member, and return the member's name; None after the last one.
+
+        Call this at the beginning of the object, and again after each value.
+        """
+        yield from self.match(_JSON_SPACE)
+        if (yield from self.expect("{", ",", "}")) == "}":
+            return None
+        yield from self.match(_JSON_SPACE)
+        if (yield from self.peek()) == "}":
+            yield from self.take()
+            return None
+        name = yield from self.json_string()
+        yield from self.match(_JSON_SPACE)
+        yield from self.expect(":")
+        yield from self.match(_JSON_SPACE)
+        return name
+
+    def _pass_string(self, sink: Sink) -> Steps[None]:
+        """Pass the rest of a JSON string after its first quote."""
+        while True:
+            yield from self._pass(_STOP_IN_STRING, sink)
+            if (yield from self.take(sink)) == '"':
+                return
+            yield from self.take(sink)  # the character after a backslash; of \\uXXXX the rest is as good as text
+
+    def _pass(self, stop: re.Pattern[str], sink: Sink) -> Steps[None]:
+        """Pass text up to a character that matches a pattern, as it comes."""
+        while True:
+            found = stop.search(self._text, self._at)
+            end = len(self._text) if found is None else found.start()
+            if end > self._at:
+                sink(self._text[self._at : end])
+                self._at = end
+            if found is not None:
+                return
+            if self.has_ended:
+                raise EndOfAnswerError
+            self.resting = stop, sink
+            yield
+            self.resting = None
+
+    def _find(self, markers: Sequence[str]) -> tuple[int, str] | None:
+        """Return the place of the first marker, and the marker, if it is certain that no longer one begins there."""
+        starts = [(start, marker) for marker in markers if (start := self._text.find(marker, self._at)) >= 0]
+        if not starts:
+            return None
+        start = min(starts)[0]
+        rest = self._text[start:]
+        if not self.has_ended and any(len(m) > len(rest) and m.startswith(rest) for m in markers):
+            return None
+        return start, max((marker for at, marker in starts if at == start), key=len)
+
+    def _possible_start(self, markers: Sequence[str]) -> int:
+        """Return the length of the longest end of the unread text with which a marker begins, a whole one included."""
+        rest = self._text[self._at :]
+        longest = min(len(rest), max(map(len, markers), default=0))
+        return next((n for n in range(longest, 0, -1) if any(m.startswith(rest[-n:]) for m in markers)), 0)

@@ -1,0 +1,326 @@
+"""Bodies of answers of the OpenAI API and of vLLM's additions, as `/openapi.json` shows them.
+
+The routes send plain JSON. A test compares it with these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Json = dict[str, Any]
+
+FinishReason = Literal["stop", "length", "repetition"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    permission: list[Json]
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class AboutPrompt(BaseModel):
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
+    prompt_token_ids: list[int] | None
+
+
+class CompletionLogprobs(BaseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class Head(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+
+
+class CompletionChoice(AboutPrompt):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class Completion(Head):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunkChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
+
+
+class CompletionChunk(Head):
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+class CalledTool(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    reasoning: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[CalledTool] = []
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class ChatCompletion(Head, AboutPrompt):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(BaseModel):
+    name: str = ""
+    arguments: str
+
+
+class ToolDelta(BaseModel):
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
+class MessageDelta(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    reasoning: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolDelta] = []
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] = []
+
+
+class ChatChunk(Head):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] = []
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class BatchChoice(ChatChoice, AboutPrompt):
+    """The answer to one conversation."""
+
+
+class ChatBatch(Head):
+    object: Literal["chat.completion"]
+    choices: list[BatchChoice]
+    usage: Usage
+
+
+class IdLogprob(BaseModel):
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenIdLogprob(IdLogprob):
+    top_logprobs: list[IdLogprob]
+
+
+class TokenIdLogprobs(BaseModel):
+    content: list[TokenIdLogprob]
+
+
+class TokensChoice(BaseModel):
+    index: int
+    token_ids: list[int]
+    text: str = ""
+    logprobs: TokenIdLogprobs | ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class TokensHead(BaseModel):
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens", "text"]
+
+
+class GeneratedTokens(TokensHead, AboutPrompt):
+    choices: list[TokensChoice]
+    usage: Usage
+    kv_transfer_params: None
+
+
+class TokensChunk(TokensHead):
+    choices: list[TokensChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] = []
+
+
+class RenderedRequest(BaseModel):
+    """A body for POST /inference/v1/generate."""
+
+    request_id: str
+    token_ids: list[int]
+    features: None
+    sampling_params: Json
+    model: str
+    stream: bool
+    stream_options: Json | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+
+
+class PlainUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class DerenderedCompletionChoice(CompletionChoice):
+    finish_reason: FinishReason | None  # type: ignore[assignment]
+
+
+class DerenderedCompletion(Head):
+    object: Literal["text_completion"]
+    choices: list[DerenderedCompletionChoice]
+    usage: PlainUsage
+
+
+class DerenderedChatChoice(ChatChoice):
+    finish_reason: ChatFinishReason | None  # type: ignore[assignment]
+
+
+class DerenderedChat(Head, AboutPrompt):
+    object: Literal["chat.completion"]
+    choices: list[DerenderedChatChoice]
+    usage: PlainUsage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+class DocumentText(BaseModel):
+    text: str
+
+
+class Ranked(BaseModel):
+    index: int
+    relevance_score: float
+    document: DocumentText | None = None
+
+
+class Ranking(BaseModel):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage

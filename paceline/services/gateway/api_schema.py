@@ -1,0 +1,79 @@
+"""How routes say in `/openapi.json` what they answer.
+
+Errors are the same for most routes: `create_app` adds them. A route names the body of its success, which is a class of
+`api_bodies`, `operation_bodies` or the package of its API:
+
+    @router.get("/version", response_model=None, responses=answers(Version))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from paceline.services.gateway.api_bodies import ChatChunk, CompletionChunk, TokensChunk
+from paceline.services.gateway.messages_api.bodies import MessageError, MessageEvent
+from paceline.services.gateway.responses_api.bodies import ResponseEvent
+
+_REFERENCE = "#/components/schemas/{model}"
+
+Json = dict[str, Any]
+Responses = dict[int | str, Json]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    """Path of the field that is wrong."""
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+ERRORS: Responses = {
+    "4XX": {"model": ErrorBody, "description": "The request is wrong, or it may not be served"},
+    "5XX": {"model": ErrorBody, "description": "The server cannot serve the request"},
+}
+"""Answers that every route may give."""
+
+MESSAGE_ERRORS: Responses = {status: {**answer, "model": MessageError} for status, answer in ERRORS.items()}
+"""The same in the Messages API."""
+
+_CHUNKS: tuple[type[BaseModel], ...] = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent)
+"""The bodies of streamed events."""
+
+TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+"""The `responses` of a route that succeeds with a text."""
+
+
+def answers(body: object, *, chunk: type[BaseModel] | None = None) -> Responses:
+    """Return the `responses` of a route that succeeds with 200.
+
+    Args:
+        body: the JSON body.
+        chunk: the JSON in the data of each event, if the answer can be streamed; one of _CHUNKS.
+    """
+    described: Json = {"model": body, "description": "Success"}
+    if chunk is not None:
+        described["description"] += ". A stream may end with the body of an error"
+        described["content"] = {"text/event-stream": {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}}
+    return {200: described}
+
+
+def add_chunks(app: FastAPI) -> None:
+    """Add the bodies of streamed events to the schema of an application, which knows only whole bodies."""
+    make = app.openapi
+
+    def openapi() -> Json:
+        schema = make()
+        _, described = models_json_schema([(chunk, "serialization") for chunk in _CHUNKS], ref_template=_REFERENCE)
+        schema["components"]["schemas"] |= described["$defs"]
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,76 @@
+"""POST /v1/chat/completions/batch: several conversations in one request. Each one is answered like a chat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field, model_validator
+
+from paceline.services.gateway.api_bodies import ChatBatch
+from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_schemas import ChatMessage
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.generation import Delta
+from paceline.services.gateway.plan import plan_chats
+from paceline.services.gateway.respond import choose_id, start, whole
+from paceline.services.gateway.responses import ChatFormat, Json
+from paceline.services.gateway.schemas import MAX_CHOICES, ChatRequest
+
+_ABOUT_PROMPT = ("prompt_logprobs", "prompt_token_ids")
+"""Fields about one prompt. A chat has them beside its choices, a batch in each choice."""
+
+Conversation = Annotated[list[ChatMessage], Field(min_length=1)]
+
+
+class ChatBatchRequest(ChatRequest):
+    """The body: the fields of a chat, which hold for all conversations, and a list of conversations in `messages`."""
+
+    messages: Annotated[list[Conversation], Field(min_length=1, max_length=MAX_CHOICES)]  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> ChatBatchRequest:
+        for name, is_wanted in (("stream", self.stream), ("tools", self.tools), ("n", self.n not in (None, 1))):
+            if is_wanted:
+                message = f"{name} is not supported in a batch; send each conversation to /v1/chat/completions"
+                raise ApiError(400, message, param=name)
+        return self
+
+    def chats(self) -> list[ChatRequest]:
+        """Return one request for each conversation."""
+        shared = {name: getattr(self, name) for name in ChatRequest.model_fields}
+        # The fields have been checked already.
+        return [ChatRequest.model_construct(**{**shared, "messages": messages}) for messages in self.messages]
+
+
+def make_chat_batch(gateway: Gateway) -> APIRouter:
+    """Return the route."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions/batch", response_model=None, responses=answers(ChatBatch))
+    async def batch(body: ChatBatchRequest, request: Request) -> Response:
+        gateway.check_request(body.model)
+        response_id = choose_id(body.request_id, request)
+        await gateway.wait_for_workers()
+        chats, tokenizer = body.chats(), gateway.tokenizer
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_chats, chats, tokenizer, gateway.forms, longest, gateway.logprob_rules)
+        formats = [ChatFormat(chat, plan, response_id, gateway.model, tokenizer) for chat in chats]
+        generation = start(gateway, plan, request, is_streamed=False)
+        return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
+
+    return router
+
+
+def _join(formats: Sequence[ChatFormat], choices: Sequence[Delta], usage: Json) -> Json:
+    """Return one chat completion with a choice for each conversation."""
+    bodies = [each.whole([choice], usage) for each, choice in zip(formats, choices, strict=True)]
+    joined = []
+    for body in bodies:
+        about_prompt = {name: body.pop(name) for name in _ABOUT_PROMPT}
+        joined.append({**body["choices"][0], **about_prompt})
+    return {**bodies[0], "choices": joined}

@@ -1,0 +1,175 @@
+"""The bodies of conversations: messages, tools and the choice among them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.services.gateway.answer_format import Body
+
+Json = dict[str, Any]
+
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Types of parts of a message's content that are texts, and the field with the text."""
+
+
+class TextPart(Body):
+    """A part of a message's content. All kinds of text are read as `text`."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema: _as_clients_write(schema))
+
+    type: str
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            return {"type": "text", "text": data}
+        if not isinstance(data, dict) or "type" not in data:
+            return data
+        kind = data["type"]
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+            message = "content of type {kind} is not supported; this model takes text"
+            raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
+        field = _TEXT_PARTS[kind]
+        return {"type": kind, "text": data[field]} if field in data else data
+
+
+def _as_clients_write(schema: Json) -> None:
+    """Change the JSON schema of TextPart into that of what clients send: strings, and parts of each kind."""
+    about = {key: schema.pop(key) for key in tuple(schema)}
+    text = {"type": "string"}
+    kinds = [
+        {"type": "object", "properties": {"type": {"const": kind}, name: text}, "required": ["type", name]}
+        for kind, name in _TEXT_PARTS.items()
+    ]
+    schema |= {"anyOf": [text, *kinds], "title": about["title"], "description": about["description"]}
+
+
+class FunctionCall(Body):
+    """The function of a tool call in a conversation."""
+
+    name: str = Field(min_length=1)
+    arguments: str | Json | None = None
+    """JSON text, as the API returns it, or the object itself."""
+
+
+class ToolCall(Body):
+    """A tool call in a conversation."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ArgumentsObject(dict[str, Any]):
+    """Arguments for a chat template: an object, which is its JSON text where the template joins it with strings.
+
+    Most templates write `arguments | tojson`; others expect the text of the API.
+    """
+
+    def __init__(self, values: Json, text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: object) -> str:
+        return f"{self}{other}"
+
+    def __radd__(self, other: object) -> str:
+        return f"{other}{self}"
+
+
+class ChatMessage(Body):
+    """One message of a conversation. Fields that are unknown here are passed to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    role: str = Field(min_length=1)
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kinds(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("audio"):
+            raise PydanticCustomError("unsupported", "messages with audio are not supported by this server")
+        return data
+
+    @property
+    def text(self) -> str | None:
+        """The content as one text, its parts joined by newlines; None if there is none."""
+        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
+    def for_template(self) -> Json:
+        message = {"role": self.role, "content": self.text, **(self.model_extra or {})}
+        if self.tool_calls:
+            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Body):
+    """An entry of `tools`."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    def for_template(self) -> Json:
+        return self.model_dump(exclude_none=True)
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+Tools = Annotated[list[ToolDefinition], Field(min_length=1)]
+
+
+def _call_for_template(call: ToolCall) -> Json:
+    function = call.function
+    arguments: object = function.arguments if function.arguments is not None else {}
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            parsed = None  # an answer that was cut off, or nested too deeply; the template gets it as it is
+        if isinstance(parsed, dict):
+            arguments = ArgumentsObject(parsed, arguments or "{}")
+    elif isinstance(arguments, dict):
+        arguments = ArgumentsObject(arguments, json.dumps(arguments, ensure_ascii=False))
+    return {"id": call.id, "type": call.type, "function": {"name": function.name, "arguments": arguments}}

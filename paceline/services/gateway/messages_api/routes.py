@@ -1,0 +1,70 @@
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from paceline.services.gateway.api_schema import MESSAGE_ERRORS, answers
+from paceline.services.gateway.chat_prompt import render_chat
+from paceline.services.gateway.errors import ApiError, ContextLengthError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.messages_api.answer import MessageFormat, MessageWriter
+from paceline.services.gateway.messages_api.bodies import AnsweredMessage, MessageEvent, TokenCount
+from paceline.services.gateway.messages_api.conversion import chat_fields, chat_request
+from paceline.services.gateway.messages_api.schemas import CountRequest, MessagesRequest
+from paceline.services.gateway.plan import Plan, plan_chat
+from paceline.services.gateway.respond import start, stream, whole
+
+
+def make_messages(gateway: Gateway) -> APIRouter:
+    """Return a router with the Messages API. Query parameters and the headers of its versions change nothing."""
+    router = APIRouter()
+
+    @router.post(
+        "/v1/messages", response_model=None, responses=answers(AnsweredMessage, chunk=MessageEvent) | MESSAGE_ERRORS
+    )
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        gateway.check_request(body.model)
+        await gateway.wait_for_workers()
+        plan = await asyncio.to_thread(_plan, gateway, body)
+        generation = start(gateway, plan, request, body.stream)
+        shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+        message_format = MessageFormat(request.state.request_id, gateway.model, shows_thinking)
+        if body.stream:
+            return stream(generation, MessageWriter(message_format, generation.usage))
+        return await whole(generation, request, message_format.whole)
+
+    @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)
+    async def count_tokens(body: CountRequest) -> dict[str, Any]:
+        gateway.check_request(body.model)
+        return {"input_tokens": await asyncio.to_thread(_count, gateway, body)}
+
+    return router
+
+
+def _plan(gateway: Gateway, body: MessagesRequest) -> Plan:
+    """Return the plan of a message. Raises ApiError and the errors of `plan_chat`."""
+    forms = gateway.forms
+    try:
+        longest = gateway.fleet.max_model_len()
+        return plan_chat(chat_request(body, forms), gateway.tokenizer, forms, longest, gateway.logprob_rules)
+    except ContextLengthError as error:
+        # Clients search for these words: after the first message they shorten the conversation, after the second one
+        # they lower max_tokens.
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.max_model_len} maximum"
+        if error.prompt_tokens < error.max_model_len:
+            message = (
+                f"input length and `max_tokens` exceed context limit: {error.prompt_tokens} + {body.max_tokens} > "
+                f"{error.max_model_len}, decrease input length or `max_tokens` and try again"
+            )
+        raise ApiError(400, message) from error
+
+
+def _count(gateway: Gateway, body: CountRequest) -> int:
+    """Return the number of tokens of a prompt."""
+    text = render_chat(chat_fields(body), gateway.tokenizer, gateway.forms)
+    return len(gateway.tokenizer.encode(text, False, "messages"))

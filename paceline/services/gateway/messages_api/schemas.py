@@ -1,0 +1,189 @@
+"""The bodies of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.chat_schemas import ReasoningEffort
+from paceline.services.gateway.schemas import NamedRequest, StopString
+
+Json = dict[str, Any]
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer. Its signature is ignored: this server makes none."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Body):
+    """Encrypted reasoning of an earlier answer, which nobody here can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Body):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: Json = Field(default_factory=dict)
+
+
+class MediaBlock(Body):
+    """A part of a tool's result that is no text. The model sees a note in its place."""
+
+    type: Literal["image", "document", "search_result", "tool_reference"]
+
+
+def _of_type(*kinds: str) -> BeforeValidator:
+    """Return a check that a content block is of one of these types. Its error says what this API supports."""
+
+    def check(block: Any) -> Any:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            message = "content of type {kind} is not supported here; send {kinds}"
+            raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80], "kinds": " or ".join(kinds)})
+        return block
+
+    return BeforeValidator(check)
+
+
+_BY_TYPE = Field(discriminator="type")
+
+ResultBlock: TypeAlias = Annotated[TextBlock | MediaBlock, _BY_TYPE]
+
+
+class ToolResultBlock(Body):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: str | list[ResultBlock] | None = None
+    is_error: bool | None = None
+
+
+UserBlock: TypeAlias = Annotated[TextBlock | ToolResultBlock, _BY_TYPE, _of_type("text", "tool_result")]
+AssistantBlock: TypeAlias = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    _BY_TYPE,
+    _of_type("text", "thinking", "redacted_thinking", "tool_use"),
+]
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: str | list[UserBlock]
+
+
+class AssistantMessage(Body):
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+
+class SystemMessage(Body):
+    """Instructions amid the conversation."""
+
+    role: Literal["system"]
+    content: str | list[TextBlock]
+
+
+Message: TypeAlias = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+class Tool(Body):
+    """An entry of `tools`: a tool of the client's, or one that Anthropic hosts or defines."""
+
+    type: str | None = None
+    """ "custom" or nothing for a tool of the client's own."""
+    name: str | None = Field(None, min_length=1, max_length=256)
+    description: str | None = None
+    input_schema: Json | None = None
+    strict: bool | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the request itself says what the tool takes."""
+        return self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Tool:
+        if self.is_custom and (self.name is None or self.input_schema is None):
+            raise PydanticCustomError("missing", "a tool needs a name and an input_schema")
+        return self
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise PydanticCustomError("missing", "a choice of type 'tool' needs the name of the tool")
+        return self
+
+
+class Thinking(Body):
+    """How the model reasons."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
+    """The largest number of tokens of reasoning. A model that does not reason stays below any budget."""
+    display: Literal["summarized", "omitted"] | None = None
+    """ "omitted" leaves the text of thinking blocks empty."""
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: ReasoningEffort | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(NamedRequest):
+    """The body of POST /v1/messages/count_tokens: the fields that make the prompt."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """An older name for the field `format` of `output_config`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Names for the model's chat template, as in chats."""
+    cache_control: Any = None
+    """Ignored: every prefix is cached. The same holds for `cache_control` of messages and tools."""
+    context_management: Any = None
+    """Ignored: the model sees the whole conversation."""
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages: Anthropic's fields, and a few of ours that chats have, too."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=2**31)
+    stream: bool = False
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)

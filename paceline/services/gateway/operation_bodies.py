@@ -1,0 +1,138 @@
+"""Bodies of answers to operators, as `/openapi.json` shows them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Json = dict[str, Any]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ServerInfo(BaseModel):
+    version: str
+    model: str
+    max_model_len: int
+    started: int
+    members: dict[str, int]
+    """Number of services that can be reached, by role."""
+    options: Json
+
+
+class Load(BaseModel):
+    server_load: int
+    """Requests that wait or run."""
+
+
+class FleetWorker(BaseModel):
+    worker_id: str
+    role: str
+    epoch: int
+    address: str
+    host_id: str
+    state: str
+    model: str
+    max_model_len: int
+    max_seqs: int
+    numerics: str | None
+    running: int
+    waiting: int
+    in_flight: int
+    stats: dict[str, float]
+
+
+class LeaseKey(BaseModel):
+    request_id: str
+    attempt: int
+    generation: int
+
+
+class Lease(BaseModel):
+    key: LeaseKey
+    state: str
+    owner: str
+    writer: str
+    blocks: int
+    blocks_by_group: dict[str, int]
+    shared_blocks: int
+    filled_tokens: int
+    token_count: int
+    age_ms: int
+    expires_in_ms: int
+
+
+class FleetHost(BaseModel):
+    worker_id: str
+    address: str
+    host_id: str
+
+
+class SilentHost(FleetHost):
+    error: str
+    """Why there is no ledger."""
+
+
+class HostLedger(FleetHost):
+    hit_rate: float | None
+    total: int
+    free: int
+    held: int
+    in_flight: int
+    cached: int
+    balanced: bool
+    expired_leases: int
+    evicted_blocks: int
+    prefix_queries_tokens: int
+    prefix_hits_tokens: int
+    slot_bytes: int
+    leases_left_out: int
+    blocks_left_out: int
+    blocks_of_leases: int
+    adds_up: bool
+    leases: list[Lease]
+
+
+class FleetState(BaseModel):
+    workers: list[FleetWorker]
+    hosts: list[HostLedger | SilentHost]
+    waiting: int
+
+
+class Trace(BaseModel):
+    request_id: str
+    own_id: str
+    session_id: str | None
+    earlier: list[str]
+    state: Literal["running", "finished", "failed", "client gone"]
+    arrived: datetime
+    ms: float
+    endpoint: str
+    streamed: bool
+    asked: Json
+    sequences: int
+    parts: list[Json]
+    parts_left_out: int
+
+
+class RoleState(BaseModel):
+    wanted: int
+    ready: int
+    draining: int
+
+
+class Scale(BaseModel):
+    prefill: RoleState
+    decode: RoleState
+
+
+class CacheReset(BaseModel):
+    """Numbers of blocks that were forgotten."""
+
+    blocks: int
+    disk_blocks: int
+    device_blocks: int

@@ -1,0 +1,79 @@
+"""The steps before and after inference alone: render turns a request into token ids, derender turns ids into an answer.
+
+A router renders a request, sends the result to /inference/v1/generate, and derenders what comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from paceline.services.gateway.api_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
+from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.derender import derender_chat, derender_completion
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.plan import check_ids, plan_chat, plan_completion
+from paceline.services.gateway.render import render
+from paceline.services.gateway.respond import choose_id
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
+
+
+def make_render_api(gateway: Gateway) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+    tokenizer = gateway.tokenizer
+
+    @router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))
+    async def render_completion(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:
+        gateway.check_request(body.model)
+        request_id = choose_id(body.request_id, request)
+        if body.max_tokens == 0:
+            raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
+        await gateway.wait_for_workers()
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_completion, body, tokenizer, longest, gateway.logprob_rules)
+        return render(body, plan, request_id, gateway.model)
+
+    @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
+    async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
+        gateway.check_request(body.model)
+        request_id = choose_id(body.request_id, request)
+        await gateway.wait_for_workers()
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_chat, body, tokenizer, gateway.forms, longest, gateway.logprob_rules)
+        return render(body, plan, request_id, gateway.model)[0]
+
+    @router.post("/v1/completions/derender", response_model=None, responses=answers(DerenderedCompletion))
+    async def completion(body: DerenderCompletionRequest, request: Request) -> dict[str, Any]:
+        gateway.check_request(body.model)
+        for index, answer in enumerate(body.generate_responses):
+            for choice in answer.choices:
+                check_ids(choice.token_ids, tokenizer.vocab_size, f"generate_responses[{index}]")
+        request_id = body.generate_responses[0].request_id or request.state.request_id
+        plan = None
+        if body.completion_request is not None:
+            await gateway.wait_for_workers()
+            longest = gateway.fleet.max_model_len()
+            wanted = body.completion_request
+            plan = await asyncio.to_thread(plan_completion, wanted, tokenizer, longest, gateway.logprob_rules)
+        return await asyncio.to_thread(derender_completion, body, plan, request_id, gateway.model, tokenizer)
+
+    @router.post("/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat))
+    async def chat(body: DerenderChatRequest, request: Request) -> dict[str, Any]:
+        gateway.check_request(body.model)
+        for choice in body.generate_response.choices:
+            check_ids(choice.token_ids, tokenizer.vocab_size, "generate_response")
+        request_id = body.generate_response.request_id or request.state.request_id
+        plan = None
+        if body.chat_request is not None:
+            await gateway.wait_for_workers()
+            longest = gateway.fleet.max_model_len()
+            forms, rules = gateway.forms, gateway.logprob_rules
+            plan = await asyncio.to_thread(plan_chat, body.chat_request, tokenizer, forms, longest, rules)
+        return await asyncio.to_thread(derender_chat, body, plan, request_id, gateway.model, tokenizer)
+
+    return router

@@ -1,0 +1,123 @@
+"""From a planned request to its response, for every API that generates."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import uuid
+from collections.abc import Callable
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from paceline.core.telemetry import set_request_id
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.middleware import is_valid_id
+from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.responses import Json, ResponseFormat
+from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS, GenerationRequest, StreamOptions
+from paceline.services.gateway.streaming import (
+    ChunkWriter,
+    EventStreamResponse,
+    StreamWriter,
+    event_stream,
+    until_disconnect,
+)
+from paceline.services.gateway.token_schemas import TokensRequest
+from paceline.services.gateway.traces import RequestTrace
+
+CLIENT_CLOSED_REQUEST = 499
+_PRIORITY_HEADER = "X-Vllm-Priority"
+_SESSION_HEADER = "X-Session-ID"
+
+
+def choose_id(wanted: str | None, request: Request) -> str:
+    """Return the request's id: from its header, else from its body, else the one that the gateway made.
+
+    Args:
+        wanted: the `request_id` of the body.
+
+    Raises:
+        ApiError: the body's id is not valid.
+    """
+    state = request.state
+    if wanted is not None and not state.client_chose_id:
+        if not is_valid_id(wanted):
+            raise ApiError(400, "request_id must be 1 to 128 visible ASCII characters", param="request_id")
+        set_request_id(wanted)
+        state.request_id, state.client_chose_id = wanted, True
+    return str(state.request_id)
+
+
+def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> Generation:
+    """Return a request's generation, which does not run yet, with its trace.
+
+    Raises ApiError if a header is not valid.
+    """
+    plan = _with_headers(plan, request)
+    request_id: str = request.state.request_id
+    if request.state.client_chose_id:
+        # Clients reuse ids, above all when they retry, but workers need a unique id.
+        request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
+    path, arrived = request.url.path, request.state.arrived
+    trace = RequestTrace.of(plan, request.state.request_id, request_id, path, arrived, is_streamed)
+    gateway.metrics.observe_params(plan)
+    return Generation(
+        plan,
+        trace,
+        runner=gateway.runner,
+        tokenizer=gateway.tokenizer,
+        metrics=gateway.metrics,
+        traces=gateway.traces,
+        requests=gateway.requests,
+    )
+
+
+async def respond(
+    gateway: Gateway,
+    body: GenerationRequest | TokensRequest,
+    plan: Plan,
+    response_format: ResponseFormat,
+    request: Request,
+) -> Response:
+    """Run a planned request and return its response, a stream if the client wants one."""
+    generation = start(gateway, plan, request, bool(body.stream))
+    if body.stream:
+        options = body.stream_options or StreamOptions()
+        if gateway.config.enable_force_include_usage:
+            options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return stream(generation, ChunkWriter(response_format, options, generation.usage))
+    return await whole(generation, request, response_format.whole)
+
+
+def stream(generation: Generation, writer: StreamWriter) -> Response:
+    """Return the response that runs a generation and sends its events."""
+    return EventStreamResponse(event_stream(generation, writer), writer.error)
+
+
+async def whole(generation: Generation, request: Request, body: Callable[[list[Delta], Json], Json]) -> Response:
+    """Run a generation and return the response with its body.
+
+    Args:
+        body: returns the JSON body for the choices and the usage.
+    """
+    choices = await until_disconnect(request.receive, generation.whole())
+    if choices is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return JSONResponse(body(choices, generation.usage()))
+
+
+def _with_headers(plan: Plan, request: Request) -> Plan:
+    """Return the plan with the values of vLLM's headers. As in vLLM, the header's priority replaces the body's."""
+    session_id = plan.session_id or request.headers.get(_SESSION_HEADER, "")
+    if len(session_id) > MAX_SESSION_CHARACTERS:
+        message = f"{_SESSION_HEADER} must have at most {MAX_SESSION_CHARACTERS} characters"
+        raise ApiError(400, message, param=_SESSION_HEADER)
+    priority = request.headers.get(_PRIORITY_HEADER, str(plan.priority))
+    if re.fullmatch(r"-?[0-9]{1,10}", priority) is None or not -(2**31) <= int(priority) < 2**31:
+        raise ApiError(
+            400, f"{_PRIORITY_HEADER} must be an integer of 32 bits; lower is more urgent", param=_PRIORITY_HEADER
+        )
+    return dataclasses.replace(plan, session_id=session_id, priority=int(priority))

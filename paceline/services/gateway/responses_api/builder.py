@@ -1,0 +1,245 @@
+"""One response, from its beginning to its end: deltas of a generation become items and events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.responses_api.items import id_prefix
+from paceline.services.gateway.responses_api.output import (
+    CustomCall,
+    FunctionCall,
+    Message,
+    OutputItem,
+    Status,
+    Thought,
+)
+from paceline.services.gateway.responses_api.schemas import ResponsesRequest
+from paceline.services.gateway.responses_api.text_logprobs import TextLogprobs
+from paceline.services.gateway.responses_api.tools import Toolbox
+from paceline.services.gateway.streaming import event
+from paceline.services.gateway.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""Codes of errors for an HTTP status; for all others, "server_error"."""
+
+
+def id_key(response_id: str) -> str:
+    """Return the part of a response's id that is also in the ids of its items."""
+    return response_id.removeprefix("resp_")
+
+
+def response_of_item(item_id: str) -> str:
+    """Return the id of the response to which an item with an id of ours belongs."""
+    return "resp_" + item_id.partition("_")[2][:32]
+
+
+class ResponseBuilder:
+    """A response and its events, each of which has a sequence number.
+
+    Args:
+        is_stored: whether the response is kept.
+        usage: returns the usage of a chat.
+    """
+
+    def __init__(
+        self,
+        response_id: str,
+        request: ResponsesRequest,
+        toolbox: Toolbox,
+        model: str,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        *,
+        is_stored: bool,
+    ) -> None:
+        self._toolbox = toolbox
+        self._usage: Callable[[], Json] = generation.usage
+        self._seals = request.encrypts_reasoning
+        as_ids = bool(request.return_tokens_as_token_ids)
+        count = request.top_logprobs or 0
+        self._logprobs = TextLogprobs(tokenizer.vocabulary, count, as_ids) if request.shows_logprobs else None
+        self._item: OutputItem | None = None
+        """The last item, if it has not ended."""
+        self._next_number = 0
+        sampling = generation.plan.prompts[0].sampling
+        self.response = {
+            **_HEAD,
+            "id": response_id,
+            "created_at": int(time.time()),
+            "model": model,
+            "status": "queued" if request.background else "in_progress",
+            "background": request.background,
+            "store": is_stored,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **_echo(request),
+            "output": [],
+        }
+
+    @property
+    def id(self) -> str:
+        return str(self.response["id"])
+
+    def begin(self) -> list[Json]:
+        """Return the first events."""
+        events = [self._about_response("created")]
+        self.response["status"] = "in_progress"
+        return self._numbered([*events, self._about_response("in_progress")])
+
+    def add(self, delta: Delta) -> list[Json]:
+        """Take the next delta. Return its events."""
+        parts = delta.all_parts
+        if self._logprobs is not None:
+            self._logprobs.push(delta.tokens)
+        events = [each for part in parts for each in self._add_part(part)]
+        if self._logprobs is not None and parts and not isinstance(parts[-1], Content):
+            self._logprobs.drop()
+        if delta.finish_reason == "length":
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return self._numbered(events)
+
+    def end(self) -> list[Json]:
+        """End the response after its last delta. Return the last events."""
+        if self.response["status"] == "incomplete":
+            events = self._end_item("incomplete")
+        else:
+            events = self._end_item("completed")
+            # Clients expect something that they can show or do.
+            if all(item["type"] == "reasoning" for item in self.response["output"]):
+                events += [*self._begin_item(Message, "message"), *self._end_item("completed")]
+            self.response |= {"status": "completed", "completed_at": int(time.time())}
+        return self._numbered([*events, self._about_end(self.response["status"])])
+
+    def fail(self, error: ApiError) -> list[Json]:
+        """End the response with an error. Return the last events."""
+        events = self._end_item("incomplete")
+        code = _ERROR_CODES.get(error.status, "server_error")
+        self.response |= {
+            "status": "failed",
+            "error": {"code": code, "message": str(error)},
+            "incomplete_details": None,
+        }
+        return self._numbered([*events, self._about_end("failed")])
+
+    def cancel(self) -> list[Json]:
+        """End the response because the client cancelled it. Return the last events."""
+        events = self._end_item("incomplete")
+        self.response |= {"status": "cancelled", "incomplete_details": None}
+        # There is no event of this name. Clients of streams know this one as an end.
+        return self._numbered([*events, self._about_end("incomplete")])
+
+    def _add_part(self, part: Part) -> list[Json]:
+        events: list[Json] = []
+        match part:
+            case Content(text):
+                if not isinstance(self._item, Message):
+                    events += [*self._end_item("completed"), *self._begin_item(Message, "message")]
+                return events + self._grow(text)
+            case Reasoning(text):
+                if not isinstance(self._item, Thought):
+                    events += [*self._end_item("completed"), *self._begin_item(Thought, "reasoning", self._seals)]
+                return events + self._grow(text)
+            case CallBegin(_, call_id, name):
+                tool = self._toolbox.client_name(name)
+                kind = FunctionCall if tool.kind == "function" else CustomCall
+                prefix = "function_call" if tool.kind == "function" else "custom_tool_call"
+                return [*self._end_item("completed"), *self._begin_item(kind, prefix, call_id, tool)]
+            case CallArguments(_, text):
+                return self._grow(text)
+
+    def _grow(self, text: str) -> list[Json]:
+        assert self._item is not None
+        logprobs: list[Json] = []
+        if self._logprobs is not None and isinstance(self._item, Message):
+            logprobs = self._logprobs.take(text)
+        return self._item.add(text, logprobs)
+
+    def _begin_item(self, kind: Callable[..., OutputItem], name: str, *args: Any) -> list[Json]:
+        output = self.response["output"]
+        self._item = kind(f"{id_prefix(name)}_{id_key(self.id)}o{len(output)}", len(output), *args)
+        output.append(self._item.value)
+        return self._item.begin()
+
+    def _end_item(self, status: Status) -> list[Json]:
+        item, self._item = self._item, None
+        return item.end(status) if item is not None else []
+
+    def _about_response(self, what: str) -> Json:
+        # A copy, because the response grows while the event may wait.
+        return {"type": f"response.{what}", "response": {**self.response, "output": list(self.response["output"])}}
+
+    def _about_end(self, what: str) -> Json:
+        self.response["usage"] = _usage(self._usage())
+        return self._about_response(what)
+
+    def _numbered(self, events: list[Json]) -> list[Json]:
+        for each in events:
+            each["sequence_number"] = self._next_number
+            self._next_number += 1
+        return events
+
+
+def encode(events: list[Json]) -> list[bytes]:
+    """Return events as server-sent events."""
+    return [event(each, each["type"]) for each in events]
+
+
+_HEAD: Json = {
+    "object": "response",
+    "completed_at": None,
+    "error": None,
+    "incomplete_details": None,
+    "usage": None,
+    # What this server does not have.
+    "access_programs": None,
+    "conversation": None,
+    "image": None,
+    "input_transformations": None,
+    "moderation": None,
+    "prompt": None,
+    "prompt_cache_diagnostics": None,
+    "prompt_cache_options": None,
+    "tool_usage": None,
+}
+
+
+def _echo(request: ResponsesRequest) -> Json:
+    """Return the fields of a response that repeat those of its request."""
+    choice = request.tool_choice
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "prompt_cache_retention": request.prompt_cache_retention,
+        "reasoning": {"effort": None, "summary": None, **request.reasoning.echo()},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": request.service_tier or "default",
+        "text": {"format": {"type": "text"}, **request.text.echo()},
+        "tool_choice": choice if isinstance(choice, str) else choice.echo(),
+        "tools": [tool.echo() for tool in request.tools or ()],
+        "top_logprobs": request.top_logprobs or 0,
+        "truncation": request.truncation,
+        "user": request.user,
+    }
+
+
+def _usage(usage: Json) -> Json:
+    """Return the usage of a response for that of a chat."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }

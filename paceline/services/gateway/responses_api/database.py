@@ -1,0 +1,131 @@
+"""SQL databases, behind one interface: SQLite with Python's own module, and any other through SQLAlchemy.
+
+Both take statements with parameters such as `:name`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.core.errors import ConfigError, UnavailableError
+
+BUSY_SECONDS = 10.0
+"""Longest wait for another process that writes to the same SQLite file."""
+
+Row = tuple[Any, ...]
+
+
+class StoreError(UnavailableError):
+    """The database cannot be used now."""
+
+
+class Execute(Protocol):
+    """A function that executes one statement."""
+
+    def __call__(self, statement: str, parameters: Mapping[str, Any] = ...) -> tuple[list[Row], int]:
+        """Return the rows of a query, and the number of rows that the statement changed."""
+
+
+class Database(ABC):
+    """A database. It is used by one thread at a time."""
+
+    text = "TEXT"
+    """Type of columns with long texts."""
+
+    @abstractmethod
+    def transaction(self) -> contextlib.AbstractContextManager[Execute]:
+        """Return a context for statements that take effect together. Raises StoreError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all connections."""
+
+
+class SqliteDatabase(Database):
+    """A SQLite file, which is created when it is first used. Only its owner may read it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Execute]:
+        try:
+            connection = self._connection = self._connection or self._connect()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield lambda statement, parameters={}: _rows(connection.execute(statement, parameters))
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"responses cannot be kept in {self._path} ({error}); see --response-store") from error
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        connection = sqlite3.connect(self._path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        try:
+            # The log lets others read while one process writes. A power cut may lose the last responses.
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+
+def _rows(cursor: sqlite3.Cursor) -> tuple[list[Row], int]:
+    return cursor.fetchall(), cursor.rowcount
+
+
+class AlchemyDatabase(Database):
+    """A database of any kind that SQLAlchemy has a driver for. Raises ConfigError if it has none."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import sqlalchemy
+        except ImportError:
+            message = "--response-store is a URL, which needs the package SQLAlchemy: pip install 'paceline[sql]'"
+            raise ConfigError(message) from None
+        try:
+            self._engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
+        except (sqlalchemy.exc.ArgumentError, ImportError) as error:
+            raise ConfigError(f"--response-store: SQLAlchemy cannot use this URL: {error}") from error
+        self._statement = sqlalchemy.text
+        self._error = sqlalchemy.exc.SQLAlchemyError
+        if self._engine.dialect.name in ("mysql", "mariadb"):
+            self.text = "LONGTEXT"
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Execute]:
+        try:
+            with self._engine.begin() as connection:
+
+                def execute(statement: str, parameters: Mapping[str, Any] = {}) -> tuple[list[Row], int]:
+                    result = connection.execute(self._statement(statement), dict(parameters))
+                    return [tuple(row) for row in result] if result.returns_rows else [], result.rowcount
+
+                yield execute
+        except self._error as error:
+            reason = str(error).splitlines()[0]
+            raise StoreError(f"the database of responses cannot be used ({reason}); see --response-store") from error
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def open_database(place: str) -> Database:
+    """Return the database at a path or URL. Raises ConfigError if there is no driver for it."""
+    return AlchemyDatabase(place) if "://" in place else SqliteDatabase(Path(place).expanduser())

@@ -1,0 +1,113 @@
+"""The responses of a gateway that clients may come back to: what the routes ask the store, with the API's errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.errors import InvalidRequestError
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.responses_api.background import RESTARTED
+from paceline.services.gateway.responses_api.builder import id_key, response_of_item
+from paceline.services.gateway.responses_api.database import StoreError
+from paceline.services.gateway.responses_api.items import InputItem, ReferenceItem, read_items
+from paceline.services.gateway.responses_api.schemas import ResponsesRequest
+from paceline.services.gateway.responses_api.store import Record, ResponseStore
+
+Json = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class KeptResponses:
+    """The responses that are kept.
+
+    Args:
+        store: None if nothing is kept.
+    """
+
+    def __init__(self, store: ResponseStore | None) -> None:
+        self.store = store
+
+    async def get(self, response_id: str, owner: str) -> Record:
+        """Return a response. Raises ApiError 404 if there is none, or StoreError."""
+        record = await self.store.get(response_id, owner) if self.store is not None else None
+        if record is None:
+            raise _not_found(response_id)
+        return await self._checked(record)
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Delete a response. Raises ApiError 404 if there is none, or StoreError."""
+        if self.store is None or not await self.store.delete(response_id, owner):
+            raise _not_found(response_id)
+
+    async def put(self, response: Json, owner: str, items: list[Json]) -> None:
+        """Keep a response that has ended. If that fails, its field `store` says so, and the client has its answer."""
+        assert self.store is not None
+        previous = response["previous_response_id"] or ""
+        try:
+            await self.store.put(Record(response["id"], owner, previous, response["status"], "", 0.0, response, items))
+        except StoreError as error:
+            log.error("a response is not kept: %s", error)
+            response["store"] = False
+
+    async def conversation(self, request: ResponsesRequest, owner: str) -> list[InputItem]:
+        """Return all items of a request's conversation, those of earlier turns and references included.
+
+        Raises ApiError if a response or an item is not kept, or StoreError.
+        """
+        items: list[InputItem] = []
+        if request.previous_response_id is not None:
+            for turn in await self.turns(request.previous_response_id, owner):
+                items += read_items([*turn.input, *turn.response["output"]])
+        for index, item in enumerate(request.input_items):
+            items.append(await self._find(item, index, owner) if isinstance(item, ReferenceItem) else item)
+        return items
+
+    async def turns(self, response_id: str, owner: str) -> list[Record]:
+        """Return a response and all turns before it, the first one first. Raises ApiError or StoreError."""
+        turns = await self.store.conversation(response_id, owner) if self.store is not None else []
+        place = "previous_response_id"
+        if not turns:
+            hint = "" if self.store is not None else "; this server keeps no responses, so send the whole conversation"
+            message = f"Previous response with id {response_id!r} not found{hint}."
+            raise ApiError(404, message, param=place, code="previous_response_not_found")
+        if missing := turns[0].previous_id:
+            message = f"Response with id {missing!r}, an earlier turn of {response_id!r}, is not kept any more."
+            raise ApiError(404, message, param=place, code="previous_response_not_found")
+        if (await self._checked(turns[-1])).is_running:
+            raise InvalidRequestError(f"{place}: this response is not complete yet; wait for it", place)
+        return turns
+
+    async def _find(self, reference: ReferenceItem, index: int, owner: str) -> InputItem:
+        """Return the item with an id."""
+        record = None
+        if self.store is not None:
+            record = await self.store.get(response_of_item(reference.id), owner)
+        known = [*record.input, *record.response["output"]] if record is not None else []
+        found = next((item for item in known if item["id"] == reference.id), None)
+        if found is None:
+            raise ApiError(404, f"Item with id {reference.id!r} not found.", param=f"input[{index}].id")
+        return read_items([found])[0]
+
+    async def _checked(self, record: Record) -> Record:
+        """Return a response, as failed if the gateway that computed it has ended."""
+        if not record.is_running or record.runner_until > time.time():
+            return record
+        assert self.store is not None
+        error = {"code": "server_error", "message": RESTARTED}
+        failed = {**record.response, "status": "failed", "error": error}
+        await self.store.finish(failed)
+        return dataclasses.replace(record, status="failed", response=failed)
+
+
+def stored_input(response_id: str, items: Sequence[InputItem]) -> list[Json]:
+    """Return the input of a response as it is kept: each item has an id."""
+    return [item.stored(f"{id_key(response_id)}i{number}") for number, item in enumerate(items)]
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id {response_id!r} not found.", param="response_id")

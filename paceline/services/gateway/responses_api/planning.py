@@ -1,0 +1,128 @@
+"""From a request and its earlier turns to the plan of a chat. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from paceline.core.errors import InvalidRequestError
+from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.errors import ApiError, ContextLengthError
+from paceline.services.gateway.plan import LogprobRules, Plan, plan_chat
+from paceline.services.gateway.responses_api.items import InputItem, MessageItem, Messages
+from paceline.services.gateway.responses_api.schemas import ResponsesRequest
+from paceline.services.gateway.responses_api.tools import Toolbox
+from paceline.services.gateway.schemas import ChatRequest, GenerationRequest
+from paceline.services.gateway.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+_CLIENT_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names of a chat's fields, and the names of the same fields of a response."""
+_CHAT_FIELD = re.compile(rf"(?<!these )\b(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function")
+
+
+def plan_response(
+    request: ResponsesRequest,
+    toolbox: Toolbox,
+    items: Sequence[InputItem],
+    tokenizer: Tokenizer,
+    forms: AnswerForms,
+    max_model_len: int,
+    rules: LogprobRules,
+) -> Plan:
+    """Return the plan of a response. With truncation, the oldest turns are left out until the others fit.
+
+    Args:
+        items: the whole conversation, without references.
+        rules: the server's options for logprobs.
+
+    Raises:
+        InvalidRequestError, ApiError, NoWorkerError: as `plan_chat`. Errors name the fields of a response.
+    """
+
+    def plan(part: Sequence[InputItem]) -> Plan:
+        chat = chat_request(request, toolbox, part)
+        return plan_chat(chat, tokenizer, forms, max_model_len, rules)
+
+    try:
+        return plan(items) if request.truncation == "disabled" else _plan_what_fits(items, plan)
+    except InvalidRequestError as error:
+        error.args = (_in_client_fields(str(error)),)
+        error.param = error.param and _in_client_fields(error.param)
+        raise
+
+
+def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[InputItem]) -> ChatRequest:
+    """Return the chat that is the same as a response.
+
+    Raises ApiError if the chat is not valid.
+    """
+    messages = Messages(request.instructions, toolbox)
+    for item in items:
+        item.add_to(messages)
+    common = {
+        name: getattr(request, name) for name in GenerationRequest.model_fields if name in request.model_fields_set
+    }
+    verbosity = {"verbosity": request.text.verbosity} if request.text.verbosity else {}
+    fields: Json = {
+        **common,
+        "messages": messages.messages,
+        "tools": toolbox.definitions,
+        "tool_choice": toolbox.choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "max_completion_tokens": request.max_output_tokens,
+        "reasoning_effort": request.reasoning.effort,
+        "thinking_token_budget": request.thinking_token_budget,
+        "chat_template_kwargs": {**verbosity, **(request.chat_template_kwargs or {})} or None,
+    }
+    if request.text.format is not None:
+        fields["response_format"] = request.text.format.for_chat()
+    if request.shows_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = _in_client_fields(str(first["loc"][0])) if first["loc"] else None
+        raise ApiError(400, f"{place}: {first['msg']}", param=place) from error
+
+
+def _plan_what_fits(items: Sequence[InputItem], plan: Callable[[Sequence[InputItem]], Plan]) -> Plan:
+    """Return the plan with as many of the latest turns as fit. A turn begins with a message of the user."""
+    head = next((index for index, item in enumerate(items) if not _is_system(item)), len(items))
+    begins = [index for index, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
+    cuts = [head, *(index for index in begins if index > head)]
+    try:
+        return plan(items)
+    except ContextLengthError:
+        fitting = plan([*items[:head], *items[cuts[-1] :]])
+    first, last = 1, len(cuts) - 1
+    while first < last:
+        middle = (first + last) // 2
+        try:
+            fitting = plan([*items[:head], *items[cuts[middle] :]])
+            last = middle
+        except ContextLengthError:
+            first = middle + 1
+    return fitting
+
+
+def _is_system(item: InputItem) -> bool:
+    return isinstance(item, MessageItem) and item.role in ("system", "developer")
+
+
+def _in_client_fields(text: str) -> str:
+    return _FUNCTION.sub(r"\1", _CHAT_FIELD.sub(lambda found: _CLIENT_FIELDS[found[0]], text))

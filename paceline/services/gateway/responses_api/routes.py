@@ -1,0 +1,262 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from paceline.core import env
+from paceline.core.config import GatewayConfig
+from paceline.core.options import parse_bytes
+from paceline.services.common.lifecycle import unique_name
+from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.errors import ApiError, to_api_error
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, start
+from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
+from paceline.services.gateway.responses_api.bodies import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseBody,
+    ResponseEvent,
+)
+from paceline.services.gateway.responses_api.builder import ResponseBuilder, encode
+from paceline.services.gateway.responses_api.database import open_database
+from paceline.services.gateway.responses_api.items import InputItem
+from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
+from paceline.services.gateway.responses_api.planning import plan_response
+from paceline.services.gateway.responses_api.schemas import ResponsesRequest
+from paceline.services.gateway.responses_api.store import ResponseStore
+from paceline.services.gateway.responses_api.tools import Toolbox
+from paceline.services.gateway.streaming import EventStreamResponse, event, event_stream, until_disconnect
+
+Json = dict[str, Any]
+
+
+def make_responses(gateway: Gateway) -> APIRouter:
+    """Return the routes, which own the store of responses and the runs in the background.
+
+    Raises ConfigError if there is no driver for the database.
+    """
+    store = _open_store(gateway.config)
+    kept = KeptResponses(store)
+    runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        if runs is not None:
+            await runs.close()
+        if store is not None:
+            await asyncio.to_thread(store.close)
+
+    router = APIRouter(lifespan=lifespan)
+
+    async def prepare(body: ResponsesRequest, owner: str) -> tuple[list[InputItem], Toolbox, Plan]:
+        """Return the whole conversation, its tools and its plan."""
+        items = await kept.conversation(body, owner)
+        toolbox = Toolbox(body, items)
+        await gateway.wait_for_workers()
+        longest = gateway.fleet.max_model_len()
+        tokenizer, forms, rules = gateway.tokenizer, gateway.forms, gateway.logprob_rules
+        plan = await asyncio.to_thread(plan_response, body, toolbox, items, tokenizer, forms, longest, rules)
+        return items, toolbox, plan
+
+    @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        gateway.check_request(body.model)
+        if body.background and runs is None:
+            message = "background: this server keeps no responses; start it with --response-store"
+            raise ApiError(400, message, param="background")
+        owner = _owner(request)
+        items, toolbox, plan = await prepare(body, owner)
+        generation = start(gateway, plan, request, bool(body.stream))
+        response_id = _response_id(request)
+        is_stored = body.store and store is not None
+        builder = ResponseBuilder(
+            response_id, body, toolbox, gateway.model, gateway.tokenizer, generation, is_stored=is_stored
+        )
+        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_stored else []
+        if body.background and runs is not None:
+            queued = dict(builder.response)
+            run = await runs.start(generation, builder, owner, own)
+            return _follow(run, 0) if body.stream else JSONResponse(queued)
+
+        async def keep(response: Json) -> None:
+            if is_stored:
+                await kept.put(response, owner, own)
+
+        if body.stream:
+            writer = ResponseWriter(builder)
+            return EventStreamResponse(_events(generation, builder, writer, keep), writer.error)
+        response = await until_disconnect(request.receive, _whole(generation, builder))
+        if response is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        await keep(response)
+        return JSONResponse(response)
+
+    @router.post("/v1/responses/input_tokens", response_model=None, responses=answers(InputTokens))
+    async def count(body: ResponsesRequest, request: Request) -> Json:
+        gateway.check_request(body.model)
+        *_, plan = await prepare(body, _owner(request))
+        return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
+
+    @router.get(
+        "/v1/responses/{response_id}", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent)
+    )
+    async def retrieve(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=-1)] = -1,
+    ) -> Response:
+        record = await kept.get(response_id, _owner(request))
+        if not stream:
+            return JSONResponse(record.response)
+        run = runs.find(response_id) if runs is not None else None
+        if run is None:
+            message = "stream: the events of this response are not kept; get it without stream"
+            raise ApiError(400, message, param="stream")
+        return _follow(run, starting_after + 1)
+
+    @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(DeletedResponse))
+    async def delete(response_id: str, request: Request) -> Json:
+        await kept.delete(response_id, _owner(request))
+        if runs is not None:
+            await runs.cancel(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.post("/v1/responses/{response_id}/cancel", response_model=None, responses=answers(ResponseBody))
+    async def cancel(response_id: str, request: Request) -> Json:
+        owner = _owner(request)
+        record = await kept.get(response_id, owner)
+        if not record.response["background"]:
+            message = "only responses with background true can be cancelled"
+            raise ApiError(400, message, param="response_id")
+        if record.is_running and runs is not None and store is not None:
+            await runs.cancel(response_id)
+            # If another gateway computes it, that one notices.
+            await store.finish({**record.response, "status": "cancelled"})
+        return (await kept.get(response_id, owner)).response
+
+    @router.get("/v1/responses/{response_id}/input_items", response_model=None, responses=answers(InputItems))
+    async def input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Json:
+        owner = _owner(request)
+        record = await kept.get(response_id, owner)
+        items: list[Json] = []
+        if record.previous_id:
+            for turn in await kept.turns(record.previous_id, owner):
+                items += [*turn.input, *turn.response["output"]]
+        items += record.input
+        return _page(items if order == "asc" else items[::-1], limit, after)
+
+    return router
+
+
+class ResponseWriter:
+    """The events of a response as a stream; see `StreamWriter`. `_events` adds the last ones."""
+
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self._builder = builder
+        self._beginning = _encoded(builder.begin())
+
+    def begin(self) -> bytes:
+        return self._beginning
+
+    def write(self, delta: Delta) -> bytes:
+        return _encoded(self._builder.add(delta))
+
+    def end(self) -> bytes:
+        return b""
+
+    def error(self, error: ApiError) -> bytes:
+        return _encoded(self._builder.fail(error))
+
+
+async def _events(
+    generation: Generation, builder: ResponseBuilder, writer: ResponseWriter, keep: Callable[[Json], Awaitable[None]]
+) -> AsyncGenerator[bytes]:
+    """Yield the events of a response, which is kept before its client sees the end. A caller that stops early must
+    close the generator.
+    """
+    has_begun = False
+    try:
+        async with contextlib.aclosing(event_stream(generation, writer)) as events:
+            async for data in events:
+                if data:
+                    has_begun = True
+                    yield data
+        last = builder.end()
+    except Exception as error:
+        if not has_begun:
+            raise
+        last = builder.fail(to_api_error(error))
+    await keep(last[-1]["response"])
+    yield _encoded(last)
+
+
+async def _whole(generation: Generation, builder: ResponseBuilder) -> Json:
+    await generate(generation, builder, lambda events: None)
+    return builder.response
+
+
+def _follow(run: Run, first: int) -> Response:
+    """Return the events of a response in the background, from an index on. It goes on if the client leaves."""
+    return EventStreamResponse(run.read(first), lambda error: event(error.body, "error"))
+
+
+def _encoded(events: list[Json]) -> bytes:
+    return b"".join(encode(events))
+
+
+def _open_store(config: GatewayConfig) -> ResponseStore | None:
+    if config.response_store == "none":
+        return None
+    database = open_database(config.response_store or str(env.default_cache_dir() / "responses.db"))
+    return ResponseStore(
+        database,
+        entries=config.response_store_entries,
+        max_bytes=parse_bytes(config.response_store_size),
+        seconds=config.response_store_seconds,
+    )
+
+
+def _owner(request: Request) -> str:
+    """Return the digest of the client's API key."""
+    _, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() or request.headers.get("x-api-key", "")
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _response_id(request: Request) -> str:
+    """Return the request's id, unless the client chose it: ids of responses are unique."""
+    return f"resp_{uuid.uuid4().hex}" if request.state.client_chose_id else str(request.state.request_id)
+
+
+def _page(items: list[Json], limit: int, after: str | None) -> Json:
+    """Return a page of a list, as OpenAI does."""
+    first = 0
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ApiError(400, f"after: no item has the id {after!r}", param="after")
+        first = ids.index(after) + 1
+    page = items[first : first + limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, **ends, "has_more": first + limit < len(items)}

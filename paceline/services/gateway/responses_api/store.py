@@ -1,0 +1,211 @@
+"""The responses that are kept, in an SQL database that several gateways may share.
+
+Each response belongs to the API key with which it was made. Per key, number and size are limited: the responses that
+were used longest ago make room. A response expires some time after its last use, as does every earlier turn of its
+conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from paceline.services.gateway.responses_api.database import Database, Execute, StoreError
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+_COLUMNS = "id, owner, previous_id, status, runner, runner_until, response, input"
+_OLDEST = "SELECT id, size FROM paceline_responses WHERE owner = :owner ORDER BY expires LIMIT 100"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A response that is kept."""
+
+    id: str
+    owner: str
+    """Digest of the API key that made it."""
+    previous_id: str
+    """Id of the turn before; "" if this is the first one."""
+    status: str
+    runner: str
+    """Name of the gateway that computes it in the background; "" if none does."""
+    runner_until: float
+    """When this gateway counts as ended unless it has said that it lives, in seconds since the epoch."""
+    response: Json
+    input: list[Json]
+    """The input items of this turn."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.status == "in_progress"
+
+
+class ResponseStore:
+    """Responses by id. All methods raise StoreError if the database cannot be used.
+
+    Args:
+        entries: the largest number of responses of one owner.
+        max_bytes: the largest size of the responses of one owner together.
+        seconds: how long a response is kept after its last use.
+    """
+
+    def __init__(self, database: Database, *, entries: int, max_bytes: int, seconds: float) -> None:
+        self._database = database
+        self._entries = entries
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._has_table = False
+        # One thread, because a connection serves one thread at a time.
+        self._thread = ThreadPoolExecutor(1, "responses")
+
+    async def put(self, record: Record) -> None:
+        """Keep a new response. Others of its owner make room for it.
+
+        Raises StoreError if it alone is larger than all responses of an owner may be.
+        """
+
+        def put(execute: Execute) -> None:
+            texts = json.dumps(record.response), json.dumps(record.input)
+            size = sum(map(len, texts))
+            if size > self._max_bytes:
+                message = f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key"
+                raise StoreError(message)
+            now = time.time()
+            execute("DELETE FROM paceline_responses WHERE expires < :now", {"now": now})
+            self._make_room(execute, record.owner, size)
+            execute(
+                f"INSERT INTO paceline_responses ({_COLUMNS}, expires, size) VALUES (:id, :owner, :previous_id, "
+                ":status, :runner, :runner_until, :response, :input, :expires, :size)",
+                {
+                    **{name: getattr(record, name) for name in ("id", "owner", "previous_id", "status", "runner")},
+                    "runner_until": record.runner_until,
+                    "response": texts[0],
+                    "input": texts[1],
+                    "expires": now + self._seconds,
+                    "size": size,
+                },
+            )
+
+        await self._run(put)
+
+    async def get(self, response_id: str, owner: str) -> Record | None:
+        """Return a response; None if there is none of this id and owner."""
+        return await self._run(lambda execute: _get(execute, response_id, owner))
+
+    async def conversation(self, response_id: str, owner: str) -> list[Record]:
+        """Return a response and all turns before it, the first one first. All of them count as used.
+
+        If a turn is not kept any more, the list begins with the one after it.
+        """
+
+        def read(execute: Execute) -> list[Record]:
+            turns: list[Record] = []
+            wanted = response_id
+            while wanted and (turn := _get(execute, wanted, owner)) is not None:
+                turns.append(turn)
+                wanted = turn.previous_id
+            expires = {"expires": time.time() + self._seconds}
+            for turn in turns:
+                execute("UPDATE paceline_responses SET expires = :expires WHERE id = :id", {**expires, "id": turn.id})
+            return turns[::-1]
+
+        return await self._run(read)
+
+    async def finish(self, response: Json) -> bool:
+        """Write the end of a response that runs. Return False if it has ended already or was deleted."""
+        text = json.dumps(response)
+        statement = (
+            "UPDATE paceline_responses SET response = :response, status = :status, runner = '', "
+            "size = size + :more WHERE id = :id AND status = 'in_progress'"
+        )
+        fields = {"response": text, "status": response["status"], "id": response["id"], "more": len(text)}
+        return await self._run(lambda execute: execute(statement, fields)[1] > 0)
+
+    async def keep_alive(self, runner: str, until: float) -> set[str]:
+        """Say that a gateway lives. Return the ids of the responses that it shall compute."""
+
+        def keep(execute: Execute) -> set[str]:
+            fields = {"runner": runner, "until": until}
+            execute("UPDATE paceline_responses SET runner_until = :until WHERE runner = :runner", fields)
+            rows, _ = execute("SELECT id FROM paceline_responses WHERE runner = :runner", {"runner": runner})
+            return {row[0] for row in rows}
+
+        return await self._run(keep)
+
+    async def delete(self, response_id: str, owner: str) -> bool:
+        """Delete a response. Return False if there is none of this id and owner."""
+        statement = "DELETE FROM paceline_responses WHERE id = :id AND owner = :owner AND expires >= :now"
+        fields = {"id": response_id, "owner": owner, "now": time.time()}
+        return await self._run(lambda execute: execute(statement, fields)[1] > 0)
+
+    def close(self) -> None:
+        """Wait for what is being written, and close the database."""
+        self._thread.submit(self._database.close)
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[[Execute], T]) -> T:
+        def run() -> T:
+            if not self._has_table:
+                _make_table(self._database)
+                self._has_table = True
+            with self._database.transaction() as execute:
+                return work(execute)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    def _make_room(self, execute: Execute, owner: str, size: int) -> None:
+        fields: Mapping[str, Any] = {"owner": owner}
+        count = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM paceline_responses WHERE owner = :owner"
+        ((entries, total),), _ = execute(count, fields)
+        while entries and (entries >= self._entries or total + size > self._max_bytes):
+            for evicted, its_size in execute(_OLDEST, fields)[0]:
+                if entries < self._entries and total + size <= self._max_bytes:
+                    break
+                execute("DELETE FROM paceline_responses WHERE id = :id", {"id": evicted})
+                entries, total = entries - 1, total - its_size
+
+
+def _get(execute: Execute, response_id: str, owner: str) -> Record | None:
+    statement = f"SELECT {_COLUMNS} FROM paceline_responses WHERE id = :id AND owner = :owner AND expires >= :now"
+    rows, _ = execute(statement, {"id": response_id, "owner": owner, "now": time.time()})
+    if not rows:
+        return None
+    found, owner, previous_id, status, runner, runner_until, response, items = rows[0]
+    return Record(found, owner, previous_id, status, runner, runner_until, json.loads(response), json.loads(items))
+
+
+def _make_table(database: Database) -> None:
+    """Create the table, unless it exists. SQL has no common statement for that."""
+    if _has_table(database):
+        return
+    try:
+        with database.transaction() as execute:
+            execute(
+                "CREATE TABLE paceline_responses (id VARCHAR(64) PRIMARY KEY, owner VARCHAR(64) NOT NULL, "
+                "previous_id VARCHAR(64) NOT NULL, status VARCHAR(16) NOT NULL, runner VARCHAR(128) NOT NULL, "
+                f"runner_until DOUBLE PRECISION NOT NULL, response {database.text} NOT NULL, "
+                f"input {database.text} NOT NULL, expires DOUBLE PRECISION NOT NULL, size BIGINT NOT NULL)"
+            )
+            execute("CREATE INDEX paceline_responses_owner ON paceline_responses (owner, expires, size)")
+            execute("CREATE INDEX paceline_responses_expires ON paceline_responses (expires)")
+            execute("CREATE INDEX paceline_responses_runner ON paceline_responses (runner)")
+    except StoreError:
+        # Another gateway may have been faster.
+        if not _has_table(database):
+            raise
+
+
+def _has_table(database: Database) -> bool:
+    try:
+        with database.transaction() as execute:
+            execute("SELECT id FROM paceline_responses WHERE 1 = 0")
+    except StoreError:
+        return False
+    return True

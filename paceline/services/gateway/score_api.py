@@ -1,0 +1,185 @@
+"""Scores of documents for queries by a causal reranker, with the routes and shapes of vLLM, Jina and Cohere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field, model_validator
+
+from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.api_bodies import Ranking, Scores
+from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.generation import Delta
+from paceline.services.gateway.plan import Plan, plan_scores
+from paceline.services.gateway.respond import choose_id, start, whole
+from paceline.services.gateway.schemas import NamedRequest
+from paceline.services.gateway.scoring import probability
+
+Json = dict[str, Any]
+
+MAX_PAIRS = 1000
+"""Largest number of pairs of a query and a document in one request."""
+
+_TRUNCATING = ("max_tokens_per_doc", "max_chunks_per_doc", "truncate_prompt_tokens")
+_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""Names that clients use for queries and documents."""
+
+
+class Document(Body):
+    """A document as an object."""
+
+    text: str
+
+
+AnyText = str | Document
+Texts = Annotated[list[AnyText], Field(min_length=1, max_length=MAX_PAIRS)]
+
+
+class ScoringRequest(NamedRequest):
+    """The fields that all routes share."""
+
+    request_id: str | None = None
+    instruction: str | None = None
+    """What a document has to do for a query. Default: it answers a web search."""
+    use_activation: bool | None = None
+    """If false, a score is the difference of the two logprobs instead of a probability."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_truncation(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (names := [name for name in _TRUNCATING if data.get(name) is not None]):
+            raise ApiError(400, f"{names[0]} is not supported; shorten the texts before you send them", param=names[0])
+        return data
+
+    def score(self, margin: float) -> float:
+        return margin if self.use_activation is False else probability(margin)
+
+
+class ScoreRequest(ScoringRequest):
+    """The body of POST /score. One query may have many documents; otherwise there are as many as queries.
+
+    Queries and documents have one of the pairs of names in `_NAMES`.
+    """
+
+    text_1: AnyText | Texts | None = None
+    text_2: AnyText | Texts | None = None
+    queries: AnyText | Texts | None = None
+    documents: AnyText | Texts | None = None
+    items: AnyText | Texts | None = None
+    data_1: AnyText | Texts | None = None
+    data_2: AnyText | Texts | None = None
+
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """Return each query with its document, by the field of the document. Raises ApiError if they do not match."""
+        for query_name, document_name in _NAMES:
+            queries, documents = _texts(getattr(self, query_name)), _texts(getattr(self, document_name))
+            if queries and documents:
+                break
+        else:
+            raise ApiError(400, "send text_1 and text_2, or queries and documents", param="text_1")
+        if len(queries) not in (1, len(documents)):
+            message = (
+                f"{query_name} must be one text, or as many as {document_name}, which has {len(documents)}; "
+                f"it has {len(queries)}"
+            )
+            raise ApiError(400, message, param=query_name)
+        queries = queries * len(documents) if len(queries) == 1 else queries
+        return {f"{document_name}[{index}]": pair for index, pair in enumerate(zip(queries, documents))}
+
+
+class RerankRequest(ScoringRequest):
+    """The body of POST /rerank."""
+
+    query: AnyText
+    documents: Texts
+    top_n: int | None = Field(None, ge=0)
+    """Number of documents to return, the best ones; 0 returns all."""
+    return_documents: bool = True
+
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """Return the query with each document, by the field of the document."""
+        (query,) = _texts(self.query)
+        return {f"documents[{index}]": (query, text) for index, text in enumerate(_texts(self.documents))}
+
+
+def make_score_api(gateway: Gateway) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/score", response_model=None, responses=answers(Scores))
+    @router.post("/v1/score", response_model=None, responses=answers(Scores))
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
+            entries = [
+                {"index": index, "object": "score", "score": body.score(margin)} for index, margin in enumerate(margins)
+            ]
+            head = {"id": response_id, "object": "list", "created": int(time.time()), "model": gateway.model}
+            return {**head, "data": entries, "usage": usage}
+
+        return await _respond(gateway, body, body.pairs(), request, answer)
+
+    @router.post("/rerank", response_model=None, responses=answers(Ranking))
+    @router.post("/v1/rerank", response_model=None, responses=answers(Ranking))
+    @router.post("/v2/rerank", response_model=None, responses=answers(Ranking))
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        pairs = body.pairs()
+
+        def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
+            documents = [document for _, document in pairs.values()]
+            best = sorted(range(len(margins)), key=lambda index: -margins[index])[: body.top_n or len(margins)]
+            results = [
+                {"index": index, "relevance_score": body.score(margins[index])}
+                | ({"document": {"text": documents[index]}} if body.return_documents else {})
+                for index in best
+            ]
+            return {"id": response_id, "model": gateway.model, "results": results, "usage": usage}
+
+        return await _respond(gateway, body, pairs, request, answer)
+
+    return router
+
+
+async def _respond(
+    gateway: Gateway,
+    body: ScoringRequest,
+    pairs: Mapping[str, tuple[str, str]],
+    request: Request,
+    answer: Callable[[Sequence[float], Json, str], Json],
+) -> Response:
+    """Compute the margins of all pairs (see `Scoring.margin`) and return the response.
+
+    Args:
+        pairs: each query with its document, by the field of the document.
+        answer: returns the body for the margins, the usage and the response's id.
+    """
+    gateway.check_request(body.model)
+    response_id = choose_id(body.request_id, request)
+    scoring = gateway.scoring
+    await gateway.wait_for_workers()
+    longest = gateway.fleet.max_model_len()
+
+    def plan() -> Plan:
+        prompts = {place: scoring.render(*pair, body.instruction) for place, pair in pairs.items()}
+        return plan_scores(prompts, scoring.token_ids, gateway.tokenizer, longest)
+
+    generation = start(gateway, await asyncio.to_thread(plan), request, is_streamed=False)
+
+    def finish(choices: Sequence[Delta], usage: Json) -> Json:
+        margins = [scoring.margin(choice.tokens[0]) for choice in choices]
+        # The token that was generated for each pair is no part of the answer.
+        read = {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return answer(margins, {**usage, **read}, response_id)
+
+    return await whole(generation, request, finish)
+
+
+def _texts(given: AnyText | Sequence[AnyText] | None) -> list[str]:
+    listed = [] if given is None else [given] if isinstance(given, AnyText) else given
+    return [each if isinstance(each, str) else each.text for each in listed]

@@ -1,0 +1,40 @@
+"""Token ids in, token ids out: vLLM's routes for reinforcement learning and for routers that tokenize themselves."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from paceline.services.gateway.api_bodies import GeneratedTokens, TokensChunk
+from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.plan import plan_tokens
+from paceline.services.gateway.respond import choose_id, respond
+from paceline.services.gateway.token_format import TokensFormat
+from paceline.services.gateway.token_schemas import AbortRequest, TokensRequest
+
+
+def make_token_api(gateway: Gateway) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))
+    async def generate(body: TokensRequest, request: Request) -> Response:
+        gateway.check_request(body.model)
+        request_id = choose_id(body.request_id, request)
+        await gateway.wait_for_workers()
+        longest = gateway.fleet.max_model_len()
+        plan = await asyncio.to_thread(plan_tokens, body, gateway.tokenizer, longest, gateway.logprob_rules)
+        tokens_format = TokensFormat(body, plan, request_id, gateway.model, gateway.tokenizer)
+        return await respond(gateway, body, plan, tokens_format, request)
+
+    @router.post("/abort_requests", response_class=Response)
+    async def abort(body: AbortRequest) -> Response:
+        # An id may be unknown here because the request has ended just now, so this is no error.
+        for request_id in body.request_ids:
+            gateway.requests.abort(request_id)
+        return Response()
+
+    return router

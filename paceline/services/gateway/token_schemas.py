@@ -1,0 +1,150 @@
+"""The bodies of the routes between token ids and answers: generate, derender and abort, with vLLM's names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.schemas import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    NamedRequest,
+    StreamOptions,
+    TokenId,
+)
+
+OutputMode = Literal["tokens", "text"]
+
+OUTSIDE = ("cache_salt", "model", "priority", "request_id", "stream", "stream_options")
+"""Fields of a request that are beside its sampling_params, not in them."""
+_INTERNAL = frozenset({"detokenize", "flat_logprobs", "output_kind", "skip_clone"})
+"""Sampling parameters that vLLM's render route writes for its own engine. They do not change an answer here."""
+
+
+class TokenSampling(GenerationRequest):
+    """The `sampling_params` of POST /inference/v1/generate. `max_tokens` is all that fits by default."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=-1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_places(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if misplaced := [name for name in OUTSIDE if data.get(name) is not None]:
+            name = misplaced[0]
+            raise ApiError(400, f"{name} belongs beside sampling_params, not in it", param=f"sampling_params.{name}")
+        return {name: value for name, value in data.items() if name not in _INTERNAL}
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> TokenSampling:
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            name = "sampling_params.logprob_token_ids"
+            raise ApiError(400, f"{name} needs logprobs", param=name)
+        return self
+
+
+class TokensRequest(NamedRequest):
+    """The body of POST /inference/v1/generate: a prompt as token ids."""
+
+    request_id: str | None = None
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling_params: TokenSampling
+    output_mode: OutputMode = "tokens"
+    """Whether the answer has its text, and logprobs have the text of tokens, too."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """Whether the answer has the prompt's token ids."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> TokensRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        if self.stream and self.sampling_params.prompt_logprobs is not None:
+            name = "sampling_params.prompt_logprobs"
+            raise ApiError(400, f"{name} cannot be streamed; set stream to false", param=name)
+        return self
+
+
+class AbortRequest(Body):
+    """The body of POST /abort_requests."""
+
+    request_ids: list[str]
+
+
+class TokenLogprob(Body):
+    """The logprob of a token that has been generated, or that was likely there."""
+
+    token_id: TokenId
+    logprob: float
+    rank: int | None = None
+
+
+class ChosenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob] = Field(default_factory=list)
+
+
+class ChoiceLogprobs(Body):
+    content: list[ChosenLogprob] | None = None
+
+
+class TokensChoice(Body):
+    """A choice of an answer of POST /inference/v1/generate."""
+
+    index: int = Field(ge=0)
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    finish_reason: str | None = "stop"
+    logprobs: ChoiceLogprobs | None = None
+
+
+class TokensAnswer(Body):
+    """An answer of POST /inference/v1/generate with the output mode "tokens"."""
+
+    request_id: str | None = None
+    output_mode: Literal["tokens"] = "tokens"
+    choices: Annotated[list[TokensChoice], Field(min_length=1, max_length=MAX_CHOICES)]
+    prompt_token_ids: list[TokenId] | None = None
+
+
+class DerenderRequest(NamedRequest):
+    """The fields that both routes for answers share."""
+
+    stream: Literal[False] = False
+    """Streams are not supported: ask /inference/v1/generate for the output mode "text" instead."""
+
+
+class DerenderChatRequest(DerenderRequest):
+    """The body of POST /v1/chat/completions/derender."""
+
+    generate_response: TokensAnswer
+    prompt_tokens: int | None = Field(None, ge=0)
+    """Default: the number of prompt ids, or 0 if there are none."""
+    prompt_token_ids: list[TokenId] | None = None
+    chat_request: ChatRequest | None = None
+    """The request that was rendered. Without it, an answer is read as nothing but content."""
+
+
+class DerenderCompletionRequest(DerenderRequest):
+    """The body of POST /v1/completions/derender: one answer for each prompt."""
+
+    generate_responses: Annotated[list[TokensAnswer], Field(min_length=1, max_length=MAX_CHOICES)]
+    prompt_tokens: list[Annotated[int, Field(ge=0)]] | None = None
+    prompt_token_ids: list[list[TokenId] | None] | None = None
+    completion_request: CompletionRequest | None = None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> DerenderCompletionRequest:
+        for name in ("prompt_tokens", "prompt_token_ids"):
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.generate_responses):
+                raise ApiError(400, f"{name} must have one entry for each of generate_responses", param=name)
+        return self

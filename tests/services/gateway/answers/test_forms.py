@@ -1,0 +1,255 @@
+"""All forms of tool calls: what a form writes, its parser reads and its grammar allows, however it is cut."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from paceline.services.gateway.answers.expressions import Tool
+from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.answers.grammar import Choice, answer_grammar
+from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning, calls_of
+from paceline.services.gateway.answers.registry import REASONING_FORMS, TOOL_FORMS
+from tests.services.gateway.answers.pieces import CALLS, TEXT, cut, parse
+from tests.services.gateway.answers.vocabulary import Vocabulary
+from tests.services.gateway.toy_model import write_toy_model
+
+Calls: TypeAlias = list[tuple[str, dict[str, Any]]]
+
+THINK = REASONING_FORMS["think"]
+THOUGHT = f"{THINK.start}\nso\n{THINK.end}\n\n"
+every_form = pytest.mark.parametrize(
+    "form", [form() for form in dict.fromkeys(TOOL_FORMS.values())], ids=lambda form: form.name
+)
+few = settings(max_examples=settings().max_examples // 5)
+"""For cases in which a grammar is compiled."""
+
+TOOLS = (
+    Tool(
+        "find",
+        {
+            "type": "object",
+            "properties": {
+                "count": {"type": "integer", "minimum": 3},
+                "exact": {"type": "boolean"},
+                "unit": {"enum": ["m", "km", None]},
+                "tree": {"$ref": "#/$defs/tree"},
+            },
+            "required": ["count"],
+            "additionalProperties": False,
+            "$defs": {
+                "tree": {
+                    "type": "object",
+                    "properties": {"below": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+                }
+            },
+        },
+    ),
+    Tool("stop", {"type": "object"}),
+)
+RIGHT: list[Calls] = [
+    [("find", {"count": 3})],
+    [("find", {"count": 12, "exact": True, "unit": "km", "tree": {"below": [{"below": []}, {"below": [{}]}]}})],
+    [("find", {"count": 12, "unit": None}), ("stop", {}), ("stop", {"any": [{"a": "b"}, None, False]})],
+]
+WRONG: list[Calls] = [
+    [("look", {"count": 3})],
+    [("find", {})],
+    [("find", {"count": 2})],
+    [("find", {"count": 3, "exact": "yes"})],
+    [("find", {"count": 3, "unit": "mile"})],
+    [("find", {"count": 3, "tree": {"below": [{"below": 1}]}})],
+    [("find", {"count": 3, "other": 1})],
+    [("find", {"count": 3}), ("look", {})],
+]
+
+
+def write(form: ToolForm, calls: Calls, ascii_only: bool = False) -> str:
+    return form.write_all([(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls])
+
+
+def exact(arguments: str) -> Any:
+    """Return arguments as a value whose numbers are the text that was written."""
+    return json.loads(arguments, parse_int=str, parse_float=str)
+
+
+def tools_for(calls: Calls) -> list[Tool]:
+    """Return tools that allow these calls; of several calls with one name, the last one."""
+    return [Tool(name, schema_of(arguments)) for name, arguments in dict(calls).items()]
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    """Return a schema that allows a value, and little else."""
+    match value:
+        case None:
+            return {"type": "null"}
+        case bool():
+            return {"type": "boolean"}
+        case int():
+            return {"type": "integer", "minimum": value}
+        case float():
+            return {"type": ["number", "string"]}
+        case str():
+            return {"type": "string"} if len(value) % 2 else {"enum": ["", value]}
+        case list():
+            return {"type": "array", "items": {"anyOf": [schema_of(item) for item in value]} if value else {}}
+        case _:
+            properties = {name: schema_of(item) for name, item in value.items()}
+            return {"type": "object", "properties": properties, "required": [*value], "additionalProperties": False}
+
+
+def without_ids(parts: list[Part]) -> list[Part]:
+    """Return the parts with the same id for all calls, because Mistral's are random."""
+    return [CallBegin(part.index, "id", part.name) if isinstance(part, CallBegin) else part for part in parts]
+
+
+def thought_of(form: ToolForm) -> Thought:
+    return form.thought if isinstance(form, ChannelForm) else THINK
+
+
+def markers_of(form: ToolForm) -> tuple[str, ...]:
+    return (*form.markers, thought_of(form).start, thought_of(form).end)
+
+
+def plain(form: ToolForm, text: str) -> str:
+    """Return a text without the characters with which markers and calls begin."""
+    return "".join(character for character in text if character not in "<[{" + "".join(m[0] for m in form.markers))
+
+
+def words(form: ToolForm) -> st.SearchStrategy[list[str]]:
+    """Return texts of markers, halves of markers, and what stands between them."""
+    halves = [half for marker in markers_of(form) for half in (marker[:-1], marker[1:])]
+    others = ["{", "}", "[", "]", "(", ")", '"name"', "name", ":", "=", '"f"', "f", ",", ";", "'", "\\", "x", " ", "\n"]
+    begun = [form.write("f", '{"a": 1}')[:-1], form.write("f", '{"a": "b"}')]
+    return st.lists(st.sampled_from([*markers_of(form), *halves, *others, *begun]), max_size=16)
+
+
+@every_form
+@given(st.data(), TEXT, TEXT, CALLS, st.booleans())
+def test_what_a_form_writes_is_read_without_its_markers(
+    form: ToolForm, data: st.DataObject, thought: str, content: str, calls: Calls, ascii_only: bool
+) -> None:
+    written = write(form, calls, ascii_only)
+    thought, content = plain(form, thought).strip(), plain(form, content).strip()
+    if not written.startswith(form.triggers or "\0"):
+        content = ""  # calls are whole answers
+    marks = thought_of(form)
+    text = f"{marks.start}{thought}{marks.end}{content}{written}"
+    parts = parse(data.draw(cut(text)), form, marks, tools=tools_for(calls))
+    before = [*([Reasoning(thought)] if thought else []), *([Content(content)] if content else [])]
+    assert parts[: len(before)] == before
+    assert all(isinstance(part, CallBegin | CallArguments) for part in parts[len(before) :])
+    read = [(call.name, exact(call.arguments)) for call in calls_of(parts)]
+    assert read == [(name, exact(json.dumps(arguments))) for name, arguments in calls]
+    begun = [part.index for part in parts if isinstance(part, CallBegin)]
+    assert begun == sorted(begun)
+    assert [part.index for part in parts[len(before) :]] == sorted([*begun, *begun])
+
+
+@every_form
+@given(st.data(), CALLS)
+def test_an_answer_may_be_cut_off_anywhere(form: ToolForm, data: st.DataObject, calls: Calls) -> None:
+    written = write(form, calls)
+    end = data.draw(st.integers(0, len(written)))
+    tools = tools_for(calls)
+    parts = without_ids(parse([written[:end]], form, thought_of(form), tools=tools))
+    assert without_ids(parse(data.draw(cut(written[:end])), form, thought_of(form), tools=tools)) == parts
+    whole = calls_of(without_ids(parse([written], form, thought_of(form), tools=tools)))
+    for number, (call, intended) in enumerate(zip(calls_of(parts), whole), 1):
+        assert call.name == intended.name
+        assert intended.arguments.startswith(call.arguments)
+        assert number == len(calls_of(parts)) or call == intended
+    assert not any(isinstance(part, Reasoning) for part in parts)
+
+
+@every_form
+@given(st.data())
+def test_no_answer_leaks_a_marker_or_depends_on_its_cuts(form: ToolForm, data: st.DataObject) -> None:
+    text = "".join(data.draw(words(form)))
+    parts = without_ids(parse([text], form, thought_of(form)))
+    assert without_ids(parse(data.draw(cut(text)), form, thought_of(form))) == parts
+    # A text such as "<</think>tool_call>" has a marker only without the one in its middle.
+    markers = markers_of(form)
+    rest = re.sub("|".join(map(re.escape, sorted(markers, key=len, reverse=True))), "", text)
+    assume(not any(marker in rest for marker in markers))
+    assert not any(marker in part.text for part in parts if isinstance(part, Content) for marker in markers)
+
+
+@pytest.fixture(scope="module")
+def vocabularies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Vocabulary]:
+    """Two tokenizers: the form's markers are tokens of the one, and text for the other."""
+    folder = tmp_path_factory.mktemp("toy")
+    return [Vocabulary(write_toy_model(folder / str(len(own))), own) for own in (request.param, ())]
+
+
+every_vocabulary = pytest.mark.parametrize(
+    ("form", "vocabularies"),
+    [
+        pytest.param(form(), markers_of(form()), id=form.name)
+        for form in dict.fromkeys(TOOL_FORMS.values())
+        if not issubclass(form, ChannelForm)  # such a form makes the grammar of the whole answer, and has its own tests
+    ],
+    indirect=["vocabularies"],
+)
+
+
+def grammar(
+    vocabulary: Vocabulary, form: ToolForm, tools: Sequence[Tool], choice: Choice, parallel: bool = True
+) -> str:
+    return answer_grammar(
+        vocabulary.spelling,
+        thought=THINK,
+        is_open=False,
+        budget=None,
+        form=form,
+        tools=tools,
+        choice=choice,
+        parallel=parallel,
+        content=None,
+    )
+
+
+@every_vocabulary
+@few
+@given(CALLS, st.sampled_from(["auto", "required"]), st.booleans())
+def test_the_grammar_allows_what_the_form_writes_and_no_other_tools(
+    form: ToolForm, vocabularies: list[Vocabulary], calls: Calls, choice: Choice, thinks: bool
+) -> None:
+    calls = [*dict(calls).items()]
+    tools = tools_for(calls)
+    assume("\x7f" not in write(form, calls))  # the library's JSON has no such character
+    thought = f"{THINK.start}so{THINK.end}" if thinks else ""
+    for vocabulary in vocabularies:
+        rules = grammar(vocabulary, form, tools, choice)
+        assert vocabulary.allows(rules, thought + write(form, calls))
+        assert not vocabulary.allows(rules, thought + write(form, [*calls[1:], (f"{calls[0][0]}_", calls[0][1])]))
+
+
+@every_vocabulary
+def test_calls_keep_to_the_schemas_of_their_tools(form: ToolForm, vocabularies: list[Vocabulary]) -> None:
+    for vocabulary in vocabularies:
+        for choice in ("auto", "required"):
+            rules = grammar(vocabulary, form, TOOLS, choice)
+            assert [calls for calls in [*RIGHT, *WRONG] if vocabulary.allows(rules, write(form, calls))] == RIGHT
+
+
+@every_vocabulary
+def test_the_choice_says_what_there_may_be(form: ToolForm, vocabularies: list[Vocabulary]) -> None:
+    one, two = write(form, RIGHT[0]), write(form, RIGHT[2])
+    texts = {"text": 'so: <b> {"n": 1}', "json": '{"n": [1]}', "one": one, "two": two}
+    for vocabulary in vocabularies:
+        for choice, parallel, allowed in (
+            ("none", True, {"text", "json"}),
+            ("auto", True, {"text", "json", "one", "two"}),
+            ("auto", False, {"text", "json", "one"}),
+            ("required", True, {"one", "two"}),
+            ("required", False, {"one"}),
+        ):
+            rules = grammar(vocabulary, form, TOOLS, choice, parallel)
+            assert {name for name, text in texts.items() if vocabulary.allows(rules, text)} == allowed

@@ -1,0 +1,118 @@
+"""Messages as the messages of chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError
+from paceline.services.gateway.answers.form import Thought
+from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.messages_api.conversion import chat_fields, chat_request
+from paceline.services.gateway.messages_api.schemas import CountRequest, MessagesRequest
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=00000;"
+USER = {"role": "user", "content": "hi"}
+
+
+def messages(*turns: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """Return what the chat template gets for a conversation."""
+    body = CountRequest.model_validate({"messages": list(turns), **fields})
+    return [
+        {name: value for name, value in message.for_template().items() if value is not None}
+        for message in chat_fields(body).messages
+    ]
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value, "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize(
+    ("system", "expected"),
+    [
+        ("Be kind.", "Be kind."),
+        ([text("Be kind."), text("Be brief.")], "Be kind.\n\nBe brief."),
+        ([text(BILLING), text("Be kind.")], "Be kind."),
+        (f"{BILLING}\nBe kind.", "Be kind."),
+        ("Ignore x-anthropic-billing-header lines.", "Ignore x-anthropic-billing-header lines."),
+    ],
+)
+def test_system(system: Any, expected: str) -> None:
+    assert messages(USER, system=system) == [{"role": "system", "content": expected}, USER]
+
+
+def test_a_system_text_of_billing_alone_is_no_message() -> None:
+    assert messages(USER, system=[text(BILLING)]) == [USER]
+
+
+def test_system_messages_keep_their_places() -> None:
+    answer = {"role": "assistant", "content": "Yes?"}
+    system = {"role": "system", "content": [text("The user is in plan mode."), text("Edit nothing.")]}
+    told = {"role": "system", "content": "The user is in plan mode.\n\nEdit nothing."}
+    first = {"role": "system", "content": "Be kind."}
+    assert messages(USER, answer, system, USER, system="Be kind.") == [first, USER, answer, told, USER]
+    assert messages(system, USER, system="Be kind.")[0]["content"] == f"Be kind.\n\n{told['content']}"
+
+
+def test_neighbours_of_one_role_are_one_message() -> None:
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    turns = [USER, USER, {"role": "assistant", "content": "I look."}, {"role": "assistant", "content": [call]}, USER]
+    user, assistant, last = messages(*turns)
+    assert (user, last) == ({"role": "user", "content": "hi\nhi"}, USER)
+    assert (assistant["content"], len(assistant["tool_calls"])) == ("I look.", 1)
+
+
+def test_reasoning_of_earlier_answers() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"},
+        {"type": "redacted_thinking", "data": "ZGF0YQ"},
+        text("Yes."),
+    ]
+    assistant = messages({"role": "assistant", "content": blocks}, USER)[0]
+    assert assistant == {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ""),
+        ({"content": "sunny"}, "sunny"),
+        ({"content": [text("sunny"), text("dry")]}, "sunny\ndry"),
+        ({"content": "no file", "is_error": True}, "Error: no file"),
+        (
+            {"content": [text("see"), {"type": "image", "source": {"type": "base64", "data": "aaaa"}}]},
+            "see\n[image: this model takes text alone]",
+        ),
+    ],
+)
+def test_results_of_tools(fields: dict[str, Any], expected: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", **fields}
+    # Templates want the results right after the calls, wherever they are in the user's message.
+    assert messages({"role": "user", "content": [text("Go on."), result]}) == [
+        {"role": "tool", "content": expected, "tool_call_id": "a"},
+        {"role": "user", "content": "Go on."},
+    ]
+
+
+def test_a_conversation_that_ends_with_calls_cannot_be_continued() -> None:
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    with pytest.raises(InvalidRequestError, match="add a message with the tool_result"):
+        messages(USER, {"role": "assistant", "content": [call]})
+
+
+@pytest.mark.parametrize(
+    ("thinking", "budget"),
+    [
+        (None, None),
+        ({"type": "adaptive"}, None),
+        ({"type": "enabled", "budget_tokens": 2000}, 2000),
+        ({"type": "disabled"}, 0),
+    ],
+)
+def test_budgets_are_for_models_that_reason(thinking: Any, budget: int | None) -> None:
+    body = MessagesRequest.model_validate({"messages": [USER], "max_tokens": 9, "thinking": thinking})
+    reasons = AnswerForms(thought=Thought("<think>", "</think>"))
+    assert chat_request(body, reasons).thinking_token_budget == budget
+    assert chat_request(body, AnswerForms()).thinking_token_budget is None

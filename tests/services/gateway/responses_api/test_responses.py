@@ -1,0 +1,287 @@
+"""POST /v1/responses through the official client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from tests.services.gateway.conftest import Stack
+from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
+
+Json = dict[str, Any]
+
+FIND = {
+    "type": "function",
+    "name": "find",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    "strict": False,
+}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+
+
+async def stream_of(stack: Stack, **options: Any) -> list[Any]:
+    events = await stack.openai.responses.create(model="toy", stream=True, extra_body=SEED, **options)
+    return [event async for event in events]
+
+
+async def test_a_whole_response(agents: Stack) -> None:
+    response = await ask(agents, "hi", "Hello!", instructions="Be kind.", metadata={"a": "b"}, temperature=0.5)
+    assert prompt_of(agents) == "<|system|>Be kind.<|user|>hi<|assistant|>"
+    assert (response.object, response.status, response.output_text) == ("response", "completed", "Hello!")
+    assert (response.metadata, response.temperature, response.instructions) == ({"a": "b"}, 0.5, "Be kind.")
+    assert response.usage
+    assert (response.usage.output_tokens, response.usage.output_tokens_details.reasoning_tokens) == (7, 0)
+    assert response.usage.input_tokens == len("<|system|>Be kind.hi") + 2
+    assert response.usage.total_tokens == response.usage.input_tokens + 7
+
+
+async def test_a_response_has_every_field_of_the_client_s_type(agents: Stack) -> None:
+    recite(agents, "ok")
+    body = (await agents.post("/v1/responses", input="hi", **SEED)).json()
+    assert Response.model_fields.keys() <= body.keys()
+    Response.model_validate(body)
+
+
+async def test_the_order_and_numbers_of_events(agents: Stack) -> None:
+    recite(agents, "<think>hm</think>a\n" + call("find", text="b"))
+    events = await stream_of(agents, input="x", tools=[FIND])
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    final = events[-1].response
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert final.output == done
+    assert {event.item_id for event in events if hasattr(event, "item_id")} == {item.id for item in done}
+    thought, message, function = final.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "hm")
+    assert (message.type, message.content[0].text) == ("message", "a")
+    assert (function.type, function.name, json.loads(function.arguments)) == ("function_call", "find", {"text": "b"})
+    for kind in ("output_text", "reasoning_text", "function_call_arguments"):
+        pieces = [event.delta for event in events if event.type == f"response.{kind}.delta"]
+        (whole,) = [event for event in events if event.type == f"response.{kind}.done"]
+        assert "".join(pieces) == (whole.arguments if kind.startswith("function") else whole.text)
+
+
+async def test_the_events_have_names(agents: Stack) -> None:
+    recite(agents, "\u2028x")
+    text = (await agents.post("/v1/responses", input="x", stream=True, **SEED)).text
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+
+
+class Weather(BaseModel):
+    city: str
+    rain: bool
+
+
+async def test_the_client_s_helper_for_streams(agents: Stack) -> None:
+    recite(agents, '{"city": "Rome", "rain": false}')
+    manager = agents.openai.responses.stream(model="toy", input="x", text_format=Weather, extra_body=SEED)
+    async with manager as stream:
+        response = await stream.get_final_response()
+    assert response.output_parsed == Weather(city="Rome", rain=False)
+    constraint = agents.workers["decode-0"].calls[-1].work.sampling.constraint
+    assert '"city"' in constraint.text
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete(agents: Stack) -> None:
+    recite(agents, call("find", text="long"), ends=False)
+    options = {"input": "x", "tools": [FIND], "max_output_tokens": 50}
+    *_, last = await stream_of(agents, **options)
+    assert last.type == "response.incomplete"
+    assert (last.response.status, last.response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    (item,) = last.response.output
+    assert (item.status, item.arguments[:6]) == ("incomplete", '{"text')
+    whole = await agents.openai.responses.create(model="toy", extra_body=SEED, **options)  # type: ignore[call-overload]
+    assert whole.output[0].arguments == item.arguments
+
+
+async def test_an_empty_answer_has_an_empty_message(agents: Stack) -> None:
+    for worker in agents.workers.values():
+        worker.stop_at = 0
+    response = await agents.openai.responses.create(model="toy", input="x", extra_body=SEED)
+    assert (response.output_text, response.output[0].type) == ("", "message")
+
+
+async def test_a_failure_after_the_start_ends_the_stream(start_agents: StartAgents) -> None:
+    agents = await start_agents(max_attempts=1)
+    recite(agents, "abcdefgh")
+    agents.workers["decode-0"].fail_after = 3
+    *_, done, last = await stream_of(agents, input="x")
+    assert (done.type, done.item.status) == ("response.output_item.done", "incomplete")
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    assert "attempts failed" in last.response.error.message
+    assert (await agents.openai.responses.retrieve(last.response.id)).status == "failed"
+
+
+async def test_a_failure_before_the_start_has_its_own_status(agents: Stack) -> None:
+    for worker in agents.workers.values():
+        worker.fail_after = 0
+    with pytest.raises(openai.InternalServerError) as caught:
+        await stream_of(agents, input="x")
+    assert caught.value.status_code == 503
+
+
+async def test_logprobs(agents: Stack) -> None:
+    recite(agents, "<think>t</think>ok")
+    include = ["message.output_text.logprobs"]
+    events = await stream_of(agents, input="x", include=include, top_logprobs=2)
+    message = events[-1].response.output[1]
+    assert [entry.token for entry in message.content[0].logprobs] == ["o", "k"]
+    assert len(message.content[0].logprobs[0].top_logprobs) == 2
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == ["o", "k"]
+
+
+async def test_a_custom_tool_gets_its_input_as_text(agents: Stack) -> None:
+    patch = '*** Begin Patch\n+"ünï" \\ 🌂\n*** End Patch'
+    recite(agents, call("apply_patch", input=patch))
+    events = await stream_of(agents, input="x", tools=[PATCH])
+    assert "Edits files." in prompt_of(agents)
+    item = events[-1].response.output[0]
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", patch)
+    deltas = [event for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(event.delta for event in deltas) == patch
+    assert len(deltas) > 20
+
+
+async def test_a_tool_of_a_namespace_is_called_by_both_names(agents: Stack) -> None:
+    namespace = {"type": "namespace", "name": "mcp__db", "description": "A database.", "tools": [FIND, PATCH]}
+    recite(agents, call("mcp__db__find", text="x") + call("mcp__db__apply_patch", input="y"))
+    first, second = (await stream_of(agents, input="x", tools=[namespace]))[-1].response.output
+    assert (first.type, first.namespace, first.name) == ("function_call", "mcp__db", "find")
+    assert (second.type, second.namespace, second.name) == ("custom_tool_call", "mcp__db", "apply_patch")
+    assert "A database." in prompt_of(agents)
+
+
+async def test_tools_of_other_servers_are_left_out(agents: Stack) -> None:
+    tools: list[Any] = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "made_up", "x": [1]}]
+    response = await ask(agents, "x", "ok", tools=tools, tool_choice="auto")
+    assert prompt_of(agents) == "<|user|>x<|assistant|>"
+    assert [tool.type for tool in response.tools] == ["web_search", "local_shell", "made_up"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "called", "shown"),
+    [
+        ("required", {"find", "apply_patch"}, {"find", "apply_patch"}),
+        ({"type": "function", "name": "find"}, {"find"}, {"find", "apply_patch"}),
+        ({"type": "custom", "name": "apply_patch"}, {"apply_patch"}, {"find", "apply_patch"}),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "find"}]},
+            {"find"},
+            {"find"},
+        ),
+    ],
+)
+async def test_the_choice_of_a_tool(agents: Stack, choice: Any, called: set[str], shown: set[str]) -> None:
+    recite(agents, "{}")
+    response = await agents.openai.responses.create(
+        model="toy",
+        input="x",
+        tools=[FIND, PATCH],  # type: ignore[list-item]
+        tool_choice=choice,
+        extra_body=SEED,
+    )
+    grammar = agents.workers["decode-0"].calls[-1].work.sampling.constraint.text
+    assert {name for name in ("find", "apply_patch") if name in grammar} == called
+    assert {name for name in ("find", "apply_patch") if f'"name": "{name}"' in prompt_of(agents)} == shown
+    echoed = response.tool_choice
+    assert (echoed if isinstance(echoed, str) else echoed.model_dump(exclude_unset=True)) == choice
+
+
+BAD_REQUESTS: list[tuple[Json, str]] = [
+    ({}, "input"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"input": "x", "tools": [FIND, FIND]}, "tools"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+    ({"input": "x", "tools": [FIND], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    ({"input": "x", "tools": [FIND], "tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema"),
+    ({"input": "x", "max_output_tokens": 1 << 20}, "max_output_tokens"),
+    ({"input": "x" * (1 << 14)}, "input"),
+    ({"input": []}, "input"),
+    ({"input": "x", "n": 2}, "n"),
+    ({"input": "x", "conversation": "conv_1"}, "conversation"),
+    ({"input": "x", "background": True, "store": False}, "background"),
+    ({"input": "x", "metadata": {"a": 1}}, "metadata.a"),
+    ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
+]
+
+
+async def test_a_bad_request_names_its_field(agents: Stack) -> None:
+    for body, param in BAD_REQUESTS:
+        answer = await agents.post("/v1/responses", **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), body
+        assert "messages" not in error["message"]
+        assert "max_completion_tokens" not in error["message"]
+
+
+async def test_fields_of_agents_are_accepted(agents: Stack) -> None:
+    extra = {"client_metadata": {"x": 1}, "prompt_cache_options": {"mode": "implicit"}, "made_up": 1}
+    response = await ask(
+        agents,
+        "x",
+        "ok",
+        extra_body=extra,
+        prompt_cache_key="k",
+        safety_identifier="s",
+        service_tier="flex",
+        user="u",
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"},
+        truncation="auto",
+        store=False,
+        tools=[],
+    )
+    assert (response.prompt_cache_key, response.reasoning.effort, response.text.verbosity) == ("k", "low", "low")  # type: ignore[union-attr]
+
+
+async def test_truncation_drops_the_oldest_turns(start_agents: StartAgents) -> None:
+    agents = await start_agents(tool_call_parser="none", reasoning_parser="none")
+    turns = [{"role": role, "content": f"{role[0]}{turn}" * 512} for turn in range(6) for role in ("user", "assistant")]
+    items: list[Any] = [{"role": "system", "content": "be"}, *turns, {"role": "user", "content": "end"}]
+    recite(agents, "ok")
+    await agents.openai.responses.create(
+        model="toy", input=items, truncation="auto", max_output_tokens=10, extra_body=SEED
+    )
+    prompt = prompt_of(agents)
+    assert prompt.startswith("<|system|>be<|user|>u3")
+    assert prompt.endswith("<|user|>end<|assistant|>")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await agents.openai.responses.create(model="toy", input=items, extra_body=SEED)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+
+
+async def test_the_tokens_of_an_input_are_counted(agents: Stack) -> None:
+    count = await agents.openai.responses.input_tokens.count(model="toy", input="hi", instructions="be")
+    assert count.input_tokens == len("<|system|>behi") + 2
+
+
+async def test_an_expression_for_a_custom_tool_is_enforced_or_refused(agents: Stack) -> None:
+    tool: Any = {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]{3}"}}
+    recite(agents, call("apply_patch", input="abc"))
+    await stream_of(agents, input="x", tools=[tool])
+    assert "[a-z]{3}" in agents.workers["decode-0"].calls[-1].work.sampling.constraint.text
+    tool["format"]["definition"] = r"(?<=a)\1"
+    answer = await agents.post("/v1/responses", input="x", tools=[tool])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].parameters")

@@ -1,0 +1,109 @@
+"""The store of responses, on SQLite's own module and on SQLAlchemy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.services.gateway.responses_api.database import StoreError, open_database
+from paceline.services.gateway.responses_api.store import Record, ResponseStore
+
+OpenStore = Callable[..., ResponseStore]
+
+
+@pytest.fixture(params=["", "sqlite:///"])
+async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OpenStore]:
+    """Return a function that opens a store; all of them have the same database."""
+    if request.param:
+        pytest.importorskip("sqlalchemy")
+    with contextlib.ExitStack() as stack:
+
+        def open_(entries: int = 10, max_bytes: int = 10_000, seconds: float = 100.0) -> ResponseStore:
+            database = open_database(f"{request.param}{tmp_path / 'store.db'}")
+            store = ResponseStore(database, entries=entries, max_bytes=max_bytes, seconds=seconds)
+            stack.callback(store.close)
+            return store
+
+        yield open_
+
+
+def record(name: str, previous: str = "", owner: str = "me", status: str = "completed", **fields: Any) -> Record:
+    response = {"id": name, "status": status, "output": [], **fields}
+    return Record(
+        name, owner, previous, status, "gateway" if status == "in_progress" else "", 5.0, response, [{"é": 1}]
+    )
+
+
+async def names(store: ResponseStore, *wanted: str, owner: str = "me") -> list[str]:
+    return [name for name in wanted if await store.get(name, owner) is not None]
+
+
+async def test_what_is_put_is_got_by_all_gateways(open_store: OpenStore) -> None:
+    one, other = open_store(), open_store()
+    await one.put(record("a"))
+    assert await other.get("a", "me") == record("a")
+    assert await other.get("a", "you") is None
+    assert not await other.delete("a", "you")
+    assert await other.delete("a", "me")
+    assert await one.get("a", "me") is None
+
+
+async def test_a_conversation_is_all_turns_in_their_order(open_store: OpenStore) -> None:
+    store = open_store()
+    for name, previous in ("a", ""), ("b", "a"), ("c", "b"):
+        await store.put(record(name, previous))
+    assert [turn.id for turn in await store.conversation("c", "me")] == ["a", "b", "c"]
+    assert await store.conversation("c", "you") == []
+
+
+async def test_responses_that_were_used_longest_ago_make_room(open_store: OpenStore) -> None:
+    store = open_store(entries=3)
+    await store.put(record("foreign", owner="you"))
+    for name, previous in ("a", ""), ("b", ""), ("c", "a"):
+        await store.put(record(name, previous))
+    await store.conversation("c", "me")  # uses a as well
+    await store.put(record("d"))
+    assert await names(store, "a", "b", "c", "d") == ["a", "c", "d"]
+    assert await names(store, "foreign", owner="you") == ["foreign"]
+
+
+async def test_the_size_of_all_responses_is_limited(open_store: OpenStore) -> None:
+    store = open_store(max_bytes=1000)
+    for name in "abc":
+        await store.put(record(name, text="x" * 300))
+    assert await names(store, "a", "b", "c") == ["b", "c"]
+    with pytest.raises(StoreError, match="only 1000"):
+        await store.put(record("huge", text="x" * 1000))
+    assert await names(store, "b", "c") == ["b", "c"]
+
+
+async def test_responses_expire(open_store: OpenStore) -> None:
+    lasting, brief = open_store(), open_store(seconds=-1.0)
+    await lasting.put(record("a"))
+    await brief.put(record("b"))
+    assert await names(lasting, "a", "b") == ["a"]
+
+
+async def test_only_the_first_end_of_a_response_counts(open_store: OpenStore) -> None:
+    one, other = open_store(), open_store()
+    await one.put(record("a", status="in_progress"))
+    assert await other.keep_alive("gateway", 7.0) == {"a"}
+    ends = [{"id": "a", "status": status} for status in ("cancelled", "completed")]
+    results = await asyncio.gather(one.finish(ends[0]), other.finish(ends[1]))
+    assert sorted(results) == [False, True]
+    kept = await one.get("a", "me")
+    assert kept
+    assert (kept.status, kept.runner_until) == (ends[results.index(True)]["status"], 7.0)
+    assert await one.keep_alive("gateway", 8.0) == set()
+
+
+@pytest.mark.parametrize("url", ["made_up://host/name", "sqlite+made_up:///x"])
+def test_a_url_without_a_driver_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigError, match="--response-store"):
+        open_database(url)

@@ -1,0 +1,233 @@
+"""Responses that are kept: conversations, retrieval, deletion, background and cancellation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.services.gateway.conftest import Stack, eventually
+from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
+
+
+async def test_a_conversation_goes_on_from_its_last_response(agents: Stack) -> None:
+    tool: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    first = await ask(agents, "one", "<think>t</think>" + call("find"), tools=[tool], instructions="old")
+    output: Any = [{"type": "function_call_output", "call_id": first.output[1].call_id, "output": "result"}]  # type: ignore[union-attr]
+    second = await ask(agents, output, "two", previous_response_id=first.id)
+    assert '<|user|>one<|assistant|><tool_call>\n{"name": "find", "arguments": {}}' in prompt_of(agents)
+    assert prompt_of(agents).endswith("</tool_call><|tool|>result<|assistant|>")
+    await ask(agents, "three", "3", previous_response_id=second.id, instructions="new")
+    assert prompt_of(agents).startswith("<|system|>new<|user|>one")
+    assert prompt_of(agents).endswith("<|tool|>result<|assistant|>two<|user|>three<|assistant|>")
+
+
+async def test_a_response_is_found_again_and_deleted(agents: Stack) -> None:
+    responses = agents.openai.responses
+    made = await ask(agents, "x", "ok")
+    assert await responses.retrieve(made.id) == made
+    await responses.delete(made.id)
+    for lost in (responses.retrieve(made.id), responses.delete(made.id), responses.input_items.list(made.id)):
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            await lost
+    with pytest.raises(openai.NotFoundError) as caught:
+        await ask(agents, "y", "ok", previous_response_id=made.id)
+    assert caught.value.param == "previous_response_id"
+
+
+async def test_a_conversation_needs_all_its_turns(agents: Stack) -> None:
+    first = await ask(agents, "1", "a")
+    second = await ask(agents, "2", "b", previous_response_id=first.id)
+    await agents.openai.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match=first.id):
+        await ask(agents, "3", "c", previous_response_id=second.id)
+
+
+async def test_a_streamed_response_is_kept_before_it_ends(agents: Stack) -> None:
+    recite(agents, "ok")
+    async with agents.openai.responses.stream(model="toy", input="x", extra_body=SEED) as stream:
+        async for event in stream:
+            if event.type == "response.completed":
+                assert (await agents.openai.responses.retrieve(event.response.id)).output_text == "ok"
+
+
+async def test_the_input_is_listed_in_pages(agents: Stack) -> None:
+    items: list[Any] = [{"role": "developer", "content": "d"}, {"id": "msg_mine", "role": "user", "content": "1"}]
+    first = await ask(agents, items, "a")  # type: ignore[arg-type]
+    second = await ask(agents, "2", "b", previous_response_id=first.id)
+    pages = agents.openai.responses.input_items.list(second.id, limit=2, order="asc")
+    listed = [item async for item in pages]
+    texts = [item.content[0].text for item in listed]  # type: ignore[union-attr]
+    assert (texts, listed[1].id) == (["d", "1", "a", "2"], "msg_mine")
+    assert len({item.id for item in listed}) == 4
+    newest = await agents.openai.responses.input_items.list(second.id, limit=1)
+    assert newest.data[0].id == listed[-1].id
+    assert newest.has_more
+
+
+async def test_an_item_stands_for_itself_by_its_id(agents: Stack) -> None:
+    made = await ask(agents, "x", "kept text")
+    reference: Any = [{"role": "user", "content": "x"}, {"type": "item_reference", "id": made.output[0].id}]
+    await ask(agents, reference, "ok")
+    assert prompt_of(agents) == "<|user|>x<|assistant|>kept text<|assistant|>"
+    with pytest.raises(openai.NotFoundError) as caught:
+        await ask(agents, [{"type": "item_reference", "id": "msg_lost"}], "ok")  # type: ignore[arg-type]
+    assert caught.value.param == "input[0].id"
+
+
+async def test_responses_belong_to_the_key_that_made_them(agents: Stack) -> None:
+    made = await ask(agents, "x", "ok")
+    other = agents.openai.with_options(api_key="other")
+    for foreign in (
+        other.responses.retrieve(made.id),
+        other.responses.delete(made.id),
+        other.responses.cancel(made.id),
+        other.responses.create(model="toy", input="x", previous_response_id=made.id),
+        other.responses.create(model="toy", input=[{"type": "item_reference", "id": made.output[0].id}]),  # type: ignore[list-item]
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await foreign
+    assert await agents.openai.responses.retrieve(made.id) == made
+
+
+@pytest.mark.parametrize("options", [{"store": False}, {"response_store": "none"}])
+async def test_a_response_need_not_be_kept(start_agents: StartAgents, options: dict[str, Any]) -> None:
+    store = options.pop("store", True)
+    agents = await start_agents(**options)
+    recite(agents, "ok")
+    made = (await agents.post("/v1/responses", input="x", store=store, **SEED)).json()
+    assert (made["store"], made["output"][0]["content"][0]["text"]) == (False, "ok")
+    assert (await agents.http.get(f"/v1/responses/{made['id']}")).status_code == 404
+
+
+async def test_without_a_store_there_is_no_background(start_agents: StartAgents) -> None:
+    agents = await start_agents(response_store="none")
+    answer = await agents.post("/v1/responses", input="x", background=True)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
+
+
+async def test_a_store_that_fails_costs_no_answer(start_agents: StartAgents, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.db"
+    broken.write_text("no database, but long enough to be taken for one" * 10)
+    agents = await start_agents(response_store=str(broken))
+    recite(agents, "ok")
+    made = (await agents.post("/v1/responses", input="x", **SEED)).json()
+    assert (made["store"], made["status"]) == (False, "completed")
+    lost = await agents.http.get(f"/v1/responses/{made['id']}")
+    assert (lost.status_code, lost.json()["error"]["type"]) == (503, "service_unavailable")
+
+
+async def test_a_response_in_the_background(agents: Stack) -> None:
+    responses = agents.openai.responses
+    agents.pause_decode(1)
+    queued = await ask(agents, "x", "later", background=True)
+    assert (queued.status, queued.output, queued.background) == ("queued", [], True)
+    assert (await responses.retrieve(queued.id)).status == "in_progress"
+    with pytest.raises(openai.BadRequestError, match="not complete"):
+        await responses.create(model="toy", input="y", previous_response_id=queued.id)
+    agents.workers["decode-0"].resume.set()
+
+    async def is_complete() -> bool:
+        return (await responses.retrieve(queued.id)).status == "completed"
+
+    await eventually(is_complete)
+    assert (await responses.retrieve(queued.id)).output_text == "later"
+    assert (await responses.cancel(queued.id)).status == "completed"
+
+
+async def test_a_stream_of_a_response_in_the_background_is_taken_up_again(agents: Stack) -> None:
+    responses = agents.openai.responses
+    agents.pause_decode(2)
+    recite(agents, "abcdef")
+    begun = await responses.create(model="toy", input="x", background=True, stream=True, extra_body=SEED)
+    seen = [await anext(begun) for _ in range(5)]
+    await begun.close()
+    agents.workers["decode-0"].resume.set()
+    response_id = seen[0].response.id  # type: ignore[union-attr]
+    rest = [event async for event in await responses.retrieve(response_id, stream=True, starting_after=4)]
+    assert [event.sequence_number for event in (*seen, *rest)] == list(range(5 + len(rest)))
+    assert rest[-1].response.output_text == "abcdef"  # type: ignore[union-attr]
+    async with responses.stream(response_id=response_id, starting_after=4) as stream:
+        assert (await stream.get_final_response()).output_text == "abcdef"
+
+
+async def test_cancelling_ends_the_work(agents: Stack) -> None:
+    agents.pause_decode(2)
+    queued = await ask(agents, "x", "abcdef", background=True)
+    await eventually(lambda: bool(agents.workers["decode-0"].calls))
+    cancelled = await agents.openai.responses.cancel(queued.id)
+    assert (cancelled.status, cancelled.error) == ("cancelled", None)
+    await eventually(lambda: agents.workers["decode-0"].outcomes() == ["cancelled"])
+    assert (await agents.openai.responses.cancel(queued.id)).status == "cancelled"
+    plain = await ask(agents, "x", "ok")
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await agents.openai.responses.cancel(plain.id)
+
+
+async def test_deleting_ends_the_work(agents: Stack) -> None:
+    agents.pause_decode(2)
+    queued = await ask(agents, "x", "abcdef", background=True)
+    await eventually(lambda: bool(agents.workers["decode-0"].calls))
+    await agents.openai.responses.delete(queued.id)
+    await eventually(lambda: agents.workers["decode-0"].outcomes() == ["cancelled"])
+
+
+async def test_a_failure_in_the_background_is_told(start_agents: StartAgents) -> None:
+    agents = await start_agents(max_attempts=1)
+    agents.workers["decode-0"].fail_after = 2
+    queued = await ask(agents, "x", "abcdef", background=True)
+
+    async def has_failed() -> bool:
+        return (await agents.openai.responses.retrieve(queued.id)).status == "failed"
+
+    await eventually(has_failed)
+    failed = await agents.openai.responses.retrieve(queued.id)
+    assert failed.error
+    assert (failed.error.code, "attempts failed" in failed.error.message) == ("server_error", True)
+
+
+async def test_after_a_restart_responses_are_there_and_those_that_ran_have_failed(
+    start_agents: StartAgents, tmp_path: Path
+) -> None:
+    before = await start_agents(drain_seconds=0.0)
+    done = await ask(before, "x", "ok")
+    before.pause_decode(2)
+    running = await ask(before, "x", "abcdef", background=True)
+    await eventually(lambda: len(before.workers["decode-0"].calls) == 2)
+    await before.close()
+    after = await start_agents()
+    assert (await after.openai.responses.retrieve(done.id)).output_text == "ok"
+    failed = await after.openai.responses.retrieve(running.id)
+    assert (failed.status, failed.error and failed.error.code) == ("failed", "server_error")
+    assert (tmp_path / "responses.db").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_gateway_that_was_killed_leaves_failed_responses(
+    start_agents: StartAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.services.gateway.responses_api import background
+
+    monkeypatch.setattr(background, "LEASE_SECONDS", -1.0)  # as if it had not said for long that it lives
+    agents = await start_agents()
+    agents.pause_decode(2)
+    running = await ask(agents, "x", "abcdef", background=True)
+    failed = await agents.openai.responses.retrieve(running.id)
+    assert (failed.status, "has ended" in ((failed.error and failed.error.message) or "")) == ("failed", True)
+
+
+async def test_another_gateway_of_the_same_store_can_cancel(
+    start_agents: StartAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.services.gateway.responses_api import background
+
+    monkeypatch.setattr(background, "_KEEP_ALIVE_SECONDS", 0.05)
+    one, other = await start_agents(), await start_agents()
+    one.pause_decode(2)
+    running = await ask(one, "x", "abcdef", background=True)
+    await eventually(lambda: bool(one.workers["decode-0"].calls))
+    assert (await other.openai.responses.retrieve(running.id)).status == "in_progress"
+    assert (await other.openai.responses.cancel(running.id)).status == "cancelled"
+    await eventually(lambda: one.workers["decode-0"].outcomes() == ["cancelled"])
+    assert (await one.openai.responses.retrieve(running.id)).status == "cancelled"

@@ -1,0 +1,87 @@
+"""How a request's answers are read: with the tools' schemas, and from the place at which the prompt ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from paceline.services.gateway.answer_format import constraint_of
+from paceline.services.gateway.answer_plan import answer_constraint, plan_answer
+from paceline.services.gateway.answers.parser import AnswerParser
+from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.services.gateway.answers.registry import AnswerForms, choose_forms
+from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.tokenizer import Tokenizer
+from tests.services.gateway.toy_model import write_toy_model
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
+HARMONY = choose_forms("openai", "auto", "", {})
+GEMMA = choose_forms("gemma4", "gemma4", "", {})
+OWN = ("<|channel|>", "<|message|>", "<|start|>", "<|channel>", "<channel|>", "<|tool_call>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = write_toy_model(tmp_path_factory.mktemp("models") / "toy")
+    path = str(folder / "tokenizer.json")
+    with_own = tokenizers.Tokenizer.from_file(path)
+    with_own.add_special_tokens([*OWN])
+    with_own.save(path)
+    return Tokenizer(folder)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest(**{"messages": [{"role": "user", "content": "hello"}], **fields})
+
+
+def read(
+    tokenizer: Tokenizer, forms: AnswerForms, request: ChatRequest, prompt: str, pieces: Sequence[str]
+) -> list[Part]:
+    plan = plan_answer(request, forms, tokenizer, prompt)
+    assert plan is not None
+    parser = AnswerParser(plan.read, lambda: "id")
+    return [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+
+
+def test_types_of_arguments_follow_from_the_tools_of_the_request(tokenizer: Tokenizer) -> None:
+    forms = choose_forms("qwen3_coder", "none", "", {})
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>"
+    assert read(tokenizer, forms, chat(tools=[TOOL]), "", [text]) == [
+        CallBegin(0, "id", "f"),
+        CallArguments(0, '{"a": "12"}'),
+    ]
+
+
+def test_channels_are_read_without_tools_too(tokenizer: Tokenizer) -> None:
+    pieces = ["<|channel|>analysis<|message|>so<|end|>", "<|start|>assistant<|channel|>final<|message|>42"]
+    assert read(tokenizer, HARMONY, chat(), "<|start|>assistant", pieces) == [Reasoning("so"), Content("42")]
+
+
+@pytest.mark.parametrize("prompt", ["<|turn>model\n<|channel>thought\n", "<|channel>thought"])
+def test_a_prompt_may_end_within_a_named_channel(tokenizer: Tokenizer, prompt: str) -> None:
+    assert read(tokenizer, GEMMA, chat(), prompt, ["so<channel|>42"]) == [Reasoning("so"), Content("42")]
+    closed = "<|channel>thought\n<channel|>"
+    assert read(tokenizer, GEMMA, chat(), closed, ["42"]) == [Content("42")]
+
+
+def test_tokens_within_markers_are_kept(tokenizer: Tokenizer) -> None:
+    own = tokenizer.vocabulary.added_tokens
+    for forms, expected in ((HARMONY, OWN[:3]), (GEMMA, OWN[3:5])):
+        plan = plan_answer(chat(), forms, tokenizer, "")
+        assert plan is not None
+        assert {own[text] for text in expected} <= plan.kept_token_ids
+
+
+def test_a_message_that_the_prompt_has_begun_goes_on_without_a_header(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "I was"}]
+    format_ = {"type": "json_object"}
+    whole = chat(response_format=format_)
+    begun = chat(messages=messages, continue_final_message=True, response_format=format_)
+    for request, has_header in ((whole, True), (begun, False)):
+        made = answer_constraint(request, HARMONY, tokenizer, "", constraint_of(request, tokenizer.eos_token_ids))
+        assert made is not None
+        assert ("final" in made.text) is has_header

@@ -1,0 +1,162 @@
+"""What `/openapi.json` says is what clients get."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from paceline.core.config import GatewayConfig
+from paceline.services.gateway.app import create_app
+from paceline.services.gateway.gateway import Gateway, load_tokenizer
+from tests.services.gateway.conftest import Stack, StartStack
+
+Json = dict[str, Any]
+
+ALL = {"prompt_logprobs": 1, "return_token_ids": True, "seed": 0, "max_tokens": 3}
+STREAM = {"return_token_ids": True, "seed": 0, "max_tokens": 3, "stream": True}
+STREAM |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+POSTED: list[tuple[str, Json]] = [
+    ("/v1/completions", {"prompt": "ab", "max_tokens": 2}),
+    ("/v1/completions", {"prompt": ["ab", "c"], "logprobs": 1, "echo": True, **ALL}),
+    ("/v1/completions", {"prompt": "ab", "logprobs": 1, **STREAM}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, **ALL}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, **STREAM}),
+    ("/tokenize", {"prompt": "ab"}),
+    ("/tokenize", {"messages": MESSAGES, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [97]}),
+    ("/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES], "logprobs": True, **ALL}),
+    ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 2, "logprobs": 1}}),
+    ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 2}, "stream": True}),
+    ("/abort_requests", {"request_ids": ["x"]}),
+    ("/v1/completions/render", {"prompt": ["ab", "c"]}),
+    ("/v1/chat/completions/render", {"messages": MESSAGES}),
+    ("/v1/completions/derender", {"generate_responses": [{"choices": [{"index": 0, "token_ids": [97]}]}]}),
+    ("/v1/chat/completions/derender", {"generate_response": {"choices": [{"index": 0, "token_ids": [97]}]}}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3, "stream": True}),
+    ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 3}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "stream": True}),
+    ("/v1/responses/input_tokens", {"input": "hi"}),
+    ("/score", {"text_1": "q", "text_2": ["a"]}),
+    ("/rerank", {"query": "q", "documents": ["a", "b"], "top_n": 1}),
+    ("/reset_prefix_cache", {}),
+]
+REFUSED: list[tuple[str, Json]] = [
+    ("/v1/completions", {"prompt": "ab", "n": "x"}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "model": "other"}),
+    ("/v1/messages", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": 7}),
+    ("/v1/responses/other/cancel", {}),
+    ("/fleet/scale", {"decode": 1}),
+]
+GOT = (
+    "/server_info",
+    "/v1/models",
+    "/v1/models/toy",
+    "/health",
+    "/ping",
+    "/version",
+    "/load",
+    "/metrics",
+    "/fleet",
+    "/fleet/scale",
+)
+
+
+def test_every_operation_says_what_it_answers(toy_model: Path, recwarn: pytest.WarningsRecorder) -> None:
+    config = GatewayConfig(model=str(toy_model))
+    schema = create_app(Gateway(config, load_tokenizer(config))).openapi()
+    assert not recwarn.list
+    operations = [operation for path in schema["paths"].values() for operation in path.values()]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    for operation in operations:
+        responses = operation["responses"]
+        assert {"4XX", "5XX"} < set(responses), operation["operationId"]
+        for response in responses.values():
+            assert all(content["schema"] for content in response.get("content", {}).values()), operation["operationId"]
+    for reference in _references(schema):
+        assert reference in schema["components"]["schemas"]
+
+
+async def test_answers_are_as_described(start_stack: StartStack) -> None:
+    stack = await start_stack(score_tokens="y, n")
+    await stack.add("kvtransfer", "kv-0")
+    schema = _strict((await stack.http.get("/openapi.json")).json())
+    for path, body in POSTED + REFUSED:
+        response = await stack.http.post(path, json=body, headers={"x-request-id": "asked"})
+        assert response.is_success == ((path, body) in POSTED), response.text
+        _check(schema, path, "post", response)
+    for path in (*GOT, "/trace/asked"):
+        _check(schema, path, "get", await stack.http.get(path))
+    kept = (await stack.post("/v1/responses", input="hi", max_output_tokens=3)).json()["id"]
+    for path in (f"/v1/responses/{kept}/input_items", f"/v1/responses/{kept}"):
+        _check(schema, path, "get", await stack.http.get(path))
+    for path in (f"/v1/responses/{kept}", f"/v1/responses/{kept}"):
+        _check(schema, path, "delete", await stack.http.delete(path))
+    for path in ("/health", "/ping"):
+        _check(schema, path, "head", await stack.http.head(path))
+
+
+async def test_a_fleet_that_cannot_serve_answers_as_described(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=0)
+    schema = _strict((await stack.http.get("/openapi.json")).json())
+    _check(schema, "/health", "get", await stack.http.get("/health"))
+    _check(schema, "/v1/completions", "post", await stack.post("/v1/completions", prompt="x"))
+
+
+async def test_a_path_says_all_methods_that_it_takes(stack: Stack) -> None:
+    for path, methods in (("/ping", "GET, HEAD, POST"), ("/fleet/scale", "GET, POST"), ("/tokenize", "POST")):
+        assert (await stack.http.delete(path)).headers["allow"] == methods
+
+
+def _check(schema: Json, path: str, method: str, response: Any) -> None:
+    template = next(known for known in sorted(schema["paths"], key=lambda known: "{" in known) if _fits(known, path))
+    responses = schema["paths"][template][method]["responses"]
+    status = str(response.status_code)
+    described = responses.get(status) or responses[f"{status[0]}XX"]
+    if method == "head" or not response.content:
+        assert method == "head" or "content" not in described, path
+        return
+    media = response.headers["content-type"].partition(";")[0]
+    own = described["content"][media]["schema"]
+    bodies = [response.text] if media == "text/plain" else [json.loads(text) for text in _texts(media, response.text)]
+    for body in bodies:
+        jsonschema.validate(body, {**own, "components": schema["components"]}, jsonschema.Draft202012Validator)
+
+
+def _fits(template: str, path: str) -> bool:
+    return re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", template), path) is not None
+
+
+def _texts(media: str, text: str) -> list[str]:
+    if media != "text/event-stream":
+        return [text]
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [each for each in data if each != "[DONE]"]
+
+
+def _strict(schema: Any) -> Any:
+    """Return a schema whose objects have no properties but the described ones."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {"additionalProperties": False} if schema.get("type") == "object" and "properties" in schema else {}
+    return {**closed, **{name: _strict(value) for name, value in schema.items()}}
+
+
+def _references(schema: Any) -> list[str]:
+    values = schema if isinstance(schema, list) else list(schema.values()) if isinstance(schema, dict) else []
+    own = (
+        [schema["$ref"].rpartition("/")[2]] if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) else []
+    )
+    return own + [reference for value in values for reference in _references(value)]

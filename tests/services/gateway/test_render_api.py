@@ -1,0 +1,138 @@
+"""The routes render and derender, and the way from one to the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.types import Constraint
+from paceline.services.common.wire import sampling_from_pb
+from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.toy_model import END, write_toy_model
+
+GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}},
+}
+TOOLS_TEMPLATE = "{{ tools | length if tools else 0 }}<|im_start|><think>" + (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
+
+
+def constraints(stack: Stack) -> list[Constraint | None]:
+    return [sampling_from_pb(call.work.sampling).constraint for call in stack.workers["prefill-0"].calls]
+
+
+async def test_a_rendered_chat_has_all_that_generate_needs(stack: Stack) -> None:
+    fields = {"messages": HELLO, "top_p": 0.5, "stop": "x", "max_completion_tokens": 9, "logprobs": True}
+    rendered = (await stack.post(f"{CHAT}/render", request_id="r", cache_salt="s", seed=5, **fields)).json()
+    assert (rendered["request_id"], rendered["model"], rendered["cache_salt"]) == ("r", "toy", "s")
+    assert rendered["token_ids"] == [257, *b"hello", 258]
+    params = rendered["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["max_tokens"], params["logprobs"]) == (1.0, 0.5, 9, 0)
+    assert (params["stop"], params["seed"], params["structured_outputs"]) == (["x"], 5, None)
+    assert not any(worker.calls for worker in stack.workers.values())
+    answer = (await stack.post(GENERATE, **rendered)).json()
+    assert len(answer["choices"][0]["token_ids"]) == 9
+
+
+async def test_a_rendered_completion_is_a_list(stack: Stack) -> None:
+    one, two = (await stack.post("/v1/completions/render", prompt=["a", "bc"], request_id="r")).json()
+    assert [(each["request_id"], each["token_ids"]) for each in (one, two)] == [("r-0", [*b"a"]), ("r-1", [*b"bc"])]
+    assert one["sampling_params"]["max_tokens"] == 16
+    assert "seed" not in one["sampling_params"]
+    refused = await stack.post("/v1/completions/render", prompt="a", max_tokens=0, echo=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"choice": ["a", 'b"']}},
+        {"structured_outputs": {"grammar": 'start: "a"'}},
+        {"guided_regex": "[ab]+"},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "thinking_token_budget": 7, "response_format": {"type": "json_object"}},
+    ],
+)
+async def test_constraints_survive_the_way_over_render(start_stack: StartStack, tmp_path: Path, fields: Any) -> None:
+    model = write_toy_model(tmp_path / "toy", chat_template=TOOLS_TEMPLATE)
+    stack = await start_stack(model=str(model))
+    chat = {"messages": HELLO, "max_tokens": 3, **fields}
+    rendered = await stack.post(f"{CHAT}/render", **chat)
+    assert rendered.status_code == 200, rendered.text
+    assert (await stack.post(CHAT, **chat)).status_code == 200
+    assert (await stack.post(GENERATE, **rendered.json())).status_code == 200
+    direct, over_render = constraints(stack)
+    assert direct is not None
+    assert over_render is not None
+    assert over_render.text in (direct.text, f"start: %json {direct.text}")
+    assert over_render.end_token_ids == direct.end_token_ids
+
+
+def answer(text: str, **fields: Any) -> dict[str, Any]:
+    choice = {"index": 0, "token_ids": [*text.encode(), END], "finish_reason": "stop", **fields}
+    return {"request_id": "r", "choices": [choice]}
+
+
+async def test_a_chat_from_tokens(start_stack: StartStack, tmp_path: Path) -> None:
+    stack = await start_stack(model=str(write_toy_model(tmp_path / "toy", chat_template=TOOLS_TEMPLATE)))
+    call = '<tool_call>\n{"name": "look", "arguments": {"place": "here"}}\n</tool_call>'
+    body = {"chat_request": {"messages": HELLO, "tools": [TOOL]}, "prompt_tokens": 6}
+    parsed = await stack.post(f"{CHAT}/derender", generate_response=answer(f"hm</think>well{call}"), **body)
+    chat = parsed.json()
+    message = chat["choices"][0]["message"]
+    assert (chat["id"], chat["object"], chat["choices"][0]["finish_reason"]) == ("r", "chat.completion", "tool_calls")
+    assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"place": "here"}'}
+    assert chat["usage"]["total_tokens"] == 6 + len(f"hm</think>well{call}") + 1
+    plain = (await stack.post(f"{CHAT}/derender", generate_response=answer("hm</think>well"))).json()
+    assert plain["choices"][0]["message"]["content"] == "hm</think>well"
+    assert plain["usage"]["prompt_tokens"] == 0
+
+
+async def test_logprobs_get_their_texts(stack: Stack) -> None:
+    params = {"max_tokens": 3, "seed": 0, "logprobs": 2}
+    tokens = (await stack.post(GENERATE, token_ids=[1], sampling_params=params)).json()
+    chat = (await stack.post(f"{CHAT}/derender", generate_response=tokens)).json()
+    direct = (await stack.post(GENERATE, token_ids=[1], sampling_params=params, output_mode="text")).json()
+    assert chat["choices"][0]["logprobs"] == direct["choices"][0]["logprobs"]
+    assert chat["choices"][0]["message"]["content"] == "The"
+
+
+async def test_completions_from_tokens_are_numbered_over_all_prompts(stack: Stack) -> None:
+    two = answer("one, two")
+    two["choices"].append({**two["choices"][0], "index": 1, "finish_reason": "length"})
+    body = {"generate_responses": [two, answer("three")], "prompt_tokens": [4, 5]}
+    whole = (await stack.post("/v1/completions/derender", **body)).json()
+    choices = [(choice["index"], choice["text"], choice["finish_reason"]) for choice in whole["choices"]]
+    assert choices == [(0, "one, two", "stop"), (1, "one, two", "length"), (2, "three", "stop")]
+    assert whole["usage"]["total_tokens"] == 9 + 9 + 9 + 6
+    request = {"prompt": ["p", "q"], "stop": ",", "echo": True}
+    cut = (await stack.post("/v1/completions/derender", completion_request=request, **body)).json()
+    assert [choice["text"] for choice in cut["choices"]] == ["pone", "pone", "qthree"]
+
+
+REFUSED: list[tuple[str, dict[str, Any], int]] = [
+    (f"{CHAT}/derender", {"stream": True}, 400),
+    (f"{CHAT}/derender", {"generate_response": None}, 400),
+    (f"{CHAT}/derender", {"generate_response": {"choices": []}}, 400),
+    (f"{CHAT}/derender", {"generate_response": answer("", token_ids=[])}, 400),
+    (f"{CHAT}/derender", {"generate_response": answer("", token_ids=[300])}, 400),
+    (f"{CHAT}/derender", {"generate_response": {**answer("a"), "output_mode": "text"}}, 400),
+    (f"{CHAT}/derender", {"model": "other"}, 404),
+    ("/v1/completions/derender", {"generate_responses": []}, 400),
+    ("/v1/completions/derender", {"prompt_tokens": [1, 2]}, 400),
+    ("/v1/completions/derender", {"completion_request": {"prompt": ["a", "b"]}}, 400),
+]
+
+
+async def test_refusals(stack: Stack) -> None:
+    for path, fields, status in REFUSED:
+        body = {"generate_response": answer("a"), "generate_responses": [answer("a")], **fields}
+        assert (await stack.post(path, **body)).status_code == status, fields
