@@ -59,7 +59,11 @@ class GemmaValues(ValueGrammar):
         return self.object(resolve(tool.parameters, self.root))
 
     def literal(self, value: object) -> str:
-        return self._literal(written(value, self._quote))
+        text = written(value, self._quote)
+        if not text.startswith(self._quote):
+            return self._literal(text)
+        # The same first terminal as in `string`, because the longer one would hide the other where both may come.
+        return f"{self._literal(self._quote)} {self._literal(text.removeprefix(self._quote))}"
 
     def key(self, name: str) -> str:
         return self._literal(written_key(name, self._quote) + ":")
