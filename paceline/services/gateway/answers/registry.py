@@ -80,7 +80,6 @@ _TEMPLATE_TOOLS = (
 """A text within a chat template, and the form of tool calls that it shows. The first one that is found counts."""
 
 _TEMPLATE_REASONING = (
-    ("<|channel|>", "openai_gptoss"),
     ("<|channel>", "gemma4"),
     ("[THINK]", "mistral"),
     ("<seed:think>", "seed_oss"),

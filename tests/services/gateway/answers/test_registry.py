@@ -49,5 +49,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
 def test_a_form_of_channels_reads_reasoning_and_calls_or_neither() -> None:
     forms = choose_forms("openai", "none", "", {})
     assert forms.thought is not None
+    assert choose_forms("none", "auto", "<|channel|>", {"<|channel|>": 5}).thought is None
     with pytest.raises(ConfigError, match="--tool-call-parser openai"):
         choose_forms("none", "openai_gptoss", "", {})
