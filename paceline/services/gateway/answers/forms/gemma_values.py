@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.services.gateway.answers.expressions import Spelling, Tool
+from paceline.services.gateway.answers.expressions import Spelling, Tool, regex
 from paceline.services.gateway.answers.schemas import Rules, resolve
 from paceline.services.gateway.answers.values import ValueGrammar
 
@@ -62,8 +62,11 @@ class GemmaValues(ValueGrammar):
         text = written(value, self._quote)
         if not text.startswith(self._quote):
             return self._literal(text)
-        # The same first terminal as in `string`, because the longer one would hide the other where both may come.
-        return f"{self._literal(self._quote)} {self._literal(text.removeprefix(self._quote))}"
+        # The same kinds of terminals as in `string`, because otherwise one would hide the other where both may come.
+        rest = text.removeprefix(self._quote)
+        if not self.rules.spelling.is_token(self._quote):
+            return f"{self._literal(self._quote)} {self.rules.add(f'/{regex(rest)}/', '[lazy]')}"
+        return f"{self._literal(self._quote)} {self._literal(rest)}"
 
     def key(self, name: str) -> str:
         return self._literal(written_key(name, self._quote) + ":")
