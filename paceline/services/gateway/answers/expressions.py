@@ -64,16 +64,14 @@ def without(*texts: str, pattern: str = ANY_TEXT) -> str:
 
 
 def json_call(tool: Tool, name: str, arguments: str) -> str:
-    """Return an expression for a call as a JSON object with these two members, after white space.
+    """Return an expression for a call as a JSON object with these two members.
 
     Args:
         name: name of the member with the tool's name.
         arguments: name of the member with the arguments.
     """
-    # Written out, so that references within the schema of the arguments still begin at its root. The first terminal is
-    # longer than a bracket, because where calls are whole answers, a bracket alone may also begin other text.
-    start = f"/{SPACE}\\{{{SPACE}{regex(json.dumps(name))}/"
-    pieces = (start, '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
+    # Written out, so that references within the schema of the arguments still begin at its root.
+    pieces = ('"{"', _json(name), '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
     return "(" + " SPACE ".join(pieces) + ")"
 
 
@@ -84,8 +82,8 @@ def json_list(calls: str, parallel: bool) -> str:
         calls: an expression for one call.
         parallel: whether there may be several.
     """
-    more = '(SPACE "," form_call)*' if parallel else ""
-    return f'"[" form_call {more} SPACE "]"\nform_call: {calls}'
+    more = '(SPACE "," SPACE form_call)*' if parallel else ""
+    return f'"[" SPACE form_call {more} SPACE "]"\nform_call: {calls}'
 
 
 def schema(tool: Tool) -> str:

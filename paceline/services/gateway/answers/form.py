@@ -35,8 +35,8 @@ class ToolForm:
         trigger: the text that begins a call; "" if calls are always whole answers, see `bare_start`.
         aliases: other texts that begin a call as the trigger does.
         markers: texts that are never content, the triggers included. They may be tokens of the model's own.
-        bare_start: if calls may be whole answers, without a trigger: a regular expression for the beginning of such
-            an answer. `begins` finds the same texts.
+        bare_start: if calls may be whole answers, without a trigger: how such an answer begins. A regular expression
+            for each of its first terminals, between which there may be white space. `begins` finds the same texts.
         repeats: whether the trigger may come again after a call.
     """
 
@@ -44,7 +44,7 @@ class ToolForm:
     trigger = ""
     aliases: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
-    bare_start = ""
+    bare_start: tuple[str, ...] = ()
     repeats = True
 
     @property
@@ -83,9 +83,7 @@ class ToolForm:
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
         """Return an expression of a grammar for what comes after the trigger, or for the whole answer.
 
-        The form's own rules may follow it, each in a line of its own; see `Rules`. If there is a `bare_start`, each
-        call must begin with one terminal that is at least as long, because otherwise the text of an answer that is no
-        call would hide it.
+        The form's own rules may follow it, each in a line of its own; see `Rules`.
 
         Args:
             tools: the tools that may be called.

@@ -101,30 +101,50 @@ def _body(
     rules = [] if content is None else [f"content: {content}"]
     if form is None:
         return [*rules, f"body: {'TEXT' if content is None else 'content'}"]
-    bare = f" & ~/{form.bare_start}{ANY_TEXT}/" if form.bare_start else ""
     if choice == "none":
-        return [
-            *rules,
-            f"PLAIN: {text} & {without(*form.triggers)}{bare}",
-            f"body: {'PLAIN' if content is None else 'content'}",
-        ]
+        if content is not None:
+            return [*rules, "body: content"]
+        return [*rules, "body: plain", *_other_text("plain", form, f"{text} & {without(*form.triggers)}")]
     rules.append(f"calls: {form.grammar(spelling, tools, parallel)}")
     begun = f"({' | '.join(map(spelling.literal, form.triggers))})"
-    if bare:
-        whole = f"{begun}? calls" if form.triggers else "calls"
-    else:
-        whole = f"{begun} calls" + (f" (SPACE {begun} calls)*" if parallel and form.repeats else "")
+    whole = f"{begun} calls"
+    if form.bare_start:
+        whole = f"SPACE ({begun} SPACE)? calls" if form.triggers else "SPACE calls"
+    elif parallel and form.repeats:
+        whole += f" (SPACE {begun} calls)*"
     if choice == "required":
         return [*rules, f"body: {whole}"]
     if content is not None:
         return [*rules, f"body: content | {whole}"]
-    rules.append(f"PLAIN: {text}{bare}")
+    rules += _other_text("plain", form, text)
     texts = [trigger for trigger in form.triggers if not spelling.is_token(trigger)]
-    opened = [f"PLAIN {spelling.literal(trigger)}" for trigger in form.triggers if spelling.is_token(trigger)]
+    opened = [f"plain {spelling.literal(trigger)}" for trigger in form.triggers if spelling.is_token(trigger)]
     if texts:
-        rules.append(f"head[lazy]: /{ANY_TEXT}({'|'.join(map(regex, texts))})/ & {text}{bare}")
+        rules += _other_text("head", form, text, f"({'|'.join(map(regex, texts))})", "[lazy]")
         opened.append("head")
-    rules.append(f"call: ({' | '.join(opened)}) calls")
-    if parallel and form.repeats and not bare:
-        return [*rules, "body: call* PLAIN"]
-    return [*rules, "body: " + " | ".join(["PLAIN", *(["calls"] if bare else []), *(["call SPACE"] if opened else [])])]
+    rules.append(f"call: ({' | '.join(opened)}) {'SPACE' if form.bare_start else ''} calls")
+    if form.bare_start:
+        return [*rules, f"body: plain | SPACE calls{' | call SPACE' if opened else ''}"]
+    return [*rules, "body: call* plain" if parallel and form.repeats else "body: plain | call SPACE"]
+
+
+def _other_text(name: str, form: ToolForm, text: str, end: str = "", options: str = "") -> list[str]:
+    """Return a rule for text that is not the beginning of a whole answer of calls.
+
+    Args:
+        name: the name of the rule.
+        text: a terminal that the text must match, too.
+        end: a regular expression for the end of the text.
+        options: options of the terminals for the text.
+    """
+    terminal = f"{name}_" if options else f"{name.upper()}_"  # only rules have options
+    if not form.bare_start:
+        return [f"{name}: {terminal}", f"{terminal}{options}: /{ANY_TEXT}{end}/ & {text}"]
+    # Calls have one terminal for each of these expressions. A longer terminal for other text would hide them.
+    rules, ways, before = [], [], r"/\s*/"
+    for number, expression in enumerate(form.bare_start):
+        other = f"/(\\S{ANY_TEXT})?{end}/ & ~/{expression}{ANY_TEXT}/ & {text}"
+        rules.append(f"{terminal}{number}{options}: {other}")
+        ways.append(f"{before} {terminal}{number}")
+        before += rf" /{expression}/ /\s*/"
+    return [f"{name}: {' | '.join(ways)}", *rules]

@@ -176,7 +176,7 @@ def test_no_answer_leaks_a_marker_or_depends_on_its_cuts(form: ToolForm, data: s
     assert without_ids(parse(data.draw(cut(text)), form, thought_of(form))) == parts
     # A text such as "<</think>tool_call>" has a marker only without the one in its middle.
     markers = markers_of(form)
-    rest = re.sub("|".join(map(re.escape, sorted(markers, key=len, reverse=True))), "", text)
+    rest = re.sub(rf"\s*({'|'.join(map(re.escape, sorted(markers, key=len, reverse=True)))})\s*", "", text)
     assume(not any(marker in rest for marker in markers))
     assert not any(marker in part.text for part in parts if isinstance(part, Content) for marker in markers)
 
@@ -200,7 +200,12 @@ every_vocabulary = pytest.mark.parametrize(
 
 
 def grammar(
-    vocabulary: Vocabulary, form: ToolForm, tools: Sequence[Tool], choice: Choice, parallel: bool = True
+    vocabulary: Vocabulary,
+    form: ToolForm,
+    tools: Sequence[Tool],
+    choice: Choice,
+    parallel: bool = True,
+    content: str | None = None,
 ) -> str:
     return answer_grammar(
         vocabulary.spelling,
@@ -211,7 +216,7 @@ def grammar(
         tools=tools,
         choice=choice,
         parallel=parallel,
-        content=None,
+        content=content,
     )
 
 
@@ -253,3 +258,14 @@ def test_the_choice_says_what_there_may_be(form: ToolForm, vocabularies: list[Vo
         ):
             rules = grammar(vocabulary, form, TOOLS, choice, parallel)
             assert {name for name, text in texts.items() if vocabulary.allows(rules, text)} == allowed
+
+
+@every_vocabulary
+def test_content_in_a_format_excludes_no_calls(form: ToolForm, vocabularies: list[Vocabulary]) -> None:
+    properties = {"name": {"type": "string"}, "n": {"type": "array"}}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    call = write(form, RIGHT[0])
+    texts = ('{"name": "x"}', '{\n "n": [1]}', call, "so", call.replace("find", "look"))
+    for vocabulary in vocabularies:
+        rules = grammar(vocabulary, form, TOOLS, "auto", content=f"%json {json.dumps(schema)}")
+        assert [text for text in texts if vocabulary.allows(rules, text)] == [*texts[:3]]

@@ -39,7 +39,7 @@ def test_parts_come_in_order_without_their_markers(
 
 
 def _without_markers(text: str) -> str:
-    return re.sub("|".join(MARKERS), "", text)
+    return re.sub(rf"\s*({'|'.join(MARKERS)})\s*", "", text)
 
 
 @given(st.data(), st.lists(WORDS))

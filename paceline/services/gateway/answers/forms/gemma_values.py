@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.services.gateway.answers.expressions import Spelling, Tool
+from paceline.services.gateway.answers.expressions import Spelling, Tool, regex
 from paceline.services.gateway.answers.schemas import Rules, resolve
 from paceline.services.gateway.answers.values import ValueGrammar
 
@@ -59,7 +59,14 @@ class GemmaValues(ValueGrammar):
         return self.object(resolve(tool.parameters, self.root))
 
     def literal(self, value: object) -> str:
-        return self._literal(written(value, self._quote))
+        text = written(value, self._quote)
+        if not text.startswith(self._quote):
+            return self._literal(text)
+        # The same kinds of terminals as in `string`, because otherwise one would hide the other where both may come.
+        rest = text.removeprefix(self._quote)
+        if not self.rules.spelling.is_token(self._quote):
+            return f"{self._literal(self._quote)} {self.rules.add(f'/{regex(rest)}/', '[lazy]')}"
+        return f"{self._literal(self._quote)} {self._literal(rest)}"
 
     def key(self, name: str) -> str:
         return self._literal(written_key(name, self._quote) + ":")

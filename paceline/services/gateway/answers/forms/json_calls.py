@@ -34,7 +34,7 @@ def read_call(answer: Answer, *arguments: str) -> Steps[None]:
         arguments: names that the member with the arguments may have.
 
     Raises:
-        FormError: the text is no such object, or it has no name.
+        FormError: the text is no such object, or it has no name of a tool.
     """
     reader = answer.reader
     add: Callable[[str], None] | None = None
@@ -43,7 +43,10 @@ def read_call(answer: Answer, *arguments: str) -> Steps[None]:
     """Arguments that came before the name."""
     while (member := (yield from reader.json_members())) is not None:
         if member in NAMES and add is None:
-            add = answer.begin_call((yield from reader.json_string()))
+            name = yield from reader.json_string()
+            if answer.tools and name not in answer.tools:
+                raise FormError("no tool has this name")  # where calls have no markers, it may be other JSON
+            add = answer.begin_call(name)
             add("".join(early))
         elif member in arguments and not has_arguments:
             has_arguments = True

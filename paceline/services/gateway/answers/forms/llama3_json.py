@@ -21,7 +21,7 @@ class Llama3Json(ToolForm):
     name = "llama3_json"
     trigger = "<|python_tag|>"
     markers = ("<|python_tag|>",)
-    bare_start = r'\s*\{\s*"name"'
+    bare_start = (r"\{", '"name"')
     repeats = False
 
     def begins(self, reader: Reader) -> Steps[bool]:
@@ -49,5 +49,5 @@ class Llama3Json(ToolForm):
         return "; ".join(self.write(name, arguments) for name, arguments in calls)
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        more = '(SPACE ";" form_call)*' if parallel else ""
+        more = '(SPACE ";" SPACE form_call)*' if parallel else ""
         return f"form_call {more}\nform_call: " + " | ".join(json_call(tool, "name", "parameters") for tool in tools)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.services.gateway.answers.expressions import SPACE, Spelling, Tool, quoted
@@ -27,11 +27,9 @@ class PythonValues(ValueGrammar):
         super().__init__(Rules(spelling))
         self.rules.add(f"/{_STRING}/", name="STRING")
 
-    def arguments(self, tool: Tool) -> str:
-        """Return the name of a rule for a tool's arguments, the closing bracket included."""
-        self.root = tool.parameters
-        members = self.members(resolve(self.root, self.root), lambda name: quoted(f"{write_key(name)}="), _ANY_ARGUMENT)
-        return self.rules.add(f'({members}) ")"')
+    def call(self, tools: Sequence[Tool]) -> str:
+        """Return the name of a rule for a call of one of these tools."""
+        return self.rules.add(" | ".join(f'{quoted(f"{tool.name}(")} ({self._arguments(tool)}) ")"' for tool in tools))
 
     def literal(self, value: object) -> str:
         if not isinstance(value, str):
@@ -49,3 +47,7 @@ class PythonValues(ValueGrammar):
         if numbers := types - _WORDS.keys():
             found.append(super().scalar(numbers, schema))
         return " | ".join(found)
+
+    def _arguments(self, tool: Tool) -> str:
+        self.root = tool.parameters
+        return self.members(resolve(self.root, self.root), lambda name: quoted(f"{write_key(name)}="), _ANY_ARGUMENT)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import SPACE, Spelling, Tool, quoted, regex
+from paceline.services.gateway.answers.expressions import Spelling, Tool
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.forms.python_grammar import PythonValues
 from paceline.services.gateway.answers.forms.python_literals import (
@@ -31,7 +31,7 @@ class Pythonic(ToolForm):
     """A list that is the whole answer; see the module."""
 
     name = "pythonic"
-    bare_start = r"\s*\[\s*[\w.-]+\("
+    bare_start: tuple[str, ...] = (r"\[", r"[\w.-]+\(")
     repeats = False
     end = ""
     """The marker after the calls; "" if there is none."""
@@ -67,12 +67,10 @@ class Pythonic(ToolForm):
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
         values = PythonValues(spelling)
-        calls = [(tool.name, values.arguments(tool)) for tool in tools]
-        # The first terminal is longer than a bracket, because other text may begin with that.
-        first = " | ".join(f"/{SPACE}\\[{SPACE}{regex(name)}\\(/ {rest}" for name, rest in calls)
-        more = f'(SPACE "," SPACE ({_either(calls)}))*' if parallel else ""
+        call = values.call(tools)
+        more = f'(SPACE "," SPACE {call})*' if parallel else ""
         end = f"(SPACE {spelling.literal(self.end)})?" if self.end else ""
-        return values.rules.after(f'({first}) {more} SPACE "]" {end}')
+        return values.rules.after(f'"[" SPACE {call} {more} SPACE "]" {end}')
 
 
 class Llama4Pythonic(Pythonic):
@@ -91,7 +89,7 @@ class Olmo3(Pythonic):
     trigger = "<function_calls>"
     end = "</function_calls>"
     markers = (trigger, end)
-    bare_start = ""
+    bare_start = ()
 
     def begins(self, reader: Reader) -> Steps[bool]:
         return False
@@ -102,14 +100,9 @@ class Olmo3(Pythonic):
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
         values = PythonValues(spelling)
-        call = _either([(tool.name, values.arguments(tool)) for tool in tools])
-        more = f"(/\\n{{1,8}}/ ({call}))*" if parallel else ""
-        return values.rules.after(f"SPACE ({call}) {more} SPACE {spelling.literal(self.end)}")
-
-
-def _either(calls: Sequence[tuple[str, str]]) -> str:
-    """Return an expression for one of some calls, each a name and the rule for what comes after the bracket."""
-    return " | ".join(f"{quoted(f'{name}(')} {rest}" for name, rest in calls)
+        call = values.call(tools)
+        more = f"(/\\n{{1,8}}/ {call})*" if parallel else ""
+        return values.rules.after(f"SPACE {call} {more} SPACE {spelling.literal(self.end)}")
 
 
 def _read_call(answer: Answer) -> Steps[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.forms.llama3_json import Llama3Json
 from paceline.services.gateway.answers.parts import Content, calls_of
 from tests.services.gateway.answers.pieces import parse
@@ -33,6 +34,11 @@ def test_calls_are_read_where_models_write_them(text: str, content: str, count: 
 @pytest.mark.parametrize("text", ['{"title": "a"}', '{"names": []}', f"so: {CALL}", '["name"]', '{"na'])
 def test_other_json_is_content(text: str) -> None:
     assert parse([*text], Llama3Json()) == [Content(text)]
+
+
+def test_json_with_another_name_is_content() -> None:
+    text = '{"name": "Ada", "age": 36}'
+    assert parse([*text], Llama3Json(), tools=[Tool("f", {})]) == [Content(text)]
 
 
 def test_a_call_of_a_built_in_tool_is_content_without_its_marker() -> None:
