@@ -132,25 +132,28 @@ def _choice_of(request: ChatRequest) -> tuple[Choice, list[tuple[int, Function]]
 
 
 def _parameters(index: int, function: Function) -> Mapping[str, Any]:
-    """Return the schema that is enforced for a function's arguments.
+    """Return the schema that is enforced for a function's arguments. A function without parameters takes none.
 
     Its objects are closed; see `closed`. A schema that cannot be enforced is replaced by any object, unless the
     function is strict.
 
     Raises:
-        InvalidRequestError: the function is strict, and its schema cannot be enforced.
+        InvalidRequestError: the schema is not that of an object, or the function is strict and its schema cannot be
+            enforced.
     """
-    if function.parameters is None or function.strict is False:
-        return {**_ANY_ARGUMENTS, "x-guidance": SPACED}
-    schema = {"type": "object", **function.parameters}
+    place = f"tools[{index}].function.parameters"
+    given = {"properties": {}} if function.parameters is None else function.parameters
+    schema = {"type": "object", **given}
+    if schema["type"] not in ("object", ["object"]):
+        raise InvalidRequestError(f"{place}: arguments are a JSON object, so type must be object", place)
     try:
         check_options(schema)
         schema = {**closed(schema), "x-guidance": SPACED}
         _check(ConstraintKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
-    except ConstraintError as error:
+    except (ConstraintError, RecursionError) as error:
         if function.strict:
-            place = f"tools[{index}].function.parameters"
-            raise InvalidRequestError(f"{place}: {error}", place) from error
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise InvalidRequestError(f"{place}: {reason}", place) from error
         return {**_ANY_ARGUMENTS, "x-guidance": SPACED}
     return schema
 

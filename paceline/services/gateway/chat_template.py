@@ -20,7 +20,7 @@ from paceline.core.errors import InvalidRequestError, ModelError
 Message = Mapping[str, Any]
 
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -175,8 +175,10 @@ class _GenerationBlock(Extension):
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    # Many templates only test whether a key is present, and would print "None" for a key without a value.
+    # Many templates only test whether a key is present, and would print "None" for a key without a value. All of them
+    # take the key "content" for granted.
     present = {key: value for key, value in message.items() if value is not None}
+    present.setdefault("content", "")
     reasoning = next((present[name] for name in _REASONING_NAMES if name in present), None)
     if reasoning is None:
         return present

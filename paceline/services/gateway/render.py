@@ -38,7 +38,8 @@ _LEFT_OUT = {
     "truncation_side",
     "user",
 }
-"""Fields of a request that are no sampling parameters, or that the plan has in another form; guided_… are, too."""
+"""Fields of a request that are no sampling parameters, or that the plan has in another form. The fields whose names
+begin with guided_ are left out, too."""
 
 
 def render(request: GenerationRequest, plan: Plan, request_id: str, model: str) -> list[Json]:

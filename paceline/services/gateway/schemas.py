@@ -31,6 +31,7 @@ _SERVED_ANYWAY = frozenset({"metadata", "prediction", "prompt_cache_key", "safet
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (),
     "audio": (),
+    "bad_words": ([],),
     "chat_template": (),
     "content_parts": ([],),
     "custom_logit_processor": ("",),
@@ -47,6 +48,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logit_processors": ([],),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "lora_path": (),
     "mcp_servers": ([],),
     "mirostat": (0,),
@@ -54,7 +56,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "nvext": ({},),
     "prompt_embeds": ([],),
     "prompt_token_ids": (),
+    "reasoning_effort": ("none",),
     "regex": (),
+    "repetition_detection": (),
+    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
@@ -66,7 +71,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "xtc_probability": (0,),
 }
-"""Fields that are not supported yet. Each has the values that are accepted because they ask for nothing."""
+"""Fields that change answers and that a body refuses if it does not have them. Each has the values that are accepted
+because they ask for nothing."""
 
 
 class StreamOptions(Body):

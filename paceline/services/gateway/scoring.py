@@ -94,7 +94,7 @@ def _template(tokenizer: Tokenizer, path: str) -> ChatTemplate | None:
 
 
 def _token_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:
-    """Return the ids of two single tokens; None if they are not that."""
+    """Return the ids of the two tokens; None if there are not two texts, or if one of them is no single token."""
     ids = [tokenizer.encode(text.strip(), False) for text in tokens.split(",")]
     if len(ids) != 2 or any(len(each) != 1 for each in ids) or ids[0] == ids[1]:
         return None

@@ -21,7 +21,7 @@ from paceline.services.gateway.schemas import (
 OutputMode = Literal["tokens", "text"]
 
 OUTSIDE = ("cache_salt", "model", "priority", "request_id", "stream", "stream_options")
-"""Fields of a request that are beside its sampling_params, not in them."""
+"""Fields that stand in the request itself, and not in its sampling_params."""
 _INTERNAL = frozenset({"detokenize", "flat_logprobs", "output_kind", "skip_clone"})
 """Sampling parameters that vLLM's render route writes for its own engine. They do not change an answer here."""
 

@@ -173,3 +173,11 @@ def test_later_system_messages_join_the_first_if_the_template_refuses_them() -> 
         ChatTemplate("{{ raise_exception('no') }}", SPECIAL).render(TURNS)
     plain = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
     assert ChatTemplate(plain, SPECIAL).render(turns) == "[system][user][system]"
+
+
+@pytest.mark.parametrize("message", [{"role": "assistant", "content": None}, {"role": "user"}])
+def test_a_message_without_content_has_an_empty_one(message: dict[str, object]) -> None:
+    template = ChatTemplate(
+        "{% for message in messages %}{{ message['role'] + ':' + message['content'] }}{% endfor %}", {}
+    )
+    assert template.render([message]) == f"{message['role']}:"

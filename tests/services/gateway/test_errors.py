@@ -139,7 +139,6 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*MESSAGES, {"role": "user", "content": [7]}]}, "messages[1].content[0]"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
