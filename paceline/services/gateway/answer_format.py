@@ -135,7 +135,7 @@ def constraint_of(
     if not end_token_ids:
         raise InvalidRequestError(f"{place}: this model has no token that ends an answer", place)
     try:
-        _check(kind, text)
+        check_constraint(kind, text)
     except ConstraintError as error:
         raise InvalidRequestError(f"{place}: {error}", place) from error
     return Constraint(kind, text, end_token_ids, place)
@@ -149,7 +149,7 @@ def name_client_field(error: Exception, constraint: Constraint | None) -> Except
 
 
 # Cached, because clients send the same schema again and again.
-_check = functools.lru_cache(maxsize=64)(check_grammar)
+check_constraint = functools.lru_cache(maxsize=64)(check_grammar)
 
 
 def _wishes(request: GenerationRequest, spelling: Spelling) -> Iterator[Wish]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
-from paceline.core.grammar import check_grammar, check_options, expression_of
+from paceline.core.grammar import check_options, expression_of
 from paceline.core.types import Constraint, ConstraintKind
-from paceline.services.gateway.answer_format import SPACED
+from paceline.services.gateway.answer_format import SPACED, check_constraint
 from paceline.services.gateway.answers.answer import Answer, new_call_id
 from paceline.services.gateway.answers.closed_schemas import closed
 from paceline.services.gateway.answers.expressions import Tool
@@ -107,14 +107,11 @@ def answer_constraint(
         content=None if content is None else expression_of(content.kind, content.text),
     )
     try:
-        _check(ConstraintKind.ANSWER, grammar)
+        check_constraint(ConstraintKind.ANSWER, grammar)
     except ConstraintError as error:
         raise InvalidRequestError(f"tools: {error}", "tools") from error
     place = content.place if content is not None else "tools" if request.tools else "thinking_token_budget"
     return Constraint(ConstraintKind.ANSWER, grammar, tokenizer.eos_token_ids, place)
-
-
-_check = functools.lru_cache(maxsize=64)(check_grammar)
 
 
 def _form_of(request: ChatRequest, forms: AnswerForms) -> ToolForm | None:
@@ -149,7 +146,7 @@ def _parameters(index: int, function: Function) -> Mapping[str, Any]:
     try:
         check_options(schema)
         schema = {**closed(schema), "x-guidance": SPACED}
-        _check(ConstraintKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+        check_constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
     except (ConstraintError, RecursionError) as error:
         if function.strict:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error

@@ -1,11 +1,12 @@
 """Answers as clients of chats see them: content, reasoning and tool calls, parsed from the text of a model.
 
-parts       what an answer consists of
-reader      text that comes piece by piece, for parsers that read it from the beginning to the end
-parser      one answer's parser: a reader, and the forms of the model's reasoning and tool calls
-forms       how model families write tool calls; one file each
-reasoning   how model families mark their reasoning
-schemas     what the JSON schema of a tool says about its arguments, for forms that are no JSON
-grammar     the constraint that keeps an answer within these forms
-registry    forms by name, and the form that fits a chat template
+parts           what an answer consists of
+reader          text that comes piece by piece, for parsers that read it from the beginning to the end
+answer          the parts of one answer, while its text is being read
+form            how a model marks its reasoning and writes tool calls; `forms` has one file for each family
+parser          one answer's parser
+expressions     pieces of grammars; `values` and `schemas` make them of the JSON schemas of tools
+grammar         the constraint that keeps an answer within its forms
+structural_tag  the grammar of a structural tag
+registry        forms by name, and the form that fits a chat template
 """

@@ -14,13 +14,13 @@ from paceline.services.gateway.answers.answer import Answer
 from paceline.services.gateway.answers.expressions import Spelling, Tool
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.forms.gemma_values import GemmaValues, written
+from paceline.services.gateway.answers.forms.python_literals import PYTHON_WORDS
 from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
 from paceline.services.gateway.answers.schemas import escaped, type_of_text
 
 _FUNCTION = re.compile(r"[^\s{}<]*")
 _KEY = re.compile(r"[^:,{}\[\]<]*")
 _SCALAR = re.compile(r"[^,{}\[\]<]*")
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -123,7 +123,7 @@ class FunctionGemma(ToolForm):
             return
         text = (yield from reader.match(_SCALAR)).strip()
         yield from reader.peek()  # a value is complete if something follows
-        text = _PYTHON_WORDS.get(text, text) or "null"
+        text = PYTHON_WORDS.get(text, text) or "null"
         add(before + (text if type_of_text(text) is not None else json.dumps(text, ensure_ascii=False)))
 
     def _begins_text(self, reader: Reader) -> Steps[bool]:

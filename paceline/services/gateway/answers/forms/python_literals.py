@@ -15,7 +15,9 @@ from paceline.services.gateway.answers.schemas import escaped
 KEY = re.compile(r"[\w.$@/-]*")
 """The name of an argument without quotes. It may be no identifier of Python, because tools have such names."""
 
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's words and JSON's."""
+_WORDS = {**PYTHON_WORDS, **{word: word for word in PYTHON_WORDS.values()}}
 _WORD = re.compile(r"""[^\s,()\[\]{}:="']*""")
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}

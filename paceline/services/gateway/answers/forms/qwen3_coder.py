@@ -19,6 +19,7 @@ from typing import Any
 from paceline.services.gateway.answers.answer import Answer
 from paceline.services.gateway.answers.expressions import Spelling, Tool
 from paceline.services.gateway.answers.form import ToolForm
+from paceline.services.gateway.answers.forms.python_literals import PYTHON_WORDS
 from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
 from paceline.services.gateway.answers.schemas import (
     Rules,
@@ -37,7 +38,6 @@ _END_OF_CALL = "</function>\n</tool_call>"
 _END_OF_VALUE = "\n</parameter>\n"
 _AFTER_PARAMETER = ("<parameter=", "</function>", "</tool_call>")
 _ENDS_OF_VALUE = ("\n</parameter>", "</parameter>")
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Qwen3Coder(ToolForm):
@@ -129,7 +129,7 @@ def _json_of(text: str, types: frozenset[str]) -> str:
     """Return the text of a value as JSON of one of these types. Without types, it is JSON if it can be read so."""
     value = text.strip()
     if types & {"boolean", "null"}:
-        value = _PYTHON_WORDS.get(value, value)
+        value = PYTHON_WORDS.get(value, value)
     found = type_of_text(value)
     if "string" not in types:
         return value if found is not None else json.dumps(text, ensure_ascii=False)
