@@ -24,13 +24,17 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-ROME = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
-HISTORY: list[dict[str, Any]] = [
-    {"role": "user", "content": "What is the weather in Rome right now?"},
-    {"role": "assistant", "content": None, "tool_calls": [ROME]},
-    {"role": "tool", "tool_call_id": "call_1", "content": "sunny, 21 degrees"},
-    {"role": "assistant", "content": "It is sunny in Rome, 21 degrees."},
-]
+
+
+def turn(city: str, weather: str) -> list[dict[str, Any]]:
+    """Return the messages of a question that was answered with a call."""
+    function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+    return [
+        {"role": "user", "content": f"What is the weather in {city} right now?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": city, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": city, "content": weather},
+        {"role": "assistant", "content": f"It is {weather} in {city}."},
+    ]
 
 
 async def test_calls_of_random_tools_are_valid(stack: Stack) -> None:
@@ -46,7 +50,7 @@ async def test_calls_of_random_tools_are_valid(stack: Stack) -> None:
 
 async def test_the_model_calls_a_tool_by_itself(stack: Stack) -> None:
     """The smallest SmolLM2 calls tools only if the conversation shows it how."""
-    messages = [*HISTORY, {"role": "user", "content": "What is the weather in Paris right now?"}]
+    messages = [*turn("Rome", "sunny"), *turn("Oslo", "cloudy"), turn("Paris", "")[0]]
     async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
         body = {"messages": messages, "tools": [WEATHER], "max_tokens": 60, "temperature": 0}
         (choice,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
