@@ -114,7 +114,7 @@ class Reader:
             if self.has_ended:
                 return None
             if self.is_empty:
-                self.resting = firsts, sink
+                self._rest(firsts, sink)
             yield
             self.resting = None
 
@@ -253,9 +253,14 @@ class Reader:
                 return
             if self.has_ended:
                 raise EndOfAnswerError
-            self.resting = stop, sink
+            self._rest(stop, sink)
             yield
             self.resting = None
+
+    def _rest(self, stop: re.Pattern[str], sink: Sink) -> None:
+        # Text that `restore` may return to has to come by `feed`.
+        if self._kept is None:
+            self.resting = stop, sink
 
     def _find(self, markers: Sequence[str]) -> tuple[int, str] | None:
         """Return the place of the first marker, and the marker, if it is certain that no longer one begins there."""
