@@ -320,7 +320,8 @@ class Choice:
         if self._parser is None:
             delta.text += text
         else:
-            delta.add_parts(self._parser.finish(text))
+            is_cut_off = reason != "stop" or isinstance(self._detokenizer.stop_reason, str)
+            delta.add_parts(self._parser.finish(text, is_cut_off))
             delta.has_open_call = self._parser.has_open_call
             self._count_reasoning(delta, self._parser)
         self.has_ended = True

@@ -75,11 +75,15 @@ class Answer:
         """Read reasoning up to one of these texts, which is read, too. Return it; None if the answer ends first."""
         self.end_text()
         self.is_thinking = True
-        end = yield from self.reader.pass_until(ends, self.reasoning)
+        end = yield from self.reader.pass_until(ends, self.reasoning, self.reasoning)
         if end is not None:
             self.is_thinking = False
             self.end_text()
         return end
+
+    def read_content(self, ends: Sequence[str]) -> Steps[str | None]:
+        """Read content up to one of these texts, which is read, too. Return it; None if the answer ends first."""
+        return self.reader.pass_until(ends, self.content, self._half_marker)
 
     def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
         """Begin a tool call. Return the function that adds to its arguments, which must be JSON text in the end.
@@ -112,6 +116,11 @@ class Answer:
         if self._space and not self.is_thinking:
             self.parts.append(Content(self._space))
         self._space = ""
+
+    def _half_marker(self, text: str) -> None:
+        """Add the beginning of a marker, with which the answer ends, to the content; after a call it is none."""
+        if not (self._calls and self._drops_space):
+            self.content(text)
 
     def _trimmed(self, text: str) -> str:
         if self._drops_space:

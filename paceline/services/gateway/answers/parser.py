@@ -36,7 +36,7 @@ def read_answer(
             can_begin = False
             if (yield from _begins(reader, form)):
                 yield from _read_calls(answer, form)
-        marker = yield from reader.pass_until(markers, answer.content)
+        marker = yield from answer.read_content(markers)
         if marker is None:
             return
         if thought is not None and marker == thought.start:
@@ -116,10 +116,14 @@ class AnswerParser:
             self._count()
         return self._taken()
 
-    def finish(self, text: str = "") -> list[Part]:
-        """Take text that was held back until after the last token. Return the parts that were held back."""
+    def finish(self, text: str = "", is_cut_off: bool = False) -> list[Part]:
+        """Take text that was held back until after the last token. Return the parts that were held back.
+
+        Args:
+            is_cut_off: whether something else than the model's own end has ended the answer.
+        """
         self._answer.reader.feed(text)
-        self._answer.reader.end()
+        self._answer.reader.end(is_cut_off)
         self._resume()
         self._answer.close()
         self._count()

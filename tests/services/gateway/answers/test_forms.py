@@ -169,6 +169,9 @@ def test_an_answer_may_be_cut_off_anywhere(form: ToolForm, data: st.DataObject, 
         assert intended.arguments.startswith(call.arguments)
         assert number == len(calls_of(parts)) or call == intended
     assert not any(isinstance(part, Reasoning) for part in parts)
+    if written.startswith(form.triggers or "\0"):
+        cut_off = parse([written[:end]], form, thought_of(form), tools=tools, is_cut_off=True)
+        assert not any(isinstance(part, Content) for part in cut_off)
 
 
 @every_form
