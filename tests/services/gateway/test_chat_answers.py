@@ -189,6 +189,18 @@ async def test_hidden_reasoning_counts(chat: Chat) -> None:
     assert joined(await chat.stream(f"{THOUGHT}42", include_reasoning=False))["reasoning"] == ""
 
 
+async def test_the_tokens_of_hidden_reasoning_are_hidden(chat: Chat) -> None:
+    fields = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    (whole,) = (await chat.whole(f"{THOUGHT}4 < 2", **fields))["choices"]
+    streamed = [choice for choice in await chat.stream(f"{THOUGHT}4 < 2", **fields) if choice["logprobs"]]
+    token_ids = [token_id for choice in streamed for token_id in choice["token_ids"]]
+    assert whole["token_ids"] == token_ids == [*b"\n\n4 < 2", END]
+    texts = "".join(entry["token"] for entry in whole["logprobs"]["content"])
+    assert texts.startswith("\n\n4 < 2")
+    assert [entry for choice in streamed for entry in choice["logprobs"]["content"]] == whole["logprobs"]["content"]
+    assert "so" not in texts
+
+
 async def test_reasoning_that_is_cut_off_is_counted_as_it_came(chat: Chat) -> None:
     body = await chat.whole("<think>soooo", max_tokens=10)
     assert (body["choices"][0]["message"]["reasoning"], body["choices"][0]["message"]["content"]) == ("soo", None)

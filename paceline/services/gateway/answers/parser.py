@@ -98,6 +98,11 @@ class AnswerParser:
         """Whether the answer has ended within the arguments of a call."""
         self._resume()
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text that comes next is reasoning."""
+        return self._answer.is_thinking
+
     def push(self, text: str) -> list[Part]:
         """Take the text of the next token, which may be empty. Return new parts."""
         answer, reader = self._answer, self._answer.reader
