@@ -148,7 +148,7 @@ class Reader:
             possible = [option for option in options if option.startswith(rest) and len(option) > len(rest)]
             if self.has_ended or not possible:
                 fitting = [option for option in options if rest.startswith(option)]
-                if self.is_cut_off and rest and possible and not fitting:
+                if self.is_cut_off and rest and possible:
                     raise EndOfAnswerError
                 chosen = max(fitting, key=len, default=None)
                 self._at += len(chosen or "")
