@@ -99,7 +99,7 @@ def answer_constraint(
         tokenizer.vocabulary.spelling,
         thought=thought,
         is_open=is_open,
-        budget=None if budget is None else max(0, budget - _spent(tokenizer, thought, prompt, is_open)),
+        budget=None if budget is None else max(0, budget - _spent(request, tokenizer, thought)),
         form=form,
         tools=[Tool(function.name, _parameters(index, function)) for index, function in functions],
         choice=choice,
@@ -162,12 +162,13 @@ def _is_open(request: ChatRequest, thought: Thought | None, prompt: str) -> bool
     if request.continue_final_message:
         begun = request.messages[-1].text or ""
         return thought.start in begun and begun.rfind(thought.start) > begun.rfind(thought.end)
-    return thought.always_open or prompt.rstrip().endswith(thought.opening.rstrip())
+    end = prompt.rstrip()
+    return end.endswith(thought.opening.rstrip()) or (thought.always_open and not end.endswith(thought.end))
 
 
-def _spent(tokenizer: Tokenizer, thought: Thought | None, prompt: str, is_open: bool) -> int:
-    """Return the number of tokens of reasoning that the prompt ends with."""
-    if thought is None or not is_open:
+def _spent(request: ChatRequest, tokenizer: Tokenizer, thought: Thought | None) -> int:
+    """Return the number of tokens of reasoning that the prompt ends with: those of a message that is continued."""
+    if thought is None or not request.continue_final_message:
         return 0
-    _, found, begun = prompt.rpartition(thought.opening)
-    return len(tokenizer.encode(begun.strip(), False)) if found else 0
+    _, found, begun = (request.messages[-1].text or "").rpartition(thought.opening)
+    return len(tokenizer.encode(begun.strip(), False)) if found and thought.end not in begun else 0

@@ -42,8 +42,12 @@ class Delta:
     """All parts in their order, content included; empty if the answer is not parsed."""
     reasoning_tokens: int = 0
     tokens: list[Token] = field(default_factory=list)
+    answer_tokens: list[Token] = field(default_factory=list)
+    """Tokens without those of reasoning and its markers; empty if the answer is not parsed."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    has_open_call: bool = False
+    """Whether the choice has ended within the arguments of a tool call, so that the call cannot be carried out."""
     prompt_scores: list[Token | None] | None = None
     """One entry for each prompt token, None for the first. Set in a choice's first delta, if they were asked for."""
 
@@ -67,7 +71,9 @@ class Delta:
             self.text += later.text
         self.reasoning_tokens += later.reasoning_tokens
         self.tokens += later.tokens
+        self.answer_tokens += later.answer_tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.has_open_call = later.has_open_call
         self.prompt_scores = self.prompt_scores or later.prompt_scores
 
 
@@ -243,6 +249,8 @@ class Choice:
         self.ended_by_text = False
         """Whether the text itself has ended the choice, by a stop string or a repetition. Workers do not know this."""
         self._index = index
+        self._undecided: list[Token] = []
+        """The last tokens outside of reasoning. A marker of reasoning may begin with them."""
         self._reasoning_tokens = 0
         """Tokens of reasoning that deltas have told."""
         self._prompt = prompt
@@ -291,8 +299,8 @@ class Choice:
             self.tokens += 1
             if parser is None:
                 delta.text += text
-            elif parts := parser.push(text):
-                delta.add_parts(parts)
+            else:
+                self._parse(parser, token, text, delta)
             repeats = self._repetition is not None and self._repetition.push(token.id)
             # As in vLLM, an end token and the longest answer come first.
             repeats = repeats and self._min_tokens <= self.tokens < self._max_tokens
@@ -308,6 +316,18 @@ class Choice:
             self._count_reasoning(delta, parser)
         return delta
 
+    def _parse(self, parser: AnswerParser, token: Token, text: str, delta: Delta) -> None:
+        was_thinking = parser.is_thinking
+        if parts := parser.push(text):
+            delta.add_parts(parts)
+        if was_thinking or parser.is_thinking:
+            self._undecided.clear()
+            return
+        self._undecided.append(token)
+        if parts:
+            delta.answer_tokens += self._undecided
+            self._undecided.clear()
+
     def _count_reasoning(self, delta: Delta, parser: AnswerParser) -> None:
         delta.reasoning_tokens = parser.reasoning_tokens - self._reasoning_tokens
         self._reasoning_tokens = parser.reasoning_tokens
@@ -317,7 +337,11 @@ class Choice:
         if self._parser is None:
             delta.text += text
         else:
-            delta.add_parts(self._parser.finish(text))
+            is_cut_off = reason != "stop" or isinstance(self._detokenizer.stop_reason, str)
+            delta.add_parts(self._parser.finish(text, is_cut_off))
+            if not self._parser.is_thinking:
+                delta.answer_tokens += self._undecided
+            delta.has_open_call = self._parser.has_open_call
             self._count_reasoning(delta, self._parser)
         self.has_ended = True
         self.outcome = delta.finish_reason = reason

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from paceline.core.types import Token
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
 from paceline.services.gateway.chat_schemas import NamedTool
 from paceline.services.gateway.generation import Delta
@@ -126,7 +127,11 @@ class ResponseFormat(ABC):
         }
 
     def _token_ids(self, delta: Delta) -> list[int] | None:
-        return [token.id for token in delta.tokens] if self._returns_ids else None
+        return [token.id for token in self._shown_tokens(delta)] if self._returns_ids else None
+
+    def _shown_tokens(self, delta: Delta) -> list[Token]:
+        """Return the tokens that a response may list."""
+        return delta.tokens
 
     def _says_only_text(self, delta: Delta) -> bool:
         return self._format is None and delta.finish_reason is None and not self._returns_ids
@@ -179,7 +184,7 @@ class ChatFormat(ResponseFormat):
         fields = _text_fields(last.text, last.place) if isinstance(last, TextChunk) else last
         choice = self._delta_choice(index, fields)
         if self._format is not None:
-            choice["logprobs"] = self._format.chat(delta.tokens)
+            choice["logprobs"] = self._format.chat(self._shown_tokens(delta))
         if delta.finish_reason is not None:
             choice |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
         if self._returns_ids:
@@ -207,9 +212,14 @@ class ChatFormat(ResponseFormat):
                 pieces.append(TextChunk(delta.index, part.text, "reasoning"))
         return pieces
 
+    def _shown_tokens(self, delta: Delta) -> list[Token]:
+        # The tokens of reasoning would show what the client does not want.
+        return delta.tokens if self._shows_reasoning or not self._is_parsed else delta.answer_tokens
+
     def _finish_reason(self, delta: Delta) -> str | None:
-        has_calls = delta.index in self._has_calls and delta.finish_reason == "stop"
-        return self._stop_for_calls if has_calls else delta.finish_reason
+        # A stop string may end an answer within a call, which cannot be carried out then.
+        calls = delta.index in self._has_calls and delta.finish_reason == "stop" and not delta.has_open_call
+        return self._stop_for_calls if calls else delta.finish_reason
 
     def _message(self, choice: Delta) -> Json:
         reasoning = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
@@ -234,7 +244,7 @@ class ChatFormat(ResponseFormat):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._format.chat(choice.tokens) if self._format is not None else None,
+            "logprobs": self._format.chat(self._shown_tokens(choice)) if self._format is not None else None,
             "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
             "token_ids": self._token_ids(choice),

@@ -85,3 +85,28 @@ def test_a_message_that_the_prompt_has_begun_goes_on_without_a_header(tokenizer:
         made = answer_constraint(request, HARMONY, tokenizer, "", constraint_of(request, tokenizer.eos_token_ids))
         assert made is not None
         assert ("final" in made.text) is has_header
+
+
+def test_an_answer_of_a_model_that_always_thinks_begins_after_a_thought_that_the_prompt_has_closed(
+    tokenizer: Tokenizer,
+) -> None:
+    forms = choose_forms("none", "deepseek_r1", "", {})
+    assert read(tokenizer, forms, chat(), "<|assistant|>", ["so"]) == [Reasoning("so")]
+    assert read(tokenizer, forms, chat(), "<|assistant|><think>\n\n</think>\n\n", ["so"]) == [Content("so")]
+
+
+def test_only_reasoning_that_the_answer_goes_on_with_is_taken_from_the_budget(tokenizer: Tokenizer) -> None:
+    forms = choose_forms("none", "deepseek_r1", "", {})
+    fresh = chat(messages=[{"role": "user", "content": "What does <think> mean?"}], thinking_token_budget=64)
+    begun = chat(
+        messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "<think>so"}],
+        continue_final_message=True,
+        thinking_token_budget=64,
+    )
+    prompts = [*("hello<|assistant|>", "What does <think> mean?<|assistant|>"), "hello<|assistant|><think>so"]
+    grammars = [
+        answer_constraint(request, forms, tokenizer, prompt, None)
+        for request, prompt in zip((fresh, fresh, begun), prompts, strict=True)
+    ]
+    texts = [constraint.text for constraint in grammars if constraint is not None]
+    assert texts[0] == texts[1] != texts[2]

@@ -153,6 +153,9 @@ async def test_a_streamed_call_begins_with_its_id_and_name(chat: Chat) -> None:
         (CALL, {"tool_choice": NAMED}, "stop"),
         (CALL, {"max_tokens": 50}, "length"),
         (CALL, {"max_tokens": 50, "tool_choice": NAMED}, "length"),
+        (CALL, {"stop": "<b"}, "stop"),
+        (CALL, {"stop": "</tool_call>"}, "tool_calls"),
+        (f"{CALL}{SECOND}", {"stop": '"arguments": {}'}, "stop"),
         ("so", {}, "stop"),
     ],
 )
@@ -184,6 +187,18 @@ async def test_hidden_reasoning_counts(chat: Chat) -> None:
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "42", "refusal": None}
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
     assert joined(await chat.stream(f"{THOUGHT}42", include_reasoning=False))["reasoning"] == ""
+
+
+async def test_the_tokens_of_hidden_reasoning_are_hidden(chat: Chat) -> None:
+    fields = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    (whole,) = (await chat.whole(f"{THOUGHT}4 < 2", **fields))["choices"]
+    streamed = [choice for choice in await chat.stream(f"{THOUGHT}4 < 2", **fields) if choice["logprobs"]]
+    token_ids = [token_id for choice in streamed for token_id in choice["token_ids"]]
+    assert whole["token_ids"] == token_ids == [*b"\n\n4 < 2", END]
+    texts = "".join(entry["token"] for entry in whole["logprobs"]["content"])
+    assert texts.startswith("\n\n4 < 2")
+    assert [entry for choice in streamed for entry in choice["logprobs"]["content"]] == whole["logprobs"]["content"]
+    assert "so" not in texts
 
 
 async def test_reasoning_that_is_cut_off_is_counted_as_it_came(chat: Chat) -> None:

@@ -36,7 +36,7 @@ def read_answer(
             can_begin = False
             if (yield from _begins(reader, form)):
                 yield from _read_calls(answer, form)
-        marker = yield from reader.pass_until(markers, answer.content)
+        marker = yield from answer.read_content(markers)
         if marker is None:
             return
         if thought is not None and marker == thought.start:
@@ -94,7 +94,14 @@ class AnswerParser:
         """Places within the reasoning where tokens begin whose text may belong to the marker at its end."""
         self.reasoning_tokens = 0
         """Tokens that begin within reasoning. Those of its markers do not count."""
+        self.has_open_call = False
+        """Whether the answer has ended within the arguments of a call."""
         self._resume()
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text that comes next is reasoning."""
+        return self._answer.is_thinking
 
     def push(self, text: str) -> list[Part]:
         """Take the text of the next token, which may be empty. Return new parts."""
@@ -114,10 +121,14 @@ class AnswerParser:
             self._count()
         return self._taken()
 
-    def finish(self, text: str = "") -> list[Part]:
-        """Take text that was held back until after the last token. Return the parts that were held back."""
+    def finish(self, text: str = "", is_cut_off: bool = False) -> list[Part]:
+        """Take text that was held back until after the last token. Return the parts that were held back.
+
+        Args:
+            is_cut_off: whether something else than the model's own end has ended the answer.
+        """
         self._answer.reader.feed(text)
-        self._answer.reader.end()
+        self._answer.reader.end(is_cut_off)
         self._resume()
         self._answer.close()
         self._count()
@@ -141,8 +152,11 @@ class AnswerParser:
         if self._steps is not None:
             try:
                 next(self._steps)
-            except (StopIteration, EndOfAnswerError):
+            except StopIteration:
                 self._steps = None
+            except EndOfAnswerError:
+                self._steps = None
+                self.has_open_call = self._answer.ends_within_arguments
 
     def _taken(self) -> list[Part]:
         parts, self._answer.parts = self._answer.parts, []

@@ -50,6 +50,8 @@ class Reader:
         self._kept: int | None = None
         """Where the text begins that `restore` returns to; None if none is kept."""
         self.has_ended = False
+        self.is_cut_off = False
+        """Whether the answer has ended at a place that the model did not choose."""
         self.resting: tuple[re.Pattern[str], Sink] | None = None
         """Set while the parser passes text and nothing is unread: text without a match may go to the sink."""
 
@@ -62,9 +64,14 @@ class Reader:
             self._at -= self._kept
             self._kept = 0
 
-    def end(self) -> None:
-        """Say that no more text comes."""
+    def end(self, is_cut_off: bool = False) -> None:
+        """Say that no more text comes.
+
+        Args:
+            is_cut_off: whether the answer was to go on. Then the beginning of a marker at its end is no text.
+        """
         self.has_ended = True
+        self.is_cut_off = is_cut_off
 
     @property
     def is_empty(self) -> bool:
@@ -89,14 +96,15 @@ class Reader:
         """Forget the place of `keep`."""
         self._kept = None
 
-    def pass_until(self, markers: Sequence[str], sink: Sink, passes_half: bool = True) -> Steps[str | None]:
+    def pass_until(self, markers: Sequence[str], sink: Sink, half: Sink | None = None) -> Steps[str | None]:
         """Pass text to a sink up to the first of the markers, which is read, too.
 
         If several markers begin at the same place, the longest one counts. Returns the marker; None if the answer ends
         first.
 
         Args:
-            passes_half: whether the beginning of a marker at the end of the answer is text.
+            half: takes the beginning of a marker at the end of an answer that was not cut off. Without it, and if the
+                answer was cut off, this text is dropped.
         """
         firsts = re.compile("|".join(re.escape(first) for first in sorted({marker[0] for marker in markers})) or "(?!)")
         while True:
@@ -106,15 +114,17 @@ class Reader:
                     sink(self._text[self._at : start])
                 self._at = start + len(marker)
                 return marker
-            is_text = self.has_ended and passes_half
-            certain = len(self._text) - (0 if is_text else self._possible_start(markers))
+            certain = len(self._text) - self._possible_start(markers)
             if certain > self._at:
                 sink(self._text[self._at : certain])
                 self._at = certain
             if self.has_ended:
+                if half is not None and not self.is_cut_off and not self.is_empty:
+                    half(self._text[self._at :])
+                    self._at = len(self._text)
                 return None
             if self.is_empty:
-                self.resting = firsts, sink
+                self._rest(firsts, sink)
             yield
             self.resting = None
 
@@ -123,18 +133,23 @@ class Reader:
 
         Raises EndOfAnswerError if the answer ends first. The beginning of an end is not passed then.
         """
-        end = yield from self.pass_until(ends, sink, passes_half=False)
+        end = yield from self.pass_until(ends, sink)
         if end is None:
             raise EndOfAnswerError
         return end
 
     def choose(self, options: Sequence[str]) -> Steps[str | None]:
-        """Read the longest of the options with which the unread text begins. Return it; None if there is none."""
+        """Read the longest of the options with which the unread text begins. Return it; None if there is none.
+
+        Raises EndOfAnswerError if the answer is cut off within an option.
+        """
         while True:
             rest = self._text[self._at :]
             possible = [option for option in options if option.startswith(rest) and len(option) > len(rest)]
             if self.has_ended or not possible:
                 fitting = [option for option in options if rest.startswith(option)]
+                if self.is_cut_off and rest and possible:
+                    raise EndOfAnswerError
                 chosen = max(fitting, key=len, default=None)
                 self._at += len(chosen or "")
                 return chosen
@@ -253,9 +268,14 @@ class Reader:
                 return
             if self.has_ended:
                 raise EndOfAnswerError
-            self.resting = stop, sink
+            self._rest(stop, sink)
             yield
             self.resting = None
+
+    def _rest(self, stop: re.Pattern[str], sink: Sink) -> None:
+        # Text that `restore` may return to has to come by `feed`.
+        if self._kept is None:
+            self.resting = stop, sink
 
     def _find(self, markers: Sequence[str]) -> tuple[int, str] | None:
         """Return the place of the first marker, and the marker, if it is certain that no longer one begins there."""

@@ -124,8 +124,11 @@ class ValueGrammar:
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self.value(schema.get("items", {}))
         low, high = schema.get("minItems", 0), schema.get("maxItems")
+        if high is not None:
+            high = max(low, high)  # a schema that allows no array gets the shortest that is long enough
         if high == 0:
             return '"[]"'
         most = "" if high is None else high - 1
-        items = f"{item} ({self.comma} {item}){{{max(0, low - 1)},{most}}}"
+        # llguidance refuses {0,0}.
+        items = item if high == 1 else f"{item} ({self.comma} {item}){{{max(0, low - 1)},{most}}}"
         return f'"[" {items} "]"' if low else f'"[" ({items})? "]"'

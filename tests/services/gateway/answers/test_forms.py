@@ -69,6 +69,9 @@ WRONG: list[Calls] = [
     [("find", {"count": 3}), ("look", {})],
 ]
 
+UNREADABLE = ('{"name": "Ada", "age": 36}', '{"age": {"a": "b"}}', '{"name": "f" so', "[f(1)]", "[f(x, a='b')]")
+"""Texts that begin as calls of the tool f do, and are none."""
+
 
 def write(form: ToolForm, calls: Calls, ascii_only: bool = False) -> str:
     return form.write_all([(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls])
@@ -127,7 +130,7 @@ def words(form: ToolForm) -> st.SearchStrategy[list[str]]:
     halves = [half for marker in markers_of(form) for half in (marker[:-1], marker[1:])]
     others = ["{", "}", "[", "]", "(", ")", '"name"', "name", ":", "=", '"f"', "f", ",", ";", "'", "\\", "x", " ", "\n"]
     begun = [form.write("f", '{"a": 1}')[:-1], form.write("f", '{"a": "b"}')]
-    return st.lists(st.sampled_from([*markers_of(form), *halves, *others, *begun]), max_size=16)
+    return st.lists(st.sampled_from([*markers_of(form), *halves, *others, *begun, *UNREADABLE]), max_size=16)
 
 
 @every_form
@@ -166,19 +169,35 @@ def test_an_answer_may_be_cut_off_anywhere(form: ToolForm, data: st.DataObject, 
         assert intended.arguments.startswith(call.arguments)
         assert number == len(calls_of(parts)) or call == intended
     assert not any(isinstance(part, Reasoning) for part in parts)
+    if written.startswith(form.triggers or "\0"):
+        cut_off = parse([written[:end]], form, thought_of(form), tools=tools, is_cut_off=True)
+        assert not any(isinstance(part, Content) for part in cut_off)
 
 
 @every_form
 @given(st.data())
 def test_no_answer_leaks_a_marker_or_depends_on_its_cuts(form: ToolForm, data: st.DataObject) -> None:
     text = "".join(data.draw(words(form)))
-    parts = without_ids(parse([text], form, thought_of(form)))
-    assert without_ids(parse(data.draw(cut(text)), form, thought_of(form))) == parts
+    tools = [Tool("f", {})]
+    parts = without_ids(parse([text], form, thought_of(form), tools=tools))
+    assert without_ids(parse(data.draw(cut(text)), form, thought_of(form), tools=tools)) == parts
     # A text such as "<</think>tool_call>" has a marker only without the one in its middle.
     markers = markers_of(form)
     rest = re.sub(rf"\s*({'|'.join(map(re.escape, sorted(markers, key=len, reverse=True)))})\s*", "", text)
     assume(not any(marker in rest for marker in markers))
     assert not any(marker in part.text for part in parts if isinstance(part, Content) for marker in markers)
+
+
+@every_form
+@given(st.data(), st.sampled_from(UNREADABLE))
+def test_what_cannot_be_read_as_a_call_is_content_however_it_is_cut(
+    form: ToolForm, data: st.DataObject, unreadable: str
+) -> None:
+    assume("name" not in unreadable or "so" not in unreadable)  # a call has begun with its name
+    tools = [Tool("f", {})]
+    for trigger in () if isinstance(form, ChannelForm) else ("", *form.triggers):
+        parts = parse(data.draw(cut(trigger + unreadable)), form, THINK, tools=tools)
+        assert parts == [Content(unreadable)]
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from paceline.services.gateway.answers.form import Thought
 from paceline.services.gateway.answers.forms.hermes import Hermes
 from paceline.services.gateway.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
+from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning, calls_of
 from tests.services.gateway.answers.pieces import CALLS, TEXT, cut, parse
 
 THINK = Thought("<think>", "</think>")
 MARKERS = (THINK.start, THINK.end, *Hermes.markers)
 WORDS = st.sampled_from([*MARKERS, "<", "</", "tool_call>", "{", '"name"', ":", "x", " ", "\n", "[", "]"])
+CALL = '<tool_call>{"name": "f", "arguments": {}}'
+PARTS: list[Part] = [CallBegin(0, "id", "f"), CallArguments(0, "{}")]
 
 
 def plain(text: str) -> str:
@@ -59,6 +61,28 @@ def test_an_answer_without_markers_is_content_as_it_is() -> None:
 def test_an_answer_may_begin_within_reasoning() -> None:
     assert parse([*"so\n</think>\n42"], None, THINK, is_open=True) == [Reasoning("so"), Content("42")]
     assert parse([*"so"], None, THINK, is_open=True) == [Reasoning("so")]
+
+
+@pytest.mark.parametrize(
+    ("text", "by_itself", "cut_off"),
+    [
+        ("a <", [Content("a <")], [Content("a")]),
+        ("<tool_call", [Content("<tool_call")], []),
+        ("<think>abc</thi", [Reasoning("abc</thi")], [Reasoning("abc")]),
+        (f"{CALL}\n</tool_", PARTS, PARTS),
+        (f"{CALL}</tool_call>\n<tool", PARTS, PARTS),
+        (f"{CALL}</tool_call>so <", [*PARTS, Content("so <")], [*PARTS, Content("so")]),
+    ],
+)
+def test_half_a_marker_is_text_only_where_the_model_has_ended_with_it(
+    text: str, by_itself: list[Part], cut_off: list[Part]
+) -> None:
+    assert parse([*text], Hermes(), THINK) == by_itself
+    assert [_stripped(part) for part in parse([*text], Hermes(), THINK, is_cut_off=True)] == cut_off
+
+
+def _stripped(part: Part) -> Part:
+    return Content(part.text.rstrip()) if isinstance(part, Content) else part
 
 
 def test_a_call_that_is_cut_off_keeps_what_came() -> None:

@@ -15,7 +15,7 @@ from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError
 from tests.services.gateway.answers.pieces import JSON_VALUES, TEXT, cut
 
 
-def run(read: Callable[[Reader], Steps[Any]], pieces: list[str]) -> Any:
+def run(read: Callable[[Reader], Steps[Any]], pieces: list[str], is_cut_off: bool = False) -> Any:
     """Return the result of a computation that reads a text in pieces."""
     reader = Reader()
     steps = read(reader)
@@ -24,7 +24,7 @@ def run(read: Callable[[Reader], Steps[Any]], pieces: list[str]) -> Any:
         for piece in pieces:
             reader.feed(piece)
             next(steps)
-        reader.end()
+        reader.end(is_cut_off)
         next(steps)
     except StopIteration as end:
         return end.value
@@ -41,10 +41,14 @@ def test_text_passes_up_to_the_first_marker(data: st.DataObject, before: str, af
 
 
 @pytest.mark.parametrize("end", ["", "<", "<a", "<ab"])
-def test_the_beginning_of_a_marker_is_text_if_the_answer_ends_there(end: str) -> None:
+def test_the_beginning_of_a_marker_is_text_if_the_answer_ends_there_by_itself(end: str) -> None:
     passed: list[str] = []
-    assert run(lambda reader: reader.pass_until(("<abc>",), passed.append), [*("so " + end)]) is None
+    pieces = [*("so " + end)]
+    assert run(lambda reader: reader.pass_until(("<abc>",), passed.append, passed.append), pieces) is None
     assert "".join(passed) == "so " + end
+    passed.clear()
+    assert run(lambda reader: reader.pass_until(("<abc>",), passed.append, passed.append), pieces, True) is None
+    assert "".join(passed) == "so "
 
 
 @given(st.data(), JSON_VALUES, TEXT)

@@ -35,13 +35,13 @@ class Harmony(ChannelForm):
     def read(self, answer: Answer) -> Steps[None]:
         marker = yield from answer.reader.choose((_RECIPIENT,))
         if marker is None:
-            marker = yield from answer.reader.pass_until(self.markers, answer.content)
+            marker = yield from answer.read_content(self.markers)
         while marker is not None:
             answer.end_text()
             if marker in (_RECIPIENT, _START, _CHANNEL):
                 marker = yield from self._read_message(answer, marker)
             else:
-                marker = yield from answer.reader.pass_until(self.markers, answer.content)
+                marker = yield from answer.read_content(self.markers)
 
     def write(self, name: str, arguments: str) -> str:
         return f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}{arguments}<|call|>"
@@ -89,7 +89,7 @@ class Harmony(ChannelForm):
             return (yield from self._read_call(answer, function[1]))
         if _ANALYSIS.search(header):
             return (yield from answer.read_reasoning(self.markers))
-        return (yield from reader.pass_until(self.markers, answer.content))
+        return (yield from answer.read_content(self.markers))
 
     def _read_call(self, answer: Answer, name: str) -> Steps[str | None]:
         """Read a call after its header. Return the marker after it, None at the end. What is no object is content."""
@@ -100,6 +100,6 @@ class Harmony(ChannelForm):
             answer.begin_call(name)("{}")
             return marker
         if (yield from reader.peek()) != "{":
-            return (yield from reader.pass_until(self.markers, answer.content))
+            return (yield from answer.read_content(self.markers))
         yield from reader.pass_json(answer.begin_call(name))
         return (yield from reader.pass_until(self.markers, lambda text: None))

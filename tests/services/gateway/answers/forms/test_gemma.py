@@ -147,6 +147,21 @@ def test_the_grammar_holds_values_to_the_schema(vocabulary: Vocabulary, form: Fu
     assert allowed(vocabulary, form, [find], texts) == texts[: len(good)]
 
 
+def test_an_array_has_as_many_items_as_its_schema_says(vocabulary: Vocabulary) -> None:
+    form = Gemma4()
+    texts = [form.write("find", json.dumps({"a": ["x"] * count})) for count in range(4)]
+    for bounds, counts in (
+        ({"maxItems": 0}, [0]),
+        ({"maxItems": 1}, [0, 1]),
+        ({"minItems": 1, "maxItems": 1}, [1]),
+        ({"minItems": 2, "maxItems": 2}, [2]),
+        ({"minItems": 2}, [2, 3]),
+        ({"minItems": 2, "maxItems": 1}, [2]),
+    ):
+        find = tool({"a": {"type": "array", "items": {"type": "string"}, **bounds}}, ["a"])
+        assert allowed(vocabulary, form, [find], texts) == [texts[count] for count in counts]
+
+
 def test_a_tool_without_properties_takes_any(vocabulary: Vocabulary) -> None:
     texts = [Gemma4().write("stop", json.dumps(arguments)) for arguments in ({}, {"a": 1, "b": ["x"]})]
     closed = Tool("stop", {"type": "object", "additionalProperties": False})
