@@ -285,3 +285,12 @@ async def test_an_expression_for_a_custom_tool_is_enforced_or_refused(agents: St
     tool["format"]["definition"] = r"(?<=a)\1"
     answer = await agents.post("/v1/responses", input="x", tools=[tool])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].parameters")
+
+
+async def test_the_request_id_of_the_body_is_used_or_refused(agents: Stack) -> None:
+    recite(agents, "ok")
+    answer = await agents.post("/v1/responses", input="x", request_id="mine", **SEED)
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["id"].startswith("resp_")
+    refused = await agents.post("/v1/responses", input="x", request_id="two words")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.services.gateway.conftest import Stack, eventually
+from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
 
 
@@ -77,9 +77,11 @@ async def test_an_item_stands_for_itself_by_its_id(agents: Stack) -> None:
     assert caught.value.param == "input[0].id"
 
 
-async def test_responses_belong_to_the_key_that_made_them(agents: Stack) -> None:
-    made = await ask(agents, "x", "ok")
-    other = agents.openai.with_options(api_key="other")
+async def test_responses_belong_to_the_key_that_let_the_request_in(start_stack: StartStack, tmp_path: Path) -> None:
+    stack = await start_stack(response_store=str(tmp_path / "responses.db"), api_key="one,two")
+    # The Authorization of both is the same, and no valid key.
+    mine, other = (stack.openai.with_options(default_headers={"x-api-key": key}) for key in ("one", "two"))
+    made = await mine.responses.create(model="toy", input="x", max_output_tokens=2)
     for foreign in (
         other.responses.retrieve(made.id),
         other.responses.delete(made.id),
@@ -89,7 +91,12 @@ async def test_responses_belong_to_the_key_that_made_them(agents: Stack) -> None
     ):
         with pytest.raises(openai.NotFoundError):
             await foreign
-    assert await agents.openai.responses.retrieve(made.id) == made
+    assert await stack.openai.with_options(api_key="one").responses.retrieve(made.id) == made
+
+
+async def test_without_keys_all_responses_have_one_owner(agents: Stack) -> None:
+    made = await ask(agents, "x", "ok")
+    assert await agents.openai.with_options(api_key="other").responses.retrieve(made.id) == made
 
 
 @pytest.mark.parametrize("options", [{"store": False}, {"response_store": "none"}])
