@@ -21,7 +21,7 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 _COLUMNS = "id, owner, previous_id, status, runner, runner_until, response, input"
-_OLDEST = "SELECT id, size FROM paceline_responses WHERE owner = :owner ORDER BY expires LIMIT 100"
+_OTHERS = "FROM paceline_responses WHERE owner = :owner AND id <> :id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,11 @@ class ResponseStore:
         def put(execute: Execute) -> None:
             texts = json.dumps(record.response), json.dumps(record.input)
             size = sum(map(len, texts))
-            if size > self._max_bytes:
-                message = f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key"
+            if message := self._too_large(size):
                 raise StoreError(message)
             now = time.time()
             execute("DELETE FROM paceline_responses WHERE expires < :now", {"now": now})
-            self._make_room(execute, record.owner, size)
+            self._make_room(execute, record.owner, size, record.id)
             execute(
                 f"INSERT INTO paceline_responses ({_COLUMNS}, expires, size) VALUES (:id, :owner, :previous_id, "
                 ":status, :runner, :runner_until, :response, :input, :expires, :size)",
@@ -119,14 +118,30 @@ class ResponseStore:
         return await self._run(read)
 
     async def finish(self, response: Json) -> bool:
-        """Write the end of a response that runs. Return False if it has ended already or was deleted."""
-        text = json.dumps(response)
-        statement = (
-            "UPDATE paceline_responses SET response = :response, status = :status, runner = '', "
-            "size = size + :more WHERE id = :id AND status = 'in_progress'"
-        )
-        fields = {"response": text, "status": response["status"], "id": response["id"], "more": len(text)}
-        return await self._run(lambda execute: execute(statement, fields)[1] > 0)
+        """Write the end of a response that runs. Others of its owner make room for it. Return False if it has ended
+        already or was deleted.
+
+        If it alone is larger than all responses of an owner may be, it is kept as failed, without its output.
+        """
+
+        def finish(execute: Execute) -> bool:
+            still_runs = "WHERE id = :id AND status = 'in_progress'"
+            rows, _ = execute(f"SELECT owner, input FROM paceline_responses {still_runs}", {"id": response["id"]})
+            if not rows:
+                return False
+            ((owner, items),) = rows
+            ended, text = response, json.dumps(response)
+            if message := self._too_large(size := len(text) + len(items)):
+                error = {"code": "server_error", "message": message}
+                ended = {**response, "status": "failed", "output": [], "error": error, "incomplete_details": None}
+                text = json.dumps(ended)
+                size = len(text) + len(items)
+            self._make_room(execute, owner, size, response["id"])
+            fields = {"id": response["id"], "response": text, "status": ended["status"], "size": size}
+            changes = "response = :response, status = :status, runner = '', size = :size"
+            return execute(f"UPDATE paceline_responses SET {changes} {still_runs}", fields)[1] > 0
+
+        return await self._run(finish)
 
     async def keep_alive(self, runner: str, until: float) -> set[str]:
         """Say that a gateway lives. Return the ids of the responses that it shall compute."""
@@ -160,12 +175,24 @@ class ResponseStore:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
-    def _make_room(self, execute: Execute, owner: str, size: int) -> None:
-        fields: Mapping[str, Any] = {"owner": owner}
-        count = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM paceline_responses WHERE owner = :owner"
-        ((entries, total),), _ = execute(count, fields)
-        while entries and (entries >= self._entries or total + size > self._max_bytes):
-            for evicted, its_size in execute(_OLDEST, fields)[0]:
+    def _too_large(self, size: int) -> str:
+        """Return what to say of a response that is larger than all of an owner may be; "" if it is not."""
+        if size <= self._max_bytes:
+            return ""
+        return f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key"
+
+    def _make_room(self, execute: Execute, owner: str, size: int, response_id: str) -> None:
+        """Delete the oldest responses of an owner until one more, of this size, may be kept. It does not count itself,
+        if it is kept already.
+        """
+        fields: Mapping[str, Any] = {"owner": owner, "id": response_id}
+        ((entries, total),), _ = execute(f"SELECT COUNT(*), COALESCE(SUM(size), 0) {_OTHERS}", fields)
+        while entries >= self._entries or total + size > self._max_bytes:
+            oldest, _ = execute(f"SELECT id, size {_OTHERS} ORDER BY expires LIMIT 100", fields)
+            # Another gateway may have deleted some since they were counted.
+            if not oldest:
+                return
+            for evicted, its_size in oldest:
                 if entries < self._entries and total + size <= self._max_bytes:
                     break
                 execute("DELETE FROM paceline_responses WHERE id = :id", {"id": evicted})
