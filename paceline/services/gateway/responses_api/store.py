@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.responses_api.database import Database, Execute, StoreError
+
+MAX_TURNS = 1000
+"""Largest number of turns of a conversation."""
 
 Json = dict[str, Any]
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _COLUMNS = "id, owner, previous_id, status, runner, runner_until, response, input"
 _OTHERS = "FROM paceline_responses WHERE owner = :owner AND id <> :id"
@@ -96,26 +103,36 @@ class ResponseStore:
 
     async def get(self, response_id: str, owner: str) -> Record | None:
         """Return a response; None if there is none of this id and owner."""
-        return await self._run(lambda execute: _get(execute, response_id, owner))
+        return await self._run(lambda execute: _get(execute, response_id, owner), writes=False)
 
     async def conversation(self, response_id: str, owner: str) -> list[Record]:
         """Return a response and all turns before it, the first one first. All of them count as used.
 
         If a turn is not kept any more, the list begins with the one after it.
+
+        Raises InvalidRequestError if there are more than MAX_TURNS.
         """
 
         def read(execute: Execute) -> list[Record]:
             turns: list[Record] = []
             wanted = response_id
             while wanted and (turn := _get(execute, wanted, owner)) is not None:
+                if len(turns) == MAX_TURNS:
+                    place = "previous_response_id"
+                    message = f"{place}: the conversation has more than {MAX_TURNS} turns; send its items as input"
+                    raise InvalidRequestError(message, place)
                 turns.append(turn)
                 wanted = turn.previous_id
-            expires = {"expires": time.time() + self._seconds}
-            for turn in turns:
-                execute("UPDATE paceline_responses SET expires = :expires WHERE id = :id", {**expires, "id": turn.id})
             return turns[::-1]
 
-        return await self._run(read)
+        turns = await self._run(read, writes=False)
+        if turns:
+            ids = {f"id{number}": turn.id for number, turn in enumerate(turns)}
+            names = ", ".join(f":{name}" for name in ids)
+            statement = f"UPDATE paceline_responses SET expires = :expires WHERE id IN ({names})"
+            fields = {"expires": time.time() + self._seconds, **ids}
+            await self._run(lambda execute: execute(statement, fields))
+        return turns
 
     async def finish(self, response: Json) -> bool:
         """Write the end of a response that runs. Others of its owner make room for it. Return False if it has ended
@@ -165,13 +182,18 @@ class ResponseStore:
         self._thread.submit(self._database.close)
         self._thread.shutdown()
 
-    async def _run(self, work: Callable[[Execute], T]) -> T:
+    async def _run(self, work: Callable[[Execute], T], *, writes: bool = True) -> T:
         def run() -> T:
-            if not self._has_table:
-                _make_table(self._database)
-                self._has_table = True
-            with self._database.transaction() as execute:
-                return work(execute)
+            try:
+                if not self._has_table:
+                    _make_table(self._database)
+                    self._has_table = True
+                with self._database.transaction(writes=writes) as execute:
+                    return work(execute)
+            except StoreError as error:
+                if error.reason:
+                    log.error("the database of responses cannot be used (%s); see --response-store", error.reason)
+                raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
@@ -231,7 +253,7 @@ def _make_table(database: Database) -> None:
 
 def _has_table(database: Database) -> bool:
     try:
-        with database.transaction() as execute:
+        with database.transaction(writes=False) as execute:
             execute("SELECT id FROM paceline_responses WHERE 1 = 0")
     except StoreError:
         return False

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.services.gateway.responses_api import store as store_module
 from paceline.services.gateway.responses_api.database import Execute, Row, SqliteDatabase, StoreError, open_database
 from paceline.services.gateway.responses_api.store import Record, ResponseStore
 
@@ -60,6 +61,26 @@ async def test_a_conversation_is_all_turns_in_their_order(open_store: OpenStore)
         await store.put(record(name, previous))
     assert [turn.id for turn in await store.conversation("c", "me")] == ["a", "b", "c"]
     assert await store.conversation("c", "you") == []
+
+
+async def test_a_conversation_has_a_largest_number_of_turns(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_TURNS", 2)
+    store = open_store()
+    for name, previous in ("a", ""), ("b", "a"), ("c", "b"):
+        await store.put(record(name, previous))
+    assert [turn.id for turn in await store.conversation("b", "me")] == ["a", "b"]
+    with pytest.raises(InvalidRequestError, match="more than 2 turns"):
+        await store.conversation("c", "me")
+
+
+async def test_reading_does_not_wait_for_another_process_that_writes(tmp_path: Path) -> None:
+    store = ResponseStore(SqliteDatabase(tmp_path / "store.db"), entries=3, max_bytes=1000, seconds=100.0)
+    await store.put(record("a"))
+    with SqliteDatabase(tmp_path / "store.db").transaction():
+        assert await names(store, "a") == ["a"]
+    store.close()
 
 
 async def test_responses_that_were_used_longest_ago_make_room(open_store: OpenStore) -> None:

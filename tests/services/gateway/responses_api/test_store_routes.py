@@ -115,7 +115,9 @@ async def test_without_a_store_there_is_no_background(start_agents: StartAgents)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
 
 
-async def test_a_store_that_fails_costs_no_answer(start_agents: StartAgents, tmp_path: Path) -> None:
+async def test_a_store_that_fails_costs_no_answer(
+    start_agents: StartAgents, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "broken.db"
     broken.write_text("no database, but long enough to be taken for one" * 10)
     agents = await start_agents(response_store=str(broken))
@@ -124,6 +126,9 @@ async def test_a_store_that_fails_costs_no_answer(start_agents: StartAgents, tmp
     assert (made["store"], made["status"]) == (False, "completed")
     lost = await agents.http.get(f"/v1/responses/{made['id']}")
     assert (lost.status_code, lost.json()["error"]["type"]) == (503, "service_unavailable")
+    # Where the store is stands in the log alone.
+    assert "broken.db" not in lost.text
+    assert "broken.db: file is not a database" in caplog.text
 
 
 async def test_a_response_in_the_background(agents: Stack) -> None:
