@@ -44,6 +44,8 @@ class Delta:
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    has_open_call: bool = False
+    """Whether the choice has ended within the arguments of a tool call, so that the call cannot be carried out."""
     prompt_scores: list[Token | None] | None = None
     """One entry for each prompt token, None for the first. Set in a choice's first delta, if they were asked for."""
 
@@ -68,6 +70,7 @@ class Delta:
         self.reasoning_tokens += later.reasoning_tokens
         self.tokens += later.tokens
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.has_open_call = later.has_open_call
         self.prompt_scores = self.prompt_scores or later.prompt_scores
 
 
@@ -318,6 +321,7 @@ class Choice:
             delta.text += text
         else:
             delta.add_parts(self._parser.finish(text))
+            delta.has_open_call = self._parser.has_open_call
             self._count_reasoning(delta, self._parser)
         self.has_ended = True
         self.outcome = delta.finish_reason = reason

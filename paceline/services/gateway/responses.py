@@ -208,8 +208,9 @@ class ChatFormat(ResponseFormat):
         return pieces
 
     def _finish_reason(self, delta: Delta) -> str | None:
-        has_calls = delta.index in self._has_calls and delta.finish_reason == "stop"
-        return self._stop_for_calls if has_calls else delta.finish_reason
+        # A stop string may end an answer within a call, which cannot be carried out then.
+        calls = delta.index in self._has_calls and delta.finish_reason == "stop" and not delta.has_open_call
+        return self._stop_for_calls if calls else delta.finish_reason
 
     def _message(self, choice: Delta) -> Json:
         reasoning = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))

@@ -153,6 +153,9 @@ async def test_a_streamed_call_begins_with_its_id_and_name(chat: Chat) -> None:
         (CALL, {"tool_choice": NAMED}, "stop"),
         (CALL, {"max_tokens": 50}, "length"),
         (CALL, {"max_tokens": 50, "tool_choice": NAMED}, "length"),
+        (CALL, {"stop": "<b"}, "stop"),
+        (CALL, {"stop": "</tool_call>"}, "tool_calls"),
+        (f"{CALL}{SECOND}", {"stop": '"arguments": {}'}, "stop"),
         ("so", {}, "stop"),
     ],
 )

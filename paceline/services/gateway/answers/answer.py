@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
@@ -34,6 +35,8 @@ class Answer:
         """Characters of reasoning that have been read, with the white space around them."""
         self._new_call_id = new_call_id
         self._calls = 0
+        self._arguments: list[str] = []
+        """The pieces of the last call's arguments."""
         self._space = ""
         """White space that belongs to the text only if more text follows."""
         self._drops_space = False
@@ -43,6 +46,19 @@ class Answer:
     def call_count(self) -> int:
         """Number of calls that have begun."""
         return self._calls
+
+    @property
+    def ends_within_arguments(self) -> bool:
+        """Whether the last call's arguments are the beginning of JSON text, and not all of it."""
+        if not self._calls:
+            return False
+        try:
+            json.loads("".join(self._arguments), strict=False)
+        except ValueError:
+            return True
+        except RecursionError:
+            return False  # it is nested too deep to be checked
+        return False
 
     def content(self, text: str) -> None:
         """Add content."""
@@ -75,10 +91,13 @@ class Answer:
         self.reader.forget()  # the text of a call that has begun will not be read again
         index = self._calls
         self._calls += 1
+        arguments: list[str] = []
+        self._arguments = arguments
         self.parts.append(CallBegin(index, call_id or self._new_call_id(), name))
 
         def add(text: str) -> None:
             if text:
+                arguments.append(text)
                 self.parts.append(CallArguments(index, text))
 
         return add

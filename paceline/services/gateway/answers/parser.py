@@ -94,6 +94,8 @@ class AnswerParser:
         """Places within the reasoning where tokens begin whose text may belong to the marker at its end."""
         self.reasoning_tokens = 0
         """Tokens that begin within reasoning. Those of its markers do not count."""
+        self.has_open_call = False
+        """Whether the answer has ended within the arguments of a call."""
         self._resume()
 
     def push(self, text: str) -> list[Part]:
@@ -141,8 +143,11 @@ class AnswerParser:
         if self._steps is not None:
             try:
                 next(self._steps)
-            except (StopIteration, EndOfAnswerError):
+            except StopIteration:
                 self._steps = None
+            except EndOfAnswerError:
+                self._steps = None
+                self.has_open_call = self._answer.ends_within_arguments
 
     def _taken(self) -> list[Part]:
         parts, self._answer.parts = self._answer.parts, []
