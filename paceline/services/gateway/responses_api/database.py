@@ -29,7 +29,9 @@ class StoreError(UnavailableError):
         reason: what the database said, for the log. It may name files, hosts and users.
     """
 
-    def __init__(self, message: str = "responses cannot be kept or read now; try again later", reason: str = "") -> None:
+    def __init__(
+        self, message: str = "responses cannot be kept or read now; try again later", reason: str = ""
+    ) -> None:
         super().__init__(message)
         self.reason = reason
 
