@@ -206,7 +206,10 @@ class BodyLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Middleware that requires one of `keys` for all routes but probes and metrics."""
+    """Middleware that requires one of `keys` for all routes but probes and metrics.
+
+    The request's state gets `key_digest`, the hexadecimal digest of the key that was accepted.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -222,8 +225,9 @@ class ApiKeyMiddleware:
         keys = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
         given = [_digest(key.strip()) for key in keys]
         # Compare with all keys, as digests of equal length, so that the time taken reveals nothing.
-        matches = [hmac.compare_digest(one, digest) for one in given for digest in self._digests]
-        if any(matches):
+        matches = [digest for one in given for digest in self._digests if hmac.compare_digest(one, digest)]
+        if matches:
+            scope.setdefault("state", {})["key_digest"] = matches[0].hex()
             await self._app(scope, receive, send)
             return
         message = "a valid API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"

@@ -129,11 +129,13 @@ def _stop_fields(answer: Delta, has_calls: bool) -> Json:
         answer: the whole answer, or its last delta.
         has_calls: whether there are tool calls in the answer.
     """
-    if answer.finish_reason == "length":
+    # Of Anthropic's reasons, this one alone says that an answer was cut off. It also stands for an answer that was
+    # aborted or repeated itself.
+    if answer.finish_reason != "stop":
         return {**_NO_STOP, "stop_reason": "max_tokens"}
     if isinstance(answer.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-    return {**_NO_STOP, "stop_reason": "tool_use" if has_calls else "end_turn"}
+    return {**_NO_STOP, "stop_reason": "tool_use" if has_calls and not answer.has_open_call else "end_turn"}
 
 
 def _usage_fields(usage: Json) -> Json:

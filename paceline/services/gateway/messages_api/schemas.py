@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,21 @@ from paceline.services.gateway.chat_schemas import ReasoningEffort
 from paceline.services.gateway.schemas import NamedRequest, StopString
 
 Json = dict[str, Any]
+
+
+HostedToolKind: TypeAlias = Literal[
+    "server_tool_use",
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "advisor_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "mcp_tool_use",
+    "mcp_tool_result",
+    "container_upload",
+]
 
 
 class TextBlock(Body):
@@ -47,12 +62,20 @@ class MediaBlock(Body):
     type: Literal["image", "document", "search_result", "tool_reference"]
 
 
+class HostedToolBlock(Body):
+    """A call of a tool that Anthropic's servers run, or its result. The model does not see it: it has no such tool."""
+
+    type: HostedToolKind
+
+
 def _of_type(*kinds: str) -> BeforeValidator:
-    """Return a check that a content block is of one of these types. Its error says what this API supports."""
+    """Return a check that a content block is of one of these types, or belongs to a hosted tool. Its error says what
+    this API supports.
+    """
 
     def check(block: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
+        if isinstance(kind, str) and kind not in (*kinds, *get_args(HostedToolKind)):
             message = "content of type {kind} is not supported here; send {kinds}"
             raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80], "kinds": " or ".join(kinds)})
         return block
@@ -74,9 +97,11 @@ class ToolResultBlock(Body):
     is_error: bool | None = None
 
 
-UserBlock: TypeAlias = Annotated[TextBlock | ToolResultBlock, _BY_TYPE, _of_type("text", "tool_result")]
+UserBlock: TypeAlias = Annotated[
+    TextBlock | ToolResultBlock | HostedToolBlock, _BY_TYPE, _of_type("text", "tool_result")
+]
 AssistantBlock: TypeAlias = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | HostedToolBlock,
     _BY_TYPE,
     _of_type("text", "thinking", "redacted_thinking", "tool_use"),
 ]

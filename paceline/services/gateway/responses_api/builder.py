@@ -101,8 +101,10 @@ class ResponseBuilder:
         events = [each for part in parts for each in self._add_part(part)]
         if self._logprobs is not None and parts and not isinstance(parts[-1], Content):
             self._logprobs.drop()
-        if delta.finish_reason == "length":
-            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        if delta.finish_reason not in (None, "stop") or delta.has_open_call:
+            # OpenAI has no reason for an answer that was aborted, repeated itself or ended within a call.
+            details = {"reason": "max_output_tokens"} if delta.finish_reason == "length" else None
+            self.response |= {"status": "incomplete", "incomplete_details": details}
         return self._numbered(events)
 
     def end(self) -> list[Json]:

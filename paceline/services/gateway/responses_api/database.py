@@ -22,7 +22,18 @@ Row = tuple[Any, ...]
 
 
 class StoreError(UnavailableError):
-    """The database cannot be used now."""
+    """Responses cannot be kept or read now.
+
+    Args:
+        message: what the client is told.
+        reason: what the database said, for the log. It may name files, hosts and users.
+    """
+
+    def __init__(
+        self, message: str = "responses cannot be kept or read now; try again later", reason: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Execute(Protocol):
@@ -39,8 +50,12 @@ class Database(ABC):
     """Type of columns with long texts."""
 
     @abstractmethod
-    def transaction(self) -> contextlib.AbstractContextManager[Execute]:
-        """Return a context for statements that take effect together. Raises StoreError."""
+    def transaction(self, *, writes: bool = True) -> contextlib.AbstractContextManager[Execute]:
+        """Return a context for statements that take effect together. Raises StoreError.
+
+        Args:
+            writes: whether statements may change something. One that only reads need not wait for one that writes.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -55,10 +70,10 @@ class SqliteDatabase(Database):
         self._connection: sqlite3.Connection | None = None
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[Execute]:
+    def transaction(self, *, writes: bool = True) -> Iterator[Execute]:
         try:
             connection = self._connection = self._connection or self._connect()
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             try:
                 yield lambda statement, parameters={}: _rows(connection.execute(statement, parameters))
                 connection.execute("COMMIT")
@@ -66,7 +81,7 @@ class SqliteDatabase(Database):
                 connection.execute("ROLLBACK")
                 raise
         except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"responses cannot be kept in {self._path} ({error}); see --response-store") from error
+            raise StoreError(reason=f"{self._path}: {error}") from error
 
     def close(self) -> None:
         if self._connection is not None:
@@ -109,7 +124,7 @@ class AlchemyDatabase(Database):
             self.text = "LONGTEXT"
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[Execute]:
+    def transaction(self, *, writes: bool = True) -> Iterator[Execute]:
         try:
             with self._engine.begin() as connection:
 
@@ -119,8 +134,8 @@ class AlchemyDatabase(Database):
 
                 yield execute
         except self._error as error:
-            reason = str(error).splitlines()[0]
-            raise StoreError(f"the database of responses cannot be used ({reason}); see --response-store") from error
+            # Further lines hold the statement and its values.
+            raise StoreError(reason=str(error).splitlines()[0]) from error
 
     def close(self) -> None:
         self._engine.dispose()

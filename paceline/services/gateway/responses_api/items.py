@@ -7,7 +7,7 @@ import binascii
 import json
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
@@ -168,12 +168,32 @@ class CustomCallItem(Item):
         messages.add_call(self.call_id, self.name, self.namespace, arguments)
 
 
+class MediaPart(Body):
+    """A part of a tool's output that is no text. The model sees a note in its place."""
+
+    type: Literal["input_image", "input_file", "input_audio", "image_url"]
+
+    @property
+    def text(self) -> str:
+        return f"[{self.type}: this model takes text alone]"
+
+
+def _kind_of_part(data: Any) -> str:
+    kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
+    return "media" if isinstance(kind, str) and kind in get_args(MediaPart.model_fields["type"].annotation) else "text"
+
+
+OutputPart = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")], Discriminator(_kind_of_part)
+]
+
+
 class CallOutputItem(Item):
     """What a tool returned."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | list[TextPart] | Json
+    output: str | list[OutputPart] | Json
 
     def add_to(self, messages: Messages) -> None:
         text = self.output

@@ -30,8 +30,8 @@ _CLIENT_FIELDS = {
     "reasoning_effort": "reasoning.effort",
 }
 """Names of a chat's fields, and the names of the same fields of a response."""
-_CHAT_FIELD = re.compile(rf"(?<!these )\b(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
-_FUNCTION = re.compile(r"(tools\[\d+\])\.function")
+_CHAT_FIELD = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
 
 
 def plan_response(
@@ -96,7 +96,9 @@ def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[In
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        place = _in_client_fields(str(first["loc"][0])) if first["loc"] else None
+        if not first["loc"]:
+            raise ApiError(400, _in_client_fields(first["msg"])) from error
+        place = _in_client_fields(str(first["loc"][0]))
         raise ApiError(400, f"{place}: {first['msg']}", param=place) from error
 
 
@@ -125,4 +127,11 @@ def _is_system(item: InputItem) -> bool:
 
 
 def _in_client_fields(text: str) -> str:
-    return _FUNCTION.sub(r"\1", _CHAT_FIELD.sub(lambda found: _CLIENT_FIELDS[found[0]], text))
+    """Return a text with the name of a response's field at its beginning, if it begins with a chat's field.
+
+    Other words stay, because they may be the client's own.
+    """
+    if found := _FUNCTION.match(text):
+        return found[1] + text[found.end() :]
+    found = _CHAT_FIELD.match(text)
+    return _CLIENT_FIELDS[found[0]] + text[found.end() :] if found else text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
@@ -21,7 +20,7 @@ from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
 from paceline.services.gateway.plan import Plan
-from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, start
+from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
 from paceline.services.gateway.responses_api.bodies import (
     DeletedResponse,
@@ -75,6 +74,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
     @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
+        choose_id(body.request_id, request)
         if body.background and runs is None:
             message = "background: this server keeps no responses; start it with --response-store"
             raise ApiError(400, message, param="background")
@@ -238,10 +238,8 @@ def _open_store(config: GatewayConfig) -> ResponseStore | None:
 
 
 def _owner(request: Request) -> str:
-    """Return the digest of the client's API key."""
-    _, _, key = request.headers.get("authorization", "").partition(" ")
-    key = key.strip() or request.headers.get("x-api-key", "")
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    """Return the digest of the API key that let the request in; "" if the gateway needs none."""
+    return str(getattr(request.state, "key_digest", ""))
 
 
 def _response_id(request: Request) -> str:

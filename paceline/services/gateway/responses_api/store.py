@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.responses_api.database import Database, Execute, StoreError
+
+MAX_TURNS = 1000
+"""Largest number of turns of a conversation."""
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 _COLUMNS = "id, owner, previous_id, status, runner, runner_until, response, input"
-_OLDEST = "SELECT id, size FROM paceline_responses WHERE owner = :owner ORDER BY expires LIMIT 100"
+_OTHERS = "FROM paceline_responses WHERE owner = :owner AND id <> :id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +81,11 @@ class ResponseStore:
         def put(execute: Execute) -> None:
             texts = json.dumps(record.response), json.dumps(record.input)
             size = sum(map(len, texts))
-            if size > self._max_bytes:
-                message = f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key"
+            if message := self._too_large(size):
                 raise StoreError(message)
             now = time.time()
             execute("DELETE FROM paceline_responses WHERE expires < :now", {"now": now})
-            self._make_room(execute, record.owner, size)
+            self._make_room(execute, record.owner, size, record.id)
             execute(
                 f"INSERT INTO paceline_responses ({_COLUMNS}, expires, size) VALUES (:id, :owner, :previous_id, "
                 ":status, :runner, :runner_until, :response, :input, :expires, :size)",
@@ -97,36 +103,62 @@ class ResponseStore:
 
     async def get(self, response_id: str, owner: str) -> Record | None:
         """Return a response; None if there is none of this id and owner."""
-        return await self._run(lambda execute: _get(execute, response_id, owner))
+        return await self._run(lambda execute: _get(execute, response_id, owner), writes=False)
 
     async def conversation(self, response_id: str, owner: str) -> list[Record]:
         """Return a response and all turns before it, the first one first. All of them count as used.
 
         If a turn is not kept any more, the list begins with the one after it.
+
+        Raises InvalidRequestError if there are more than MAX_TURNS.
         """
 
         def read(execute: Execute) -> list[Record]:
             turns: list[Record] = []
             wanted = response_id
             while wanted and (turn := _get(execute, wanted, owner)) is not None:
+                if len(turns) == MAX_TURNS:
+                    place = "previous_response_id"
+                    message = f"{place}: the conversation has more than {MAX_TURNS} turns; send its items as input"
+                    raise InvalidRequestError(message, place)
                 turns.append(turn)
                 wanted = turn.previous_id
-            expires = {"expires": time.time() + self._seconds}
-            for turn in turns:
-                execute("UPDATE paceline_responses SET expires = :expires WHERE id = :id", {**expires, "id": turn.id})
             return turns[::-1]
 
-        return await self._run(read)
+        turns = await self._run(read, writes=False)
+        if turns:
+            ids = {f"id{number}": turn.id for number, turn in enumerate(turns)}
+            names = ", ".join(f":{name}" for name in ids)
+            statement = f"UPDATE paceline_responses SET expires = :expires WHERE id IN ({names})"
+            fields = {"expires": time.time() + self._seconds, **ids}
+            await self._run(lambda execute: execute(statement, fields))
+        return turns
 
     async def finish(self, response: Json) -> bool:
-        """Write the end of a response that runs. Return False if it has ended already or was deleted."""
-        text = json.dumps(response)
-        statement = (
-            "UPDATE paceline_responses SET response = :response, status = :status, runner = '', "
-            "size = size + :more WHERE id = :id AND status = 'in_progress'"
-        )
-        fields = {"response": text, "status": response["status"], "id": response["id"], "more": len(text)}
-        return await self._run(lambda execute: execute(statement, fields)[1] > 0)
+        """Write the end of a response that runs. Others of its owner make room for it. Return False if it has ended
+        already or was deleted.
+
+        If it alone is larger than all responses of an owner may be, it is kept as failed, without its output.
+        """
+
+        def finish(execute: Execute) -> bool:
+            still_runs = "WHERE id = :id AND status = 'in_progress'"
+            rows, _ = execute(f"SELECT owner, input FROM paceline_responses {still_runs}", {"id": response["id"]})
+            if not rows:
+                return False
+            ((owner, items),) = rows
+            ended, text = response, json.dumps(response)
+            if message := self._too_large(size := len(text) + len(items)):
+                error = {"code": "server_error", "message": message}
+                ended = {**response, "status": "failed", "output": [], "error": error, "incomplete_details": None}
+                text = json.dumps(ended)
+                size = len(text) + len(items)
+            self._make_room(execute, owner, size, response["id"])
+            fields = {"id": response["id"], "response": text, "status": ended["status"], "size": size}
+            changes = "response = :response, status = :status, runner = '', size = :size"
+            return execute(f"UPDATE paceline_responses SET {changes} {still_runs}", fields)[1] > 0
+
+        return await self._run(finish)
 
     async def keep_alive(self, runner: str, until: float) -> set[str]:
         """Say that a gateway lives. Return the ids of the responses that it shall compute."""
@@ -150,22 +182,39 @@ class ResponseStore:
         self._thread.submit(self._database.close)
         self._thread.shutdown()
 
-    async def _run(self, work: Callable[[Execute], T]) -> T:
+    async def _run(self, work: Callable[[Execute], T], *, writes: bool = True) -> T:
         def run() -> T:
-            if not self._has_table:
-                _make_table(self._database)
-                self._has_table = True
-            with self._database.transaction() as execute:
-                return work(execute)
+            try:
+                if not self._has_table:
+                    _make_table(self._database)
+                    self._has_table = True
+                with self._database.transaction(writes=writes) as execute:
+                    return work(execute)
+            except StoreError as error:
+                if error.reason:
+                    log.error("the database of responses cannot be used (%s); see --response-store", error.reason)
+                raise
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
-    def _make_room(self, execute: Execute, owner: str, size: int) -> None:
-        fields: Mapping[str, Any] = {"owner": owner}
-        count = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM paceline_responses WHERE owner = :owner"
-        ((entries, total),), _ = execute(count, fields)
-        while entries and (entries >= self._entries or total + size > self._max_bytes):
-            for evicted, its_size in execute(_OLDEST, fields)[0]:
+    def _too_large(self, size: int) -> str:
+        """Return what to say of a response that is larger than all of an owner may be; "" if it is not."""
+        if size <= self._max_bytes:
+            return ""
+        return f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key"
+
+    def _make_room(self, execute: Execute, owner: str, size: int, response_id: str) -> None:
+        """Delete the oldest responses of an owner until one more, of this size, may be kept. It does not count itself,
+        if it is kept already.
+        """
+        fields: Mapping[str, Any] = {"owner": owner, "id": response_id}
+        ((entries, total),), _ = execute(f"SELECT COUNT(*), COALESCE(SUM(size), 0) {_OTHERS}", fields)
+        while entries >= self._entries or total + size > self._max_bytes:
+            oldest, _ = execute(f"SELECT id, size {_OTHERS} ORDER BY expires LIMIT 100", fields)
+            # Another gateway may have deleted some since they were counted.
+            if not oldest:
+                return
+            for evicted, its_size in oldest:
                 if entries < self._entries and total + size <= self._max_bytes:
                     break
                 execute("DELETE FROM paceline_responses WHERE id = :id", {"id": evicted})
@@ -204,7 +253,7 @@ def _make_table(database: Database) -> None:
 
 def _has_table(database: Database) -> bool:
     try:
-        with database.transaction() as execute:
+        with database.transaction(writes=False) as execute:
             execute("SELECT id FROM paceline_responses WHERE 1 = 0")
     except StoreError:
         return False

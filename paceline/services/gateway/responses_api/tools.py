@@ -171,8 +171,8 @@ class CustomInput:
 
     _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
     _TEXT = re.compile(r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
-    _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
-    """The first half of a character, whose second half follows."""
+    _HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})$")
+    """The first half of a character, whose second half follows. The backslashes before it stand for themselves."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -194,13 +194,14 @@ class CustomInput:
         end = found.end()
         self._has_ended = self._rest.startswith('"', end)
         if not self._has_ended and (half := self._HALF.search(self._rest, 0, end)):
-            end = half.start()
+            end = half.start(1)
         text, self._rest = self._rest[:end], self._rest[end:]
         return _decoded(text)
 
     def finish(self) -> str:
-        """Return the text that was held back: all arguments, if they are no such object."""
-        return "" if self._has_begun else self._rest
+        """Return the text that was held back: all arguments, if they are no such object, not even its beginning."""
+        may_begin = '{"input":"'.startswith("".join(self._rest.split()))
+        return "" if self._has_begun or may_begin else self._rest
 
 
 def _decoded(text: str) -> str:

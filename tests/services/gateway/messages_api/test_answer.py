@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,3 +138,19 @@ def test_omitted_thinking_leaves_its_block() -> None:
         {"type": "thinking", "thinking": "", "signature": ""},
         {"type": "text", "text": "x"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ({"finish_reason": "stop"}, "tool_use"),
+        ({"finish_reason": "stop", "stop_reason": "x"}, "stop_sequence"),
+        ({"finish_reason": "stop", "has_open_call": True}, "end_turn"),
+        ({"finish_reason": "length"}, "max_tokens"),
+        ({"finish_reason": "abort"}, "max_tokens"),
+        ({"finish_reason": "repetition"}, "max_tokens"),
+    ],
+)
+def test_only_a_whole_call_is_to_be_carried_out(end: dict[str, Any], expected: str) -> None:
+    delta = Delta(0, parts=[CallBegin(0, "id", "f"), CallArguments(0, "{}")], **end)
+    assert FORM.whole([delta], USAGE)["stop_reason"] == expected

@@ -116,3 +116,10 @@ def test_budgets_are_for_models_that_reason(thinking: Any, budget: int | None) -
     reasons = AnswerForms(thought=Thought("<think>", "</think>"))
     assert chat_request(body, reasons).thinking_token_budget == budget
     assert chat_request(body, AnswerForms()).thinking_token_budget is None
+
+
+def test_calls_of_hosted_tools_are_left_out() -> None:
+    use = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+    result = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    answer = {"role": "assistant", "content": [use, result, text("found")]}
+    assert messages(USER, answer, USER) == [USER, {"role": "assistant", "content": "found"}, USER]

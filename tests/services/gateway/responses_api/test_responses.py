@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from tests.services.gateway.conftest import Stack
+from paceline.services.gateway.responses_api import planning
+from tests.services.gateway.conftest import Stack, eventually
 from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
 
 Json = dict[str, Any]
@@ -285,3 +287,55 @@ async def test_an_expression_for_a_custom_tool_is_enforced_or_refused(agents: St
     tool["format"]["definition"] = r"(?<=a)\1"
     answer = await agents.post("/v1/responses", input="x", tools=[tool])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].parameters")
+
+
+async def test_a_call_that_a_stop_string_cuts_off_is_incomplete(agents: Stack) -> None:
+    extra = {**SEED, "stop": ["STOP"]}
+    response = await ask(agents, "x", call("find", text="a STOP b"), tools=[FIND], extra_body=extra)  # type: ignore[list-item]
+    assert (response.status, response.incomplete_details) == ("incomplete", None)
+    assert (response.output[0].type, response.output[0].status) == ("function_call", "incomplete")
+
+
+async def test_an_answer_that_repeats_itself_or_is_aborted_is_incomplete(agents: Stack) -> None:
+    wanted = {"max_pattern_size": 2, "min_count": 5}
+    looping = await ask(agents, "x", "ab" * 50, extra_body={"repetition_detection": wanted})
+    assert (looping.status, looping.incomplete_details) == ("incomplete", None)
+    agents.pause_decode(2)
+    running = asyncio.create_task(ask(agents, "x", "abcdef", extra_body={"request_id": "r"}))
+    await eventually(lambda: len(agents.workers["decode-0"].calls) == 2)
+    await agents.post("/abort_requests", request_ids=["r"])
+    assert (await running).status == "incomplete"
+
+
+def test_only_the_name_of_a_field_at_the_beginning_of_an_error_is_translated() -> None:
+    texts = {
+        "messages: no message": "input: no message",
+        "tools[0].function.parameters: messages": "tools[0].parameters: messages",
+        "tools: 'messages' is there twice": "tools: 'messages' is there twice",
+        "messages_of: x": "messages_of: x",
+    }
+    assert {text: planning._in_client_fields(text) for text in texts} == texts
+
+
+async def test_a_tool_s_output_that_is_no_text_becomes_a_note(agents: Stack) -> None:
+    output = [{"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": "data:image/png;base64,A"}]
+    made = {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"}
+    items: Any = [
+        {"role": "user", "content": "x"},
+        made,
+        {"type": made["type"] + "_output", "call_id": "c", "output": output},
+    ]
+    first = await ask(agents, items, "ok")
+    note = "<|tool|>seen\n[input_image: this model takes text alone]<|assistant|>"
+    assert prompt_of(agents).endswith(note)
+    await ask(agents, "y", "ok", previous_response_id=first.id)
+    assert f"{note}ok<|user|>y" in prompt_of(agents)
+
+
+async def test_the_request_id_of_the_body_is_used_or_refused(agents: Stack) -> None:
+    recite(agents, "ok")
+    answer = await agents.post("/v1/responses", input="x", request_id="mine", **SEED)
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["id"].startswith("resp_")
+    refused = await agents.post("/v1/responses", input="x", request_id="two words")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
-from paceline.services.gateway.responses_api.database import StoreError, open_database
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.services.gateway.responses_api import store as store_module
+from paceline.services.gateway.responses_api.database import Execute, Row, SqliteDatabase, StoreError, open_database
 from paceline.services.gateway.responses_api.store import Record, ResponseStore
 
 OpenStore = Callable[..., ResponseStore]
@@ -62,6 +63,26 @@ async def test_a_conversation_is_all_turns_in_their_order(open_store: OpenStore)
     assert await store.conversation("c", "you") == []
 
 
+async def test_a_conversation_has_a_largest_number_of_turns(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_TURNS", 2)
+    store = open_store()
+    for name, previous in ("a", ""), ("b", "a"), ("c", "b"):
+        await store.put(record(name, previous))
+    assert [turn.id for turn in await store.conversation("b", "me")] == ["a", "b"]
+    with pytest.raises(InvalidRequestError, match="more than 2 turns"):
+        await store.conversation("c", "me")
+
+
+async def test_reading_does_not_wait_for_another_process_that_writes(tmp_path: Path) -> None:
+    store = ResponseStore(SqliteDatabase(tmp_path / "store.db"), entries=3, max_bytes=1000, seconds=100.0)
+    await store.put(record("a"))
+    with SqliteDatabase(tmp_path / "store.db").transaction():
+        assert await names(store, "a") == ["a"]
+    store.close()
+
+
 async def test_responses_that_were_used_longest_ago_make_room(open_store: OpenStore) -> None:
     store = open_store(entries=3)
     await store.put(record("foreign", owner="you"))
@@ -101,6 +122,49 @@ async def test_only_the_first_end_of_a_response_counts(open_store: OpenStore) ->
     assert kept
     assert (kept.status, kept.runner_until) == (ends[results.index(True)]["status"], 7.0)
     assert await one.keep_alive("gateway", 8.0) == set()
+
+
+async def test_the_end_of_a_response_counts_with_its_own_size(open_store: OpenStore) -> None:
+    store = open_store(max_bytes=1000)
+    await store.put(record("a", text="x" * 300))
+    await store.put(record("b", status="in_progress", text="x" * 400))
+    # Only the new text counts: both together are within the limit.
+    assert await store.finish(record("b", text="x" * 400).response)
+    assert await names(store, "a", "b") == ["a", "b"]
+    await store.put(record("c", status="in_progress"))
+    assert await store.finish(record("c", text="x" * 500).response)
+    assert await names(store, "a", "b", "c") == ["c"]
+
+
+async def test_a_response_whose_end_is_too_large_has_failed(open_store: OpenStore) -> None:
+    store = open_store(max_bytes=1000)
+    await store.put(record("a", status="in_progress"))
+    assert await store.finish({**record("a").response, "output": ["x" * 1000]})
+    kept = await store.get("a", "me")
+    assert kept
+    assert (kept.status, kept.response["output"]) == ("failed", [])
+    assert "only 1000" in kept.response["error"]["message"]
+
+
+async def test_making_room_ends_if_another_gateway_has_deleted_the_rest(tmp_path: Path) -> None:
+    class Emptied(SqliteDatabase):
+        """A database that counts responses which are gone when they are listed."""
+
+        @contextlib.contextmanager
+        def transaction(self, **options: Any) -> Iterator[Execute]:
+            with super().transaction(**options) as execute:
+
+                def changed(statement: str, parameters: Mapping[str, Any] = {}) -> tuple[list[Row], int]:
+                    if statement.startswith("SELECT COUNT"):
+                        return [(7, 7000)], 0
+                    return execute(statement, parameters)
+
+                yield changed
+
+    store = ResponseStore(Emptied(tmp_path / "store.db"), entries=3, max_bytes=1000, seconds=100.0)
+    await store.put(record("a"))
+    assert await names(store, "a") == ["a"]
+    store.close()
 
 
 @pytest.mark.parametrize("url", ["made_up://host/name", "sqlite+made_up:///x"])

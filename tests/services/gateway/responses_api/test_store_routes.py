@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.services.gateway.conftest import Stack, eventually
+from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
 
 
@@ -77,9 +77,11 @@ async def test_an_item_stands_for_itself_by_its_id(agents: Stack) -> None:
     assert caught.value.param == "input[0].id"
 
 
-async def test_responses_belong_to_the_key_that_made_them(agents: Stack) -> None:
-    made = await ask(agents, "x", "ok")
-    other = agents.openai.with_options(api_key="other")
+async def test_responses_belong_to_the_key_that_let_the_request_in(start_stack: StartStack, tmp_path: Path) -> None:
+    stack = await start_stack(response_store=str(tmp_path / "responses.db"), api_key="one,two")
+    # The Authorization of both is the same, and no valid key.
+    mine, other = (stack.openai.with_options(default_headers={"x-api-key": key}) for key in ("one", "two"))
+    made = await mine.responses.create(model="toy", input="x", max_output_tokens=2)
     for foreign in (
         other.responses.retrieve(made.id),
         other.responses.delete(made.id),
@@ -89,7 +91,12 @@ async def test_responses_belong_to_the_key_that_made_them(agents: Stack) -> None
     ):
         with pytest.raises(openai.NotFoundError):
             await foreign
-    assert await agents.openai.responses.retrieve(made.id) == made
+    assert await stack.openai.with_options(api_key="one").responses.retrieve(made.id) == made
+
+
+async def test_without_keys_all_responses_have_one_owner(agents: Stack) -> None:
+    made = await ask(agents, "x", "ok")
+    assert await agents.openai.with_options(api_key="other").responses.retrieve(made.id) == made
 
 
 @pytest.mark.parametrize("options", [{"store": False}, {"response_store": "none"}])
@@ -108,7 +115,9 @@ async def test_without_a_store_there_is_no_background(start_agents: StartAgents)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
 
 
-async def test_a_store_that_fails_costs_no_answer(start_agents: StartAgents, tmp_path: Path) -> None:
+async def test_a_store_that_fails_costs_no_answer(
+    start_agents: StartAgents, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "broken.db"
     broken.write_text("no database, but long enough to be taken for one" * 10)
     agents = await start_agents(response_store=str(broken))
@@ -117,6 +126,9 @@ async def test_a_store_that_fails_costs_no_answer(start_agents: StartAgents, tmp
     assert (made["store"], made["status"]) == (False, "completed")
     lost = await agents.http.get(f"/v1/responses/{made['id']}")
     assert (lost.status_code, lost.json()["error"]["type"]) == (503, "service_unavailable")
+    # Where the store is stands in the log alone.
+    assert "broken.db" not in lost.text
+    assert "broken.db: file is not a database" in caplog.text
 
 
 async def test_a_response_in_the_background(agents: Stack) -> None:
