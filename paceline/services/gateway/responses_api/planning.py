@@ -30,7 +30,7 @@ _CLIENT_FIELDS = {
     "reasoning_effort": "reasoning.effort",
 }
 """Names of a chat's fields, and the names of the same fields of a response."""
-_CHAT_FIELD = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
+_CHAT_FIELD = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
 _FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
 
 
@@ -60,7 +60,10 @@ def plan_response(
     try:
         return plan(items) if request.truncation == "disabled" else _plan_what_fits(items, plan)
     except InvalidRequestError as error:
-        error.args = (_in_client_fields(str(error)),)
+        text = str(error)
+        # This error has no words of the client's, so that all names in it are ours.
+        is_own = isinstance(error, ContextLengthError)
+        error.args = (_CHAT_FIELD.sub(_client_field, text) if is_own else _in_client_fields(text),)
         error.param = error.param and _in_client_fields(error.param)
         raise
 
@@ -134,4 +137,8 @@ def _in_client_fields(text: str) -> str:
     if found := _FUNCTION.match(text):
         return found[1] + text[found.end() :]
     found = _CHAT_FIELD.match(text)
-    return _CLIENT_FIELDS[found[0]] + text[found.end() :] if found else text
+    return _client_field(found) + text[found.end() :] if found else text
+
+
+def _client_field(found: re.Match[str]) -> str:
+    return _CLIENT_FIELDS[found[0]]
