@@ -207,6 +207,14 @@ async def test_reasoning_that_is_cut_off_is_counted_as_it_came(chat: Chat) -> No
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
 
 
+async def test_half_a_marker_is_text_only_in_an_answer_that_ended_by_itself(chat: Chat) -> None:
+    body = await chat.whole("<think>abc</think>", max_tokens=15)
+    assert body["choices"][0]["message"]["reasoning"] == "abc"
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+    for fields, content in (({}, "a <"), ({"max_tokens": 3}, "a ")):
+        assert (await chat.whole("a <", **fields))["choices"][0]["message"]["content"] == content
+
+
 async def test_effort_switches_the_template(chat: Chat) -> None:
     for fields, thinks in (
         ({}, True),
