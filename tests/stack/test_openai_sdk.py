@@ -127,7 +127,7 @@ def test_min_tokens_and_logit_bias_reach_the_sampler(client: OpenAI) -> None:
         ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+        ({"tools": [{"type": "function", "function": {}}]}, openai.BadRequestError, "tools[0].function.name"),
         ({"logit_bias": {"999999": 1}}, openai.BadRequestError, "logit_bias"),
     ],
 )
