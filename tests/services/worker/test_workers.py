@@ -153,12 +153,15 @@ async def test_drafts_for_a_hybrid_change_no_token_whatever_happens_to_its_block
     # Room for two or three of the requests at a time.
     memory = {"kv_memory": (32 if method == "draft_model" else 16) * 40960, "max_model_len": 448}
     async with start_host(target, **memory, max_batched_tokens=32, speculative_config=json.dumps(config)) as host:
-        answers = await asyncio.gather(*(eventually(host, prompt, 140) for prompt in firsts))
-        answers += await asyncio.gather(*(eventually(host, prompt, 140) for prompt in seconds))
-        assert answers == expected
         stats = host.decode.worker.engine.stats
-        assert 0 < stats.accepted_tokens < stats.draft_tokens
+        for _ in range(10):
+            answers = await asyncio.gather(*(eventually(host, prompt, 140) for prompt in firsts))
+            answers += await asyncio.gather(*(eventually(host, prompt, 140) for prompt in seconds))
+            assert answers == expected
+            if stats.preemptions > 0:
+                break  # on a busy machine requests may come one after the other, so that none has to be preempted
         assert stats.preemptions > 0
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
         # A later turn reads blocks that were computed with drafts.
         await host.generate(firsts[0], 140)
         again = await host.generate(seconds[0], 140)
