@@ -10,7 +10,9 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +38,13 @@ class Other:
         self.source = source
 
     def signal(self, number: int) -> None:
+        """Send a signal. After SIGSTOP, wait until the process stands still, which takes a while on a busy machine."""
         self.process.send_signal(number)
+        while number == signal.SIGSTOP and self._state() not in "TZ":
+            time.sleep(0.005)
+
+    def _state(self) -> str:
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
 
     async def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
