@@ -76,7 +76,7 @@ class ConstrainedLoop(Loop):
             self.engine.add(self._request(key, ask))
         left = set(answers)
         while left:
-            event = self._events.get(timeout=30)
+            event = self._events.get(timeout=120)
             assert not self._failures
             if isinstance(event, Sampled):
                 answer = answers[event.key]

@@ -151,7 +151,7 @@ class Loop:
     def run_one(self, request: Request) -> None:
         """Run a request to its end, and stop the engine."""
         self.engine.add(request)
-        while not isinstance(event := self._events.get(timeout=30), Sampled) or not (
+        while not isinstance(event := self._events.get(timeout=120), Sampled) or not (
             event.reason or request.only_first_token
         ):
             assert not self._failures
@@ -169,7 +169,7 @@ class Loop:
             self.engine.add(Request(key, Context(prompt), len(prompt), sampling, self.layout, tables))
         left = set(outputs)
         while left:
-            event = self._events.get(timeout=30)
+            event = self._events.get(timeout=120)
             assert not self._failures
             if isinstance(event, Sampled):
                 outputs[event.key].append(event.token)

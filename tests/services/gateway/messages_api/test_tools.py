@@ -64,7 +64,7 @@ async def test_the_choice_among_tools(desk: Desk) -> None:
         await desk.ask(tools=[LOOK, FIND], tool_choice=choice)
         rules = dict(line.split(": ", 1) for line in desk.constraint.splitlines() if ": " in line)
         names = {name for name in ("look", "find") if f'\\"{name}\\"' in rules["calls"]}
-        return "PLAIN" in rules["body"], names, "*" in rules["body"]
+        return "plain" in rules["body"], names, "*" in rules["body"]
 
     assert await rules(type="auto") == (True, {"look", "find"}, True)
     assert await rules(type="auto", disable_parallel_tool_use=True) == (True, {"look", "find"}, False)
