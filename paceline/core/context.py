@@ -7,9 +7,11 @@ A block of a group is named by the link at its end.
     root ──▶ link 0 (tokens 0-15) ──▶ link 1 (tokens 16-31) ──▶ …
 
 `ContextRoot` has everything that all tokens depend on: the KV layout, which includes the model, and the cache salt; in
-the future perhaps an adapter's digest. If the KV of single tokens ever depends on more than their ids, such as on an
-image, `Context._grow` has to hash it into the links of these tokens. An absent part must not change the hash, because
-cached blocks outlive a release.
+the future perhaps an adapter's digest. The KV of an image's tokens depends on the image, so the links of these tokens
+also hash its digest and the place of the link within it. An absent part must not change the hash, because cached blocks
+outlive a release.
+
+An encoding is a context, too: its root has the digest of the encoder's input, and its tokens have no ids.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.kv_layout import BASE_TOKENS, KVGroup, KVLayout
+from paceline.core.media import MediaSpan
 
 HASH_BYTES = 16
 
@@ -32,9 +35,12 @@ class ContextRoot:
     """Fingerprint of the KV layout: model, weights, dtype and shapes."""
     cache_salt: str = ""
     """Contexts with different salts share no block."""
+    encoding: bytes = b""
+    """Digest of an encoder's input if the blocks have its encoding rather than KV."""
 
     def digest(self) -> bytes:
-        return _hash(repr((self.layout, self.cache_salt)).encode())
+        parts = (self.layout, self.cache_salt, self.encoding) if self.encoding else (self.layout, self.cache_salt)
+        return _hash(repr(parts).encode())
 
 
 class Context:
@@ -45,12 +51,21 @@ class Context:
 
     Args:
         token_ids: the tokens so far. The list is copied.
-        cache_salt: see `ContextRoot`.
+        cache_salt, encoding: see `ContextRoot`.
+        media: runs of placeholder tokens, in order and apart from each other.
     """
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str = "",
+        media: Sequence[MediaSpan] = (),
+        encoding: bytes = b"",
+    ) -> None:
         self.token_ids = list(token_ids)
+        self.media = tuple(media)
         self._cache_salt = cache_salt
+        self._encoding = encoding
         self._links: dict[str, list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -71,7 +86,7 @@ class Context:
         """Return the name of the first `length` tokens: a hash of all of them. It is a link if it ends on one."""
         count, rest = divmod(length, BASE_TOKENS)
         parent = self.links(layout)[count - 1] if count else self._root(layout)
-        return _link(parent, self.token_ids[length - rest : length]) if rest else parent
+        return self._link(parent, length - rest, length) if rest else parent
 
     def block_name(self, layout: KVLayout, group: int, block: int, length: int) -> bytes:
         """Return the name of a block's content while only the first `length` tokens of the context are computed.
@@ -83,13 +98,19 @@ class Context:
         return self.name(layout.fingerprint, min(end, length))
 
     def _root(self, layout: str) -> bytes:
-        return ContextRoot(layout, self._cache_salt).digest()
+        return ContextRoot(layout, self._cache_salt, self._encoding).digest()
 
     def _grow(self, layout: str, links: list[bytes]) -> None:
         parent = links[-1] if links else self._root(layout)
         for start in range(len(links) * BASE_TOKENS, len(self.token_ids) - BASE_TOKENS + 1, BASE_TOKENS):
-            parent = _link(parent, self.token_ids[start : start + BASE_TOKENS])
+            parent = self._link(parent, start, start + BASE_TOKENS)
             links.append(parent)
+
+    def _link(self, parent: bytes, start: int, end: int) -> bytes:
+        """Return the hash of tokens [start, end) and everything before them."""
+        seen = [(span.digest, span.start - start) for span in self.media if span.start < end and start < span.end]
+        ids = struct.pack(f"<{end - start}I", *self.token_ids[start:end])
+        return _hash(parent + ids + b"".join(digest + struct.pack("<i", place) for digest, place in seen))
 
 
 def full_block_names(group: KVGroup, links: Sequence[bytes], length: int) -> Sequence[bytes]:
@@ -100,10 +121,6 @@ def full_block_names(group: KVGroup, links: Sequence[bytes], length: int) -> Seq
     """
     stride = group.block_tokens // BASE_TOKENS
     return links[stride - 1 : length // BASE_TOKENS : stride]
-
-
-def _link(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    return _hash(parent + struct.pack(f"<{len(token_ids)}I", *token_ids))
 
 
 def _hash(data: bytes) -> bytes:

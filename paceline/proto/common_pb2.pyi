@@ -59,6 +59,8 @@ class _WorkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkKind.Val
     """Generate tokens that continue the context, by Prefill.Run and Decode.Generate."""
     WORK_KIND_SCORE: _WorkKind.ValueType  # 2
     """Compute logprobs of the prompt's tokens and no new token, by Compute.Run."""
+    WORK_KIND_ENCODE: _WorkKind.ValueType  # 3
+    """Compute the encoding of an image, a frame or audio, by Compute.Run."""
 
 class WorkKind(_WorkKind, metaclass=_WorkKindEnumTypeWrapper):
     """What a worker does with a context. It decides which worker and which RPC method is used."""
@@ -68,7 +70,28 @@ WORK_KIND_GENERATE: WorkKind.ValueType  # 1
 """Generate tokens that continue the context, by Prefill.Run and Decode.Generate."""
 WORK_KIND_SCORE: WorkKind.ValueType  # 2
 """Compute logprobs of the prompt's tokens and no new token, by Compute.Run."""
+WORK_KIND_ENCODE: WorkKind.ValueType  # 3
+"""Compute the encoding of an image, a frame or audio, by Compute.Run."""
 Global___WorkKind: _TypeAlias = WorkKind  # noqa: Y015
+
+class _MediaKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MediaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MediaKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEDIA_KIND_UNKNOWN: _MediaKind.ValueType  # 0
+    MEDIA_KIND_IMAGE: _MediaKind.ValueType  # 1
+    MEDIA_KIND_VIDEO_FRAME: _MediaKind.ValueType  # 2
+    MEDIA_KIND_AUDIO: _MediaKind.ValueType  # 3
+
+class MediaKind(_MediaKind, metaclass=_MediaKindEnumTypeWrapper): ...
+
+MEDIA_KIND_UNKNOWN: MediaKind.ValueType  # 0
+MEDIA_KIND_IMAGE: MediaKind.ValueType  # 1
+MEDIA_KIND_VIDEO_FRAME: MediaKind.ValueType  # 2
+MEDIA_KIND_AUDIO: MediaKind.ValueType  # 3
+Global___MediaKind: _TypeAlias = MediaKind  # noqa: Y015
 
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -296,6 +319,73 @@ class Constraint(_message.Message):
 Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
+class MediaSpan(_message.Message):
+    """A run of placeholder tokens, for which the model reads rows of an encoding."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    length: _builtins.int
+    digest: _builtins.bytes
+    """Name of the encoder's input."""
+    kind: Global___MediaKind.ValueType
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        length: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        kind: Global___MediaKind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kind", b"kind", "length", b"length", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaSpan: _TypeAlias = MediaSpan  # noqa: Y015
+
+@_typing.final
+class MediaInput(_message.Message):
+    """The input of an encoder for one span."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    kind: Global___MediaKind.ValueType
+    length: _builtins.int
+    """Tokens of the span: rows of the encoding."""
+    dtype: _builtins.str
+    """Type of the elements, as in numpy. The elements are in C order, little endian."""
+    data: _builtins.bytes
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___MediaKind.ValueType = ...,
+        length: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "kind", b"kind", "length", b"length", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaInput: _TypeAlias = MediaInput  # noqa: Y015
+
+@_typing.final
 class Work(_message.Message):
     """The work of one attempt of a request."""
 
@@ -310,6 +400,8 @@ class Work(_message.Message):
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    MEDIA_INPUT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
     prompt_tokens: _builtins.int
@@ -330,6 +422,14 @@ class Work(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
+        """In order, and apart from each other."""
+
+    @_builtins.property
+    def media_input(self) -> Global___MediaInput:
+        """Only for WORK_KIND_ENCODE, which has no token_ids."""
+
     def __init__(
         self,
         *,
@@ -342,10 +442,12 @@ class Work(_message.Message):
         prefix_source: _builtins.str = ...,
         priority: _builtins.int = ...,
         kind: Global___WorkKind.ValueType = ...,
+        media: _abc.Iterable[Global___MediaSpan] | None = ...,
+        media_input: Global___MediaInput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "media_input", b"media_input", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

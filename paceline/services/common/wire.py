@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
-from paceline.core.errors import ConstraintError
+from paceline.core.errors import ConstraintError, InvalidRequestError
+from paceline.core.media import DIGEST_BYTES, MediaInput, MediaKind, MediaSpan
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
 
@@ -23,6 +25,12 @@ _KINDS = {
     ConstraintKind.CHOICE: pb.CONSTRAINT_KIND_CHOICE,
     ConstraintKind.GRAMMAR: pb.CONSTRAINT_KIND_GRAMMAR,
     ConstraintKind.ANSWER: pb.CONSTRAINT_KIND_ANSWER,
+}
+
+_MEDIA_KINDS = {
+    MediaKind.IMAGE: pb.MEDIA_KIND_IMAGE,
+    MediaKind.VIDEO_FRAME: pb.MEDIA_KIND_VIDEO_FRAME,
+    MediaKind.AUDIO: pb.MEDIA_KIND_AUDIO,
 }
 
 
@@ -125,3 +133,35 @@ def scores_to_pb(first: int, tokens: Sequence[Token]) -> Iterator[pb.PromptLogpr
     for start in range(0, len(tokens), count):
         own = tokens[start : start + count]
         yield pb.PromptLogprobs(first=first + start, tokens=[token_to_pb(token) for token in own])
+
+
+def span_to_pb(span: MediaSpan) -> pb.MediaSpan:
+    return pb.MediaSpan(start=span.start, length=span.length, digest=span.digest, kind=_MEDIA_KINDS[span.kind])
+
+
+def spans_from_pb(messages: Sequence[pb.MediaSpan]) -> tuple[MediaSpan, ...]:
+    """Return the spans of a context. Raises InvalidRequestError if they are not in order and apart from each other."""
+    spans = tuple(MediaSpan(own.start, own.length, own.digest, _media_kind(own.kind)) for own in messages)
+    if any(len(span.digest) != DIGEST_BYTES or span.length < 1 for span in spans):
+        raise InvalidRequestError(f"a span of media has no token or a digest that is not of {DIGEST_BYTES} bytes")
+    if any(after.start < before.end for before, after in pairwise(spans)):
+        raise InvalidRequestError("spans of media are not in order and apart from each other")
+    return spans
+
+
+def media_input_to_pb(own: MediaInput) -> pb.MediaInput:
+    return pb.MediaInput(
+        kind=_MEDIA_KINDS[own.kind], length=own.length, dtype=own.dtype, shape=own.shape, data=own.data
+    )
+
+
+def media_input_from_pb(message: pb.MediaInput) -> MediaInput:
+    """Return the input of an encoder. Raises InvalidRequestError if only a newer release knows its kind."""
+    return MediaInput(_media_kind(message.kind), message.length, message.dtype, tuple(message.shape), message.data)
+
+
+def _media_kind(kind: pb.MediaKind.ValueType) -> MediaKind:
+    for ours, theirs in _MEDIA_KINDS.items():
+        if theirs == kind:
+            return ours
+    raise InvalidRequestError(f"a worker does not know media of kind {kind}; it is older than the gateway")

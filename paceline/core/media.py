@@ -1,0 +1,59 @@
+"""Images, frames of videos and audio in a prompt. Pure values, no tensors.
+
+The prompt has a run of *placeholder* tokens for each item. The model reads rows of the item's *encoding* instead of the
+embeddings of these tokens. An encoder computes the encoding from a `MediaInput`, which a gateway has made.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+DIGEST_BYTES = 16
+
+
+class MediaKind(enum.Enum):
+    """What an encoder reads. A frame of a video is encoded by itself."""
+
+    IMAGE = "image"
+    VIDEO_FRAME = "video_frame"
+    AUDIO = "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """A run of placeholder tokens in a context, and the encoding whose rows the model reads there.
+
+    Rows [0, length) of the encoding belong to tokens [start, start + length).
+    """
+
+    start: int
+    length: int
+    digest: bytes
+    """The name of the encoding's input; see `MediaInput.digest`."""
+    kind: MediaKind
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class MediaInput:
+    """The input of an encoder for one span, after decoding and resizing."""
+
+    kind: MediaKind
+    length: int
+    """Tokens of the span: rows of the encoding."""
+    dtype: str
+    """Name of the elements' type, as in numpy."""
+    shape: tuple[int, ...]
+    data: bytes
+    """The elements in C order, little endian."""
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of everything that the encoding depends on besides the encoder."""
+        described = repr((self.kind.value, self.length, self.dtype, self.shape)).encode()
+        return hashlib.sha256(described + b"\0" + self.data).digest()[:DIGEST_BYTES]
