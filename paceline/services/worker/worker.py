@@ -44,6 +44,7 @@ from paceline.proto import worker_pb2 as wire
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.wire import sampling_from_pb
 from paceline.services.worker.admission import Admission
+from paceline.services.worker.encodings import Encodings
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams, RequestEvent
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
@@ -97,6 +98,8 @@ class Worker:
         kv.on_lease_lost = self._on_lease_lost
         self.memory = memory
         self.layout = loaded.layout
+        self.encodings = Encodings(kv, loaded.layout, memory.arena) if loaded.layout.encodings else None
+        """None if the model has no encoders."""
         self.limits = limits
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
