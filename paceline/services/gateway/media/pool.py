@@ -1,0 +1,202 @@
+"""Processes that decode media, which may crash or hang without harm to others."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core import env
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, UnavailableError
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.budget import RequestBudget
+from paceline.services.gateway.media.channel import Channel, ChannelError
+
+START_SECONDS = 60.0
+"""Longest time for a process to start."""
+MAX_WAITING = 256
+"""Items that may wait for a process; the requests of further ones get 429."""
+ITEMS = 500
+"""A process is replaced after this many items, because decoders may leak memory."""
+_BASE_BYTES = 1 << 30
+"""Address space of a process before it decodes: mostly code of libraries."""
+_BYTES_PER_PIXEL = 16
+"""Memory for each pixel of the largest image while it is decoded, converted and turned."""
+
+log = logging.getLogger(__name__)
+
+
+class DecodeProcess:
+    """One child process, which decodes one item at a time. Its methods block, except for `kill`.
+
+    Args:
+        memory: the most bytes of address space that it may use.
+
+    Raises UnavailableError if it cannot be started.
+    """
+
+    def __init__(self, memory: int) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._items = 0
+        self.is_usable = True
+        """Whether it can decode another item."""
+        command = [sys.executable, "-m", f"{__package__}.decoder", str(theirs.fileno()), str(memory)]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env=env.bare_environment(OPENBLAS_NUM_THREADS="1"),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
+            )
+        try:
+            self._channel.receive(0, START_SECONDS)
+        except (ChannelError, OSError) as error:
+            self.end()
+            raise UnavailableError("the process that decodes media cannot be started; the log says why") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def decode(
+        self, job: dict[str, Any], data: bytes | bytearray, seconds: float
+    ) -> tuple[dict[str, Any], NDArray[Any]]:
+        """Return the facts about an item and its array. Raises MediaError."""
+        deadline = time.monotonic() + seconds
+        self._items += 1
+        try:
+            self._channel.send(job, data, seconds)
+            answer, payload = self._channel.receive(job["max_bytes"], deadline - time.monotonic())
+            if "error" in answer:
+                self.is_usable = self._items < ITEMS and not answer.get("retire")
+                raise MediaError(str(answer["error"]))
+            array = _array(answer, payload)
+        except TimeoutError:
+            self.is_usable = False
+            raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
+        except (ChannelError, OSError, KeyError, TypeError, ValueError) as error:
+            self.is_usable = False
+            log.warning("a process that decodes media failed at an item: %s", error)
+            raise MediaError("it cannot be decoded; the file is broken, or too large") from None
+        self.is_usable = self._items < ITEMS
+        return answer["facts"], array
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does. A call of `decode` in another thread fails."""
+        self.is_usable = False
+        self._process.kill()
+
+    def end(self) -> None:
+        """End the process and wait until it has ended."""
+        self.kill()
+        self._process.wait()
+        self._channel.close()
+
+
+class DecodePool:
+    """Decodes items in a few processes, which start when they are first needed."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._seconds = config.media_decode_seconds
+        self._max_pixels = config.max_image_pixels
+        self._idle: list[DecodeProcess] = []
+        self._busy: set[DecodeProcess] = set()
+        self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
+        self._slots = asyncio.Semaphore(config.media_processes)
+        self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
+        self._waiting = 0
+
+    @property
+    def processes(self) -> list[DecodeProcess]:
+        """The processes that run now."""
+        return [*self._idle, *self._busy]
+
+    async def decode(
+        self, kind: str, data: bytes | bytearray, options: dict[str, Any], budget: RequestBudget
+    ) -> tuple[dict[str, Any], NDArray[Any]]:
+        """Return the facts about an item and its array, whose bytes `budget` has counted.
+
+        Raises:
+            MediaError: the item is broken, too large, or takes too long.
+            BusyError: too many items wait, or the memory for media is full.
+            UnavailableError: no process can be started.
+        """
+        async with self._slot(kind):
+            most = budget.memory.of_item
+            job = {"kind": kind, "options": options, "max_bytes": most, "seconds": self._seconds}
+            # Count the largest array while it is decoded, so that there is room for it.
+            with budget.temporary() as take:
+                take(most)
+                facts, array = await self._run(job, data)
+            budget.take(array.nbytes)
+            return facts, array
+
+    async def close(self) -> None:
+        """Kill all processes. Items that they decode fail."""
+        for process in self._busy:
+            process.kill()
+        for process in self._idle:
+            process.end()
+        self._idle.clear()
+        await asyncio.to_thread(self._threads.shutdown)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, kind: str) -> AsyncIterator[None]:
+        """Wait until a process is free. Videos and audio leave one free for images, which take less time."""
+        if self._waiting >= MAX_WAITING:
+            raise BusyError("too many images, videos and audio clips wait to be decoded; try again later")
+        slots = [self._slots] if kind == "image" else [self._long_slots, self._slots]
+        async with contextlib.AsyncExitStack() as stack:
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(self._seconds):
+                    for slot in slots:
+                        await stack.enter_async_context(slot)
+            except TimeoutError:
+                raise BusyError("other images, videos and audio clips are being decoded; try again later") from None
+            finally:
+                self._waiting -= 1
+            yield
+
+    async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[dict[str, Any], NDArray[Any]]:
+        loop = asyncio.get_running_loop()
+        process = self._idle.pop() if self._idle else None
+        if process is None:
+            memory = _BASE_BYTES + _BYTES_PER_PIXEL * self._max_pixels + job["max_bytes"]
+            process = await loop.run_in_executor(self._threads, DecodeProcess, memory)
+        self._busy.add(process)
+        try:
+            return await loop.run_in_executor(self._threads, process.decode, job, data, self._seconds)
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        finally:
+            self._busy.discard(process)
+            if process.is_usable:
+                self._idle.append(process)
+            else:
+                process.kill()
+                await loop.run_in_executor(self._threads, process.end)
+
+
+def _array(answer: dict[str, Any], payload: bytearray) -> NDArray[Any]:
+    """Return the array of an answer. Raises ValueError, KeyError or TypeError if the answer contradicts itself."""
+    shape, dtype = tuple(answer["shape"]), np.dtype(answer["dtype"])
+    if dtype not in (np.uint8, np.float32) or math.prod(shape) * dtype.itemsize != len(payload):
+        raise ValueError("the array has another size than its shape says")
+    return np.frombuffer(payload, dtype).reshape(shape)
