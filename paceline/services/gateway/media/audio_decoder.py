@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -38,14 +39,14 @@ def decode(
         if not container.streams.audio:
             raise BrokenItemError("the file has no audio")
         stream = container.streams.audio[0]
-        stream.thread_count = 1
+        stream.codec_context.thread_count = 1
         if stream.rate not in _SAMPLE_RATES:
             raise BrokenItemError(f"its sample rate is {stream.rate}, which is not from 1,000 to 400,000 per second")
-        resampler = AudioResampler("flt", "mono", sample_rate, options={"filter_size": _FILTER_TAPS})
+        resampler = AudioResampler("fltp", rate=sample_rate, options={"filter_size": _FILTER_TAPS})
         # None takes the samples that the filter still holds.
-        for frame in (*container.decode(stream), None):
+        for frame in itertools.chain(container.decode(stream), [None]):
             for resampled in resampler.resample(frame):
-                pieces.append(resampled.to_ndarray().reshape(-1))
+                pieces.append(resampled.to_ndarray().mean(axis=0, dtype=np.float32))
                 samples += pieces[-1].size
             if samples > most:
                 raise BrokenItemError(

@@ -28,10 +28,9 @@ class Channel:
     ) -> None:
         """Send a message. Raises OSError, which is TimeoutError if it takes too long."""
         text = json.dumps(header).encode()
-        view = memoryview(payload).cast("B")
         self._socket.settimeout(seconds)
-        self._socket.sendall(_SIZES.pack(len(text), len(view)) + text)
-        self._socket.sendall(view)
+        self._socket.sendall(_SIZES.pack(len(text), len(payload)) + text)
+        self._socket.sendall(payload)
 
     def receive(self, max_bytes: int, seconds: float | None = None) -> tuple[dict[str, Any], bytearray]:
         """Return the header and the payload of the next message.

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import resource
 import socket
 import sys
 import time
+import warnings
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.services.gateway.media.channel import Channel, ChannelError
 from paceline.services.gateway.media.decoded import BrokenItemError
@@ -39,30 +40,31 @@ def main(descriptor: int, memory: int) -> None:
     """
     channel = Channel(socket.socket(fileno=descriptor))
     _restrict(memory)
+    # What decoders say about broken files would fill the gateway's log.
+    warnings.simplefilter("ignore")
+    logging.disable()
     channel.send({"ready": True})
     with contextlib.suppress(ChannelError, ConnectionError):
         while True:
             job, data = channel.receive(memory)
-            answer, array = decode(job, data)
-            channel.send(answer, memoryview(array))
+            channel.send(*decode(job, data))
 
 
-def decode(job: dict[str, Any], data: bytearray) -> tuple[dict[str, Any], NDArray[Any]]:
+def decode(job: dict[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes | memoryview]:
     """Return the header and the payload of the answer: the facts about the item and its array, or what is wrong."""
-    nothing = np.empty(0, np.uint8)
     _limit_cpu(job["seconds"])
     try:
         decoder = importlib.import_module(_DECODERS[job["kind"]])
         facts, array = decoder.decode(data, job["max_bytes"], **job["options"])
     except BrokenItemError as error:
-        return {"error": str(error)}, nothing
+        return {"error": str(error)}, b""
     except MemoryError:
-        return {"error": "to decode it takes too much memory; send a smaller one", "retire": True}, nothing
+        return {"error": "to decode it takes too much memory; send a smaller one", "retire": True}, b""
     except Exception as error:
         # Decoders raise errors of many types if a file is broken.
-        return {"error": f"it cannot be decoded ({type(error).__name__})"}, nothing
-    array = np.ascontiguousarray(array)
-    return {"facts": facts, "shape": array.shape, "dtype": array.dtype.str}, array
+        return {"error": f"it cannot be decoded ({type(error).__name__})"}, b""
+    header = {"facts": facts, "shape": array.shape, "dtype": array.dtype.str}
+    return header, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _restrict(memory: int) -> None:

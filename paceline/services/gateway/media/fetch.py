@@ -14,7 +14,7 @@ import ipaddress
 import socket
 import ssl
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 from urllib.parse import urljoin
 
@@ -106,7 +106,7 @@ class Fetcher:
         reader, writer = await self._connect(target)
         try:
             return await self._exchange(target, reader, writer, take)
-        except (OSError, h11.ProtocolError, zlib.error, asyncio.IncompleteReadError) as error:
+        except (OSError, h11.ProtocolError, zlib.error) as error:
             raise UnreachableMediaError(f"{target.host} sent a broken response ({str(error)[:120]})") from error
         finally:
             writer.transport.abort()
@@ -150,29 +150,21 @@ class Fetcher:
     ) -> bytearray | str:
         connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
         writer.write((connection.send(_request(target)) or b"") + (connection.send(h11.EndOfMessage()) or b""))
-        body: _Body | None = None
-        interim = 0
-        async for event in _events(connection, reader):
-            if isinstance(event, h11.InformationalResponse):
-                interim += 1
-                if interim > _INTERIM_RESPONSES:
-                    break
-            elif isinstance(event, h11.Response):
-                headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in event.headers}
-                if event.status_code in _REDIRECT_STATUSES and "location" in headers:
-                    return _join(target, headers["location"])
-                if event.status_code != 200:
-                    raise UnreachableMediaError(
-                        f"{target.host} answered with status {event.status_code}; check the URL"
-                    )
-                body = _Body(self.max_bytes, headers, take)
-            elif isinstance(event, h11.Data) and body is not None:
-                body.add(event.data)
-            elif isinstance(event, h11.EndOfMessage) and body is not None:
-                return body.end()
-            else:
-                break
-        raise UnreachableMediaError(f"{target.host} did not answer the request")
+        response = await _next_event(connection, reader)
+        for _ in range(_INTERIM_RESPONSES):
+            if isinstance(response, h11.InformationalResponse):
+                response = await _next_event(connection, reader)
+        if not isinstance(response, h11.Response):
+            raise UnreachableMediaError(f"{target.host} did not answer the request")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
+        if response.status_code in _REDIRECT_STATUSES and "location" in headers:
+            return _join(target, headers["location"])
+        if response.status_code != 200:
+            raise UnreachableMediaError(f"{target.host} answered with status {response.status_code}; check the URL")
+        body = _Body(self.max_bytes, headers, take)
+        while isinstance(event := await _next_event(connection, reader), h11.Data):
+            body.add(event.data)
+        return body.end()
 
     @functools.cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -215,18 +207,13 @@ class _Body:
             raise MediaError(f"the file is larger than {self._max_bytes} bytes (--max-media-size); send a smaller one")
 
 
-async def _events(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[h11.Event]:
-    """Yield what a server sends, until the connection is closed."""
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(_READ_BYTES))
-            # A read returns at once if data has arrived; then other tasks would never run.
-            await asyncio.sleep(0)
-        elif isinstance(event, h11.Event):
-            yield event
-        if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
-            return
+async def _next_event(connection: h11.Connection, reader: asyncio.StreamReader) -> object:
+    """Return the next part of what the server sends."""
+    while (event := connection.next_event()) is h11.NEED_DATA:
+        connection.receive_data(await reader.read(_READ_BYTES))
+        # A read returns at once if data has arrived; then other tasks would never run.
+        await asyncio.sleep(0)
+    return event
 
 
 def _request(target: Target) -> h11.Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import Iterator
@@ -119,6 +120,8 @@ class MediaLoader:
         self._service = service
         self._budget = budget
         self._items = 0
+        # The items of one request leave a process free for others.
+        self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
 
     async def image(self, source: str, place: str) -> NDArray[np.uint8]:
         """Return an image as RGB, [height, width, 3].
@@ -169,6 +172,7 @@ class MediaLoader:
             # The file counts until it is decoded, the array until the request's block ends.
             with self._budget.temporary() as take:
                 data = await self._service.read(kind, source, take)
-                return await self._service.pool.decode(kind, data, options, self._budget)
+                async with self._decoding:
+                    return await self._service.pool.decode(kind, data, options, self._budget)
         except MediaError as error:
             raise type(error)(f"{place}: {error}", place) from None

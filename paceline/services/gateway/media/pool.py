@@ -39,73 +39,94 @@ log = logging.getLogger(__name__)
 
 
 class DecodeProcess:
-    """One child process, which decodes one item at a time. Its methods block, except for `kill`.
+    """One child process, which decodes one item at a time. It starts when the first item comes.
 
     Args:
         memory: the most bytes of address space that it may use.
-
-    Raises UnavailableError if it cannot be started.
     """
 
     def __init__(self, memory: int) -> None:
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
         self._items = 0
         self.is_usable = True
         """Whether it can decode another item."""
-        command = [sys.executable, "-m", f"{__package__}.decoder", str(theirs.fileno()), str(memory)]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                env=env.bare_environment(OPENBLAS_NUM_THREADS="1"),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
-            )
-        try:
-            self._channel.receive(0, START_SECONDS)
-        except (ChannelError, OSError) as error:
-            self.end()
-            raise UnavailableError("the process that decodes media cannot be started; the log says why") from error
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        """The id of the process; None before it has started."""
+        return self._process.pid if self._process is not None else None
 
     def decode(
         self, job: dict[str, Any], data: bytes | bytearray, seconds: float
     ) -> tuple[dict[str, Any], NDArray[Any]]:
-        """Return the facts about an item and its array. Raises MediaError."""
+        """Return the facts about an item and its array. Blocks.
+
+        Raises:
+            MediaError: the item cannot be decoded within the time.
+            UnavailableError: the process cannot be started.
+        """
+        channel = self._start()
         deadline = time.monotonic() + seconds
         self._items += 1
         try:
-            self._channel.send(job, data, seconds)
-            answer, payload = self._channel.receive(job["max_bytes"], deadline - time.monotonic())
+            channel.send(job, data, seconds)
+            answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
+            if answer.get("retire") or self._items == ITEMS:
+                self.is_usable = False
             if "error" in answer:
-                self.is_usable = self._items < ITEMS and not answer.get("retire")
                 raise MediaError(str(answer["error"]))
-            array = _array(answer, payload)
+            return answer["facts"], _array(answer, payload)
         except TimeoutError:
             self.is_usable = False
             raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
         except (ChannelError, OSError, KeyError, TypeError, ValueError) as error:
+            if self.is_usable:
+                log.warning("a process that decodes media failed at an item: %s", error)
             self.is_usable = False
-            log.warning("a process that decodes media failed at an item: %s", error)
             raise MediaError("it cannot be decoded; the file is broken, or too large") from None
-        self.is_usable = self._items < ITEMS
-        return answer["facts"], array
 
     def kill(self) -> None:
         """End the process at once, whatever it does. A call of `decode` in another thread fails."""
         self.is_usable = False
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     def end(self) -> None:
-        """End the process and wait until it has ended."""
+        """End the process, and wait until it has ended."""
         self.kill()
-        self._process.wait()
-        self._channel.close()
+        if self._process is not None:
+            self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _start(self) -> Channel:
+        """Return the channel to the process, which is started if it does not run."""
+        if self._channel is not None and self._process is not None and self._process.poll() is None:
+            return self._channel
+        if self._channel is not None:
+            self._channel.close()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        command = [sys.executable, "-m", f"{__package__}.decoder", str(theirs.fileno()), str(self._memory)]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    env=env.bare_environment(OPENBLAS_NUM_THREADS="1"),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
+                )
+            if not self.is_usable:  # `kill` was called before there was a process
+                self._process.kill()
+            self._channel.receive(0, START_SECONDS)
+        except (ChannelError, OSError) as error:
+            self.kill()
+            raise UnavailableError("no process that decodes media can be started; the log says why") from error
+        return self._channel
 
 
 class DecodePool:
@@ -120,6 +141,7 @@ class DecodePool:
         self._slots = asyncio.Semaphore(config.media_processes)
         self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
         self._waiting = 0
+        self._is_closed = False
 
     @property
     def processes(self) -> list[DecodeProcess]:
@@ -148,10 +170,11 @@ class DecodePool:
 
     async def close(self) -> None:
         """Kill all processes. Items that they decode fail."""
-        for process in self._busy:
+        self._is_closed = True
+        for process in self.processes:
             process.kill()
         for process in self._idle:
-            process.end()
+            await asyncio.to_thread(process.end)
         self._idle.clear()
         await asyncio.to_thread(self._threads.shutdown)
 
@@ -174,12 +197,15 @@ class DecodePool:
             yield
 
     async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[dict[str, Any], NDArray[Any]]:
-        loop = asyncio.get_running_loop()
-        process = self._idle.pop() if self._idle else None
-        if process is None:
-            memory = _BASE_BYTES + _BYTES_PER_PIXEL * self._max_pixels + job["max_bytes"]
-            process = await loop.run_in_executor(self._threads, DecodeProcess, memory)
+        if self._is_closed:
+            raise UnavailableError("this gateway is shutting down; try another one")
+        process = (
+            self._idle.pop()
+            if self._idle
+            else DecodeProcess(_BASE_BYTES + _BYTES_PER_PIXEL * self._max_pixels + job["max_bytes"])
+        )
         self._busy.add(process)
+        loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, process.decode, job, data, self._seconds)
         except asyncio.CancelledError:
@@ -190,8 +216,7 @@ class DecodePool:
             if process.is_usable:
                 self._idle.append(process)
             else:
-                process.kill()
-                await loop.run_in_executor(self._threads, process.end)
+                await asyncio.to_thread(process.end)
 
 
 def _array(answer: dict[str, Any], payload: bytearray) -> NDArray[Any]:

@@ -60,7 +60,7 @@ class Sources:
 async def read_data_url(url: str, max_bytes: int) -> bytearray:
     """Return the contents of a data: URL in base64. Raises MediaError if it is malformed or too large."""
     head, comma, text = url.partition(",")
-    if not comma or not head.lower().endswith((";base64", ":base64")):
+    if not comma or not head.lower().endswith(";base64"):
         raise MediaError("a data: URL must be in base64, such as data:image/png;base64,iVBORw0KGgo=")
     if "%" in text:
         text = unquote(text, errors="replace")
