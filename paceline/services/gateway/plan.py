@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.gateway.answer_format import constraint_of
@@ -50,6 +51,10 @@ class PromptPlan:
     sampling: SamplingParams
     answer: AnswerPlan | None = None
     """How answers are read; None if they are nothing but content."""
+    media: tuple[MediaSpan, ...] = ()
+    """Runs of placeholder tokens, in order."""
+    inputs: tuple[MediaInput, ...] = ()
+    """The encoder's input for each of `media`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
