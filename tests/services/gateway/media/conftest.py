@@ -1,28 +1,30 @@
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import pytest
 
-from paceline.services.gateway.media.processors.base import Processor
-from paceline.services.gateway.media.processors.families import read_processor
-from paceline.services.gateway.tokenizer import Tokenizer
-from tests.services.gateway.toy_model import write_toy_media_model
+from paceline.services.gateway.media.pool import DecodeProcess
+
+Decode: TypeAlias = Callable[..., tuple[dict[str, Any], Any]]
+MAX_BYTES = 8 << 20
 
 
 @pytest.fixture(scope="session")
-def media_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A toy model that takes media."""
-    return write_toy_media_model(tmp_path_factory.mktemp("models") / "media")
+def process() -> Iterator[DecodeProcess]:
+    """A process that decodes."""
+    process = DecodeProcess(2 << 30)
+    yield process
+    process.end()
 
 
-@pytest.fixture(scope="session")
-def processor(media_model: Path) -> Processor:
-    found = read_processor(media_model)
-    assert found is not None
-    return found
+@pytest.fixture
+def decode(process: DecodeProcess) -> Decode:
+    """Decode an item in the process: call it with the kind, the data and the decoder's options."""
 
+    def run(kind: str, data: bytes, **options: Any) -> tuple[dict[str, Any], Any]:
+        job = {"kind": kind, "options": options, "max_bytes": MAX_BYTES, "seconds": 60.0}
+        return process.decode(job, data, 60.0)
 
-@pytest.fixture(scope="session")
-def tokenizer(media_model: Path, processor: Processor) -> Tokenizer:
-    return Tokenizer(media_model, media_tokens=processor.tokens)
+    return run

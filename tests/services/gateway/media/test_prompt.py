@@ -31,10 +31,10 @@ def image(length: int) -> MediaInput:
     return MediaInput(MediaKind.IMAGE, length, "uint8", (length, 1, 3), bytes(3 * length))
 
 
-def test_each_input_gets_a_span_with_its_placeholders(tokenizer: Tokenizer) -> None:
+def test_each_input_gets_a_span_with_its_placeholders(media_tokenizer: Tokenizer) -> None:
     first, second = image(3), image(2)
     pieces = ["a", "b", BOI, Run.of(IMAGE, first), EOI, "<|user|>", Run.of(IMAGE, second)]
-    prompt = encode_prompt(pieces, tokenizer, False, "messages")
+    prompt = encode_prompt(pieces, media_tokenizer, False, "messages")
     assert prompt.token_ids == [97, 98, BOI, IMAGE, IMAGE, IMAGE, EOI, USER, IMAGE, IMAGE]
     assert prompt.media == (
         MediaSpan(3, 3, first.digest, MediaKind.IMAGE),
@@ -50,14 +50,14 @@ written = st.lists(
 
 
 @given(written)
-def test_a_text_never_becomes_a_token_of_media(tokenizer: Tokenizer, text: str) -> None:
-    token_ids = tokenizer.encode(text, False)
-    assert not tokenizer.reserved_ids.intersection(token_ids)
-    assert tokenizer.decode(token_ids) == text
+def test_a_text_never_becomes_a_token_of_media(media_tokenizer: Tokenizer, text: str) -> None:
+    token_ids = media_tokenizer.encode(text, False)
+    assert not media_tokenizer.reserved_ids.intersection(token_ids)
+    assert media_tokenizer.decode(token_ids) == text
 
 
-def test_other_special_tokens_stay_special(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode("<|user|><|assistant|>", False) == [USER, ASSISTANT]
+def test_other_special_tokens_stay_special(media_tokenizer: Tokenizer) -> None:
+    assert media_tokenizer.encode("<|user|><|assistant|>", False) == [USER, ASSISTANT]
 
 
 @pytest.fixture(scope="module")
