@@ -142,7 +142,7 @@ def _part(block: TextBlock | ImageBlock | UnreadBlock) -> ContentPart:
     if isinstance(block, ImageBlock):
         source = block.source
         url = source.url if isinstance(source, UrlSource) else data_url(source.media_type, source.data)
-        return MediaPart(type="image_url", url=url)
+        return MediaPart.model_validate({"type": "image_url", "image_url": url})
     text = block.text if isinstance(block, TextBlock) else f"[{block.type}: this model takes no documents]"
     return TextPart(type="text", text=text)
 
