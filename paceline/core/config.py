@@ -141,7 +141,7 @@ class GatewayConfig(ServiceConfig):
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )
-    max_body_bytes: int = option(8 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
+    max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
     queue_seconds: float = option(
         60.0,
