@@ -51,7 +51,7 @@ class TextPart(Body):
 
 
 def kind_of_part(data: Any) -> str:
-    """Return the tag of a part of a message's content. Tags are no names of fields, so errors do not take them for such."""
+    """Return the tag of a part of a message's content. It is no field's name, for which an error might take it."""
     kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
     return "media part" if isinstance(kind, str) and kind in MEDIA_TYPES else "text part"
 

@@ -74,7 +74,7 @@ def decode(
 
 
 def sample(total: int, duration: float, most: int, per_second: float | None) -> list[int]:
-    """Return the numbers of frames to take out of `total`: the first of each of so many equal parts, as transformers."""
+    """Return the numbers of frames to take out of `total`: the first of each of equal parts, as in transformers."""
     count = min(most, total)
     if per_second is not None:
         count = min(count, math.floor(duration * per_second))

@@ -76,7 +76,7 @@ async def test_an_error_of_the_request_itself_comes_before_anything_is_loaded(pr
 
 async def test_errors_name_the_item_and_the_field(preparer: MediaPreparer) -> None:
     broken = MediaItem("image", data_url(b"GIF89a"))
-    with pytest.raises(MediaError, match="^image 2: ") as caught:
+    with pytest.raises(MediaError, match=r"^image 2: ") as caught:
         await preparer.plan([IMAGE, broken], lambda media: media, options=None, owner="", param="input")
     assert caught.value.param == "input"
     with pytest.raises(InvalidRequestError, match=r"at most 2 of the kind image \(--limit-mm-per-prompt\), this one"):
