@@ -50,7 +50,7 @@ def main(descriptor: int, memory: int) -> None:
             channel.send(*decode(job, data))
 
 
-def decode(job: dict[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes | memoryview]:
+def decode(job: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes | memoryview]:
     """Return the header and the payload of the answer: the facts about the item and its array, or what is wrong."""
     _limit_cpu(job["seconds"])
     try:

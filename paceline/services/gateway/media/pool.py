@@ -221,7 +221,7 @@ class DecodePool:
                 await asyncio.to_thread(process.end)
 
 
-def _array(answer: dict[str, Any], payload: bytearray) -> NDArray[Any]:
+def _array(answer: dict[str, Any], payload: memoryview) -> NDArray[Any]:
     """Return the array of an answer. Raises ValueError, KeyError or TypeError if the answer contradicts itself."""
     shape, dtype = tuple(answer["shape"]), np.dtype(answer["dtype"])
     if dtype not in (np.uint8, np.float32) or math.prod(shape) * dtype.itemsize != len(payload):

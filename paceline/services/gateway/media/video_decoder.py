@@ -26,7 +26,7 @@ _INDEXED_FORMATS = frozenset({"mp4", "matroska", "avi"})
 
 
 def decode(
-    data: bytearray,
+    data: memoryview,
     max_bytes: int,
     max_pixels: int,
     max_seconds: float,
@@ -99,7 +99,7 @@ class _Index:
 
 
 @contextlib.contextmanager
-def _open(data: bytearray, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
+def _open(data: memoryview, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Yield a file's container and its first video, ready to be decoded from the begin."""
     with open_container(data, "a video") as container:
         if not container.streams.video:
