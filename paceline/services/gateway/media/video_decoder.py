@@ -22,7 +22,7 @@ from paceline.services.gateway.media.decoded import BrokenItemError
 _MAX_FRAMES = 1_000_000
 """Most frames in a file. Reading their places takes a second."""
 _INDEXED_FORMATS = frozenset({"mp4", "matroska", "avi"})
-"""Containers with an index, in which a key frame is found exactly. Others are decoded from their begin."""
+"""Containers with an index, in which a key frame is found exactly. Others are decoded from their beginning."""
 
 
 def decode(
@@ -100,7 +100,7 @@ class _Index:
 
 @contextlib.contextmanager
 def _open(data: memoryview, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Yield a file's container and its first video, ready to be decoded from the begin."""
+    """Yield a file's container and its first video, ready to be decoded from its beginning."""
     with open_container(data, "a video") as container:
         if not container.streams.video:
             raise BrokenItemError("the file has no video")
