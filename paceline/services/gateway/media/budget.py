@@ -29,8 +29,8 @@ class MemoryBudget:
 
     @property
     def of_item(self) -> int:
-        """The most bytes that one decoded item may have."""
-        return self.total // (2 * self._decoders)
+        """The most bytes that one decoded item may have: at most half of a request's, so that other items can come."""
+        return self.total // (2 * max(2, self._decoders))
 
     @contextlib.contextmanager
     def request(self) -> Iterator[RequestBudget]:

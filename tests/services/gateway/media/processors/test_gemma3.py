@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3 import processing_gemma3
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor as Gemma3Processor_
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.media.expansion import Expansion, Run
@@ -75,9 +75,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer in which line breaks merge, so that those around an image join their neighbours."""
     alphabet = sorted(set("Here is the original image and some crops to help you see better▁user:\n"))
     merged = [*alphabet, "\n\n", "\n\n\n", "\n\n\n\n"]
-    bpe = models.BPE(
-        {text: number for number, text in enumerate(merged)}, [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
-    )
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
+    bpe = models.BPE({text: number for number, text in enumerate(merged)}, merges)
     inner = tokenizers.Tokenizer(bpe)
     inner.normalizer = normalizers.Replace(" ", "▁")
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
@@ -91,7 +90,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("pan_and_scan", [False, True])
 def test_a_prompt_has_the_tokens_that_transformers_gives_it(folder: Path, text: str, pan_and_scan: bool) -> None:
     inner = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens=SPECIAL)
-    made = Gemma3Processor_(Gemma3ImageProcessorPil(size={"height": 64, "width": 64}), inner, image_seq_length=16)
+    made = processing_gemma3.Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 64, "width": 64}), inner, image_seq_length=16
+    )
     images = [picture(300, 700), picture(40, 40)][: text.count("<start_of_image>")]
     wanted = made(text=text, images=images, do_pan_and_scan=pan_and_scan)["input_ids"]
     begin, image, end = (inner.convert_tokens_to_ids(token) for token in SPECIAL.values())
