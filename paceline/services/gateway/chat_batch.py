@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -55,11 +54,9 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
     async def batch(body: ChatBatchRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
-        await gateway.wait_for_workers()
-        chats, tokenizer = body.chats(), gateway.tokenizer
-        longest = gateway.fleet.max_model_len()
-        plan = await asyncio.to_thread(plan_chats, chats, tokenizer, gateway.forms, longest, gateway.logprob_rules)
-        formats = [ChatFormat(chat, plan, response_id, gateway.model, tokenizer) for chat in chats]
+        chats = body.chats()
+        plan = await gateway.plan(lambda model: plan_chats(chats, model))
+        formats = [ChatFormat(chat, plan, response_id, gateway.model, gateway.tokenizer) for chat in chats]
         generation = start(gateway, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
 

@@ -16,7 +16,7 @@ from paceline.services.gateway.messages_api.answer import MessageFormat, Message
 from paceline.services.gateway.messages_api.bodies import AnsweredMessage, MessageEvent, TokenCount
 from paceline.services.gateway.messages_api.conversion import chat_fields, chat_request
 from paceline.services.gateway.messages_api.schemas import CountRequest, MessagesRequest
-from paceline.services.gateway.plan import Plan, plan_chat
+from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
 from paceline.services.gateway.respond import start, stream, whole
 
 
@@ -29,8 +29,7 @@ def make_messages(gateway: Gateway) -> APIRouter:
     )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(_plan, gateway, body)
+        plan = await gateway.plan(lambda model: _plan(body, model))
         generation = start(gateway, plan, request, body.stream)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         message_format = MessageFormat(request.state.request_id, gateway.model, shows_thinking)
@@ -46,12 +45,10 @@ def make_messages(gateway: Gateway) -> APIRouter:
     return router
 
 
-def _plan(gateway: Gateway, body: MessagesRequest) -> Plan:
+def _plan(body: MessagesRequest, model: ServedModel) -> Plan:
     """Return the plan of a message. Raises ApiError and the errors of `plan_chat`."""
-    forms = gateway.forms
     try:
-        longest = gateway.fleet.max_model_len()
-        return plan_chat(chat_request(body, forms), gateway.tokenizer, forms, longest, gateway.logprob_rules)
+        return plan_chat(chat_request(body, model.forms), model)
     except ContextLengthError as error:
         # Clients search for these words: after the first message they shorten the conversation, after the second one
         # they lower max_tokens.

@@ -65,10 +65,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
         """Return the whole conversation, its tools and its plan."""
         items = await kept.conversation(body, owner)
         toolbox = Toolbox(body, items)
-        await gateway.wait_for_workers()
-        longest = gateway.fleet.max_model_len()
-        tokenizer, forms, rules = gateway.tokenizer, gateway.forms, gateway.logprob_rules
-        plan = await asyncio.to_thread(plan_response, body, toolbox, items, tokenizer, forms, longest, rules)
+        plan = await gateway.plan(lambda model: plan_response(body, toolbox, items, model))
         return items, toolbox, plan
 
     @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
