@@ -186,8 +186,8 @@ def _check_length(text: str, request: GenerationRequest, model: ServedModel, par
     longest_token = model.tokenizer.longest_token
     if request.truncate_prompt_tokens is None and len(text) > model.max_model_len * longest_token > 0:
         raise ContextLengthError(
-            f"This model's maximum context length is {model.max_model_len} tokens; {param} has {len(text)} "
-            f"characters, which are more tokens than that: shorten {param}",
+            f"This model's maximum context length is {model.max_model_len} tokens; the prompt is too long: {param} has "
+            f"{len(text)} characters, which are more tokens than that; shorten it",
             param,
             -(-len(text) // longest_token),
             model.max_model_len,
@@ -263,11 +263,13 @@ def _check_room(request: GenerationRequest, param: str, prompt_tokens: int, max_
     left = longest - prompt_tokens
     if max_tokens <= left:
         return
-    # Clients search for the first words of this message, which are OpenAI's.
-    has = f"This model's maximum context length is {longest} tokens; {param} has {prompt_tokens}"
+    # Clients search for the first words, which are OpenAI's, and LangChain for "prompt is too long".
+    limits = f"This model's maximum context length is {longest} tokens;"
     if left < 1:
-        message = f"{has}, which leaves no room for an answer: shorten {param}"
+        message = f"{limits} the prompt is too long: {param} has {prompt_tokens}, and an answer needs 1; shorten it"
         raise ContextLengthError(message, param, prompt_tokens, longest)
     limit = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
-    message = f"{has} and the answer may have {max_tokens}: shorten {param} or lower {limit}"
+    message = (
+        f"{limits} {param} has {prompt_tokens} and the answer may have {max_tokens}: shorten {param} or lower {limit}"
+    )
     raise ContextLengthError(message, limit, prompt_tokens, longest)
