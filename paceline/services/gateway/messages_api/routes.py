@@ -34,7 +34,8 @@ def make_messages(gateway: Gateway) -> APIRouter:
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         message_format = MessageFormat(request.state.request_id, gateway.model, shows_thinking)
         if body.stream:
-            return stream(generation, MessageWriter(message_format, generation.usage))
+            writer = MessageWriter(message_format, generation.usage)
+            return stream(generation, writer, writer.ping)
         return await whole(generation, request, message_format.whole)
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)

@@ -42,11 +42,12 @@ def parse(
     is_open: bool = False,
     tools: Sequence[Tool] = (),
     is_cut_off: bool = False,
+    follows: str = "",
 ) -> list[Part]:
     """Return the parts of an answer that comes in these pieces. Ids of calls are "id"."""
     parser = AnswerParser(lambda answer: read_answer(answer, thought, form, is_open, tools), lambda: "id")
     parts = [part for piece in pieces for part in parser.push(piece)]
-    return join_parts(parts + parser.finish(is_cut_off=is_cut_off))
+    return join_parts(parts + parser.finish("", is_cut_off, follows))
 
 
 def loaded(arguments: str) -> Any:
