@@ -34,6 +34,16 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
     return [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
 
 
+PLACES = st.lists(st.integers(0, 400), max_size=12)
+"""Places to cut any text; see `cut_at`."""
+
+
+def cut_at(text: str, places: Sequence[int]) -> list[str]:
+    """Return a text in pieces. Places beyond its end count from its beginning again."""
+    ends = sorted(place % (len(text) + 1) for place in places)
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)])]
+
+
 def parse(
     pieces: Sequence[str],
     form: ToolForm | None = None,
