@@ -122,7 +122,8 @@ def test_forms_that_models_write_besides_the_documented_one(call: str, arguments
 
 
 def test_what_is_no_call_is_content() -> None:
-    assert parse([*"<tool_call>see above</tool_call>!"], Hermes()) == [Content("see above!")]
+    for text in ("see above", '{"age": 1}'):
+        assert parse([*f"<tool_call>{text}</tool_call>!"], Hermes()) == [Content(f"{text}!")]
 
 
 @pytest.mark.parametrize(
