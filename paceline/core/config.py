@@ -212,8 +212,8 @@ class GatewayConfig(ServiceConfig):
     media_memory: Size = option(
         "2GiB",
         "memory for media that are being fetched and decoded, and for what is kept of them until their requests end. "
-        "One request may use half of it. The items that the processes decode may use the other half, each an equal share "
-        "of it. A request that finds it full gets 429",
+        "One request may use half of it. The items that the processes decode may use the other half, each an equal "
+        "share of it. A request that finds it full gets 429",
         "media",
     )
     max_image_pixels: int = option(
