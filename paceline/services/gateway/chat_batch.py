@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from pydantic import Field, model_validator
 
 from paceline.services.gateway.api_bodies import ChatBatch
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
@@ -55,11 +55,9 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
     async def batch(body: ChatBatchRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
-        await gateway.wait_for_workers()
-        chats, tokenizer = body.chats(), gateway.tokenizer
-        longest = gateway.fleet.max_model_len()
-        plan = await asyncio.to_thread(plan_chats, chats, tokenizer, gateway.forms, longest, gateway.logprob_rules)
-        formats = [ChatFormat(chat, plan, response_id, gateway.model, tokenizer) for chat in chats]
+        chats = body.chats()
+        plan = await plan_with_media(gateway, chats, request, lambda model, media: plan_chats(chats, model, media))
+        formats = [ChatFormat(chat, plan, response_id, gateway.model, gateway.tokenizer) for chat in chats]
         generation = start(gateway, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
 

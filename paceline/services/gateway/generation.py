@@ -18,6 +18,8 @@ from paceline.services.gateway.answers.parts import Content, Part, join_parts
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.event_feed import Mailbox
+from paceline.services.gateway.media.budget import MemoryBudget
+from paceline.services.gateway.media.prompt import media_tokens
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.repetition import REPETITION, RepetitionDetector
@@ -83,6 +85,7 @@ class Generation:
     Args:
         trace: the request's trace. It is in `traces` from the beginning.
         requests: where the generation can be found by the request's id while it runs.
+        media_memory: counts the inputs of encoders, which stay in memory until the request ends.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Generation:
         metrics: Metrics,
         traces: TraceBook,
         requests: RunningRequests,
+        media_memory: MemoryBudget,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
@@ -102,6 +106,7 @@ class Generation:
         self._trace = trace
         self._traces = traces
         self._requests = requests
+        self._media_memory = media_memory
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -111,6 +116,7 @@ class Generation:
         """Choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
+        self._media_tokens = media_tokens([span for prompt in plan.prompts for span in prompt.media])
         self._tasks: list[asyncio.Task[None]] = []
 
     def usage(self) -> dict[str, object]:
@@ -120,13 +126,23 @@ class Generation:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens), **self._media_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run all choices while the context is open. When it closes, cancel choices that have not ended."""
+        """Run all choices while the context is open. When it closes, cancel choices that have not ended.
+
+        Raises MediaError or BusyError if there is no memory for the plan's media.
+        """
+        inputs = sum(len(own.data) for prompt in self.plan.prompts for own in prompt.inputs)
+        with self._media_memory.hold(inputs):
+            async with self._running():
+                yield
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
         self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:
@@ -213,6 +229,8 @@ class Generation:
                     # Each prompt of a list gets the tokens that it would get alone.
                     sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sibling) % 2**64),
                     cache_salt=self.plan.cache_salt,
+                    media=prompt.media,
+                    media_inputs=prompt.inputs,
                     priority=self.plan.priority,
                     kind=self.plan.kind,
                     follows=index > 0,
@@ -338,7 +356,7 @@ class Choice:
             delta.text += text
         else:
             is_cut_off = reason != "stop" or isinstance(self._detokenizer.stop_reason, str)
-            delta.add_parts(self._parser.finish(text, is_cut_off))
+            delta.add_parts(self._parser.finish(text, is_cut_off, self._detokenizer.cut_off))
             if not self._parser.is_thinking:
                 delta.answer_tokens += self._undecided
             delta.has_open_call = self._parser.has_open_call

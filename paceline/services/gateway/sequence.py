@@ -10,9 +10,10 @@ from opentelemetry.trace import Span, get_current_span
 
 from paceline.core.context import Context
 from paceline.core.errors import UnavailableError
+from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
-from paceline.services.common.wire import key_to_pb, sampling_to_pb
+from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
 from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
 from paceline.services.gateway.kinds import Kind
 from paceline.services.gateway.traces import AttemptTrace, SequenceTrace
@@ -28,6 +29,10 @@ class SequenceRun:
     prompt_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    media: tuple[MediaSpan, ...] = ()
+    """Runs of placeholder tokens in the prompt, in order."""
+    media_inputs: tuple[MediaInput, ...] = ()
+    """The encoder's input for each of `media`. Kept until the sequence ends, because any attempt may need them."""
     priority: int = 0
     """Lower is more urgent."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
@@ -53,7 +58,7 @@ class SequenceRun:
     """Ids of workers on which an attempt failed."""
 
     def __post_init__(self) -> None:
-        self.context = Context(self.prompt_ids, self.cache_salt)
+        self.context = Context(self.prompt_ids, self.cache_salt, self.media)
 
     @property
     def context_tokens(self) -> int:
@@ -82,6 +87,7 @@ class SequenceRun:
             cache_salt=self.cache_salt,
             priority=self.priority,
             kind=self.kind,
+            media=[span_to_pb(span) for span in self.media],
         )
 
     def end(self) -> FinishReason | None:

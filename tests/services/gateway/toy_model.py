@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,24 @@ from tokenizers import decoders, models, pre_tokenizers
 END, USER, ASSISTANT = 256, 257, 258
 VOCAB_SIZE = 300
 """More ids than the tokenizer has tokens, as in a padded vocabulary."""
+_NAMES = {END: b"<|end|>", USER: b"<|user|>", ASSISTANT: b"<|assistant|>"}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+AGENT_TEMPLATE = """
+{%- if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>{% endif %}
+{%- for message in messages %}<|{{ message.role }}|>
+    {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+    {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- endif %}"""
+"""A chat template with tools in the form of Hermes, and with reasoning."""
 
 
 def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, **generation_config: Any) -> Path:
@@ -32,6 +46,60 @@ def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, 
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB_SIZE, "eos_token_id": END}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [END], **generation_config}))
     return folder
+
+
+MEDIA_TOKENS = ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>")
+BOI, IMAGE, EOI, VIDEO, BOA, AUDIO, EOA = range(259, 259 + len(MEDIA_TOKENS))
+MEDIA_TEMPLATE = """\
+{%- for message in messages -%}
+<|{{ message['role'] }}|>
+    {%- if message['content'] is string -%}
+        {{ message['content'] }}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'text' -%}
+                {{ part['text'] | trim }}
+            {%- elif part['type'] == 'image' -%}
+                {{ '<|image|>' }}
+            {%- elif part['type'] == 'video' -%}
+                {{ '<|video|>' }}
+            {%- elif part['type'] == 'audio' -%}
+                {{ '<|audio|>' }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+"""As Gemma 4's template in all that concerns media."""
+
+
+def write_toy_media_model(folder: Path) -> Path:
+    """Write the files of a toy model that takes images, videos and audio as Gemma 4 does, and return the folder."""
+    write_toy_model(folder, chat_template=MEDIA_TEMPLATE)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([*MEDIA_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": {"vocab_size": VOCAB_SIZE, "eos_token_id": END},
+        "vision_config": {"patch_size": 16},
+        "audio_config": {"hidden_size": 8},
+        "boi_token_id": BOI,
+        "image_token_id": IMAGE,
+        "eoi_token_id": EOI,
+        "video_token_id": VIDEO,
+        "boa_token_id": BOA,
+        "audio_token_id": AUDIO,
+        "eoa_token_index": EOA,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """Return the text of tokens, special tokens included."""
+    return b"".join(_NAMES.get(each) or bytes([each]) for each in token_ids).decode()
 
 
 def _byte_vocabulary() -> dict[str, int]:

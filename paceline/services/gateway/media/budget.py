@@ -29,8 +29,8 @@ class MemoryBudget:
 
     @property
     def of_item(self) -> int:
-        """The most bytes that one decoded item may have."""
-        return self.total // (2 * self._decoders)
+        """The most bytes that one decoded item may have: at most half of a request's, so that other items can come."""
+        return self.total // (2 * max(2, self._decoders))
 
     @contextlib.contextmanager
     def request(self) -> Iterator[RequestBudget]:
@@ -40,6 +40,13 @@ class MemoryBudget:
             yield budget
         finally:
             budget.give(budget.used)
+
+    @contextlib.contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        """Count bytes of one request while the block runs. Raises the errors of `RequestBudget.take`."""
+        with self.request() as budget:
+            budget.take(count)
+            yield
 
 
 class RequestBudget:

@@ -74,11 +74,12 @@ def decode(
 
 
 def sample(total: int, duration: float, most: int, per_second: float | None) -> list[int]:
-    """Return the numbers of frames to take out of `total`, evenly spread from the first to the last."""
+    """Return the numbers of frames to take out of `total`: the first of each of equal parts, as in transformers."""
     count = min(most, total)
     if per_second is not None:
         count = min(count, math.floor(duration * per_second))
-    return [int(number) for number in np.linspace(0, total - 1, max(1, count))]
+    count = max(1, count)
+    return [number * total // count for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.chat_schemas import ReasoningEffort
-from paceline.services.gateway.schemas import NamedRequest, StopString
+from paceline.services.gateway.schemas import NamedRequest, StopString, warn_of_hosted_tools
 
 Json = dict[str, Any]
 
@@ -56,10 +56,27 @@ class ToolUseBlock(Body):
     input: Json = Field(default_factory=dict)
 
 
-class MediaBlock(Body):
-    """A part of a tool's result that is no text. The model sees a note in its place."""
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: str = "image/*"
+    """Ignored: the data itself tells its format."""
+    data: str
 
-    type: Literal["image", "document", "search_result", "tool_reference"]
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: str = Field(min_length=1)
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
+class UnreadBlock(Body):
+    """A part of a tool's result that this server does not read. The model sees a note in its place."""
+
+    type: Literal["document", "search_result", "tool_reference"]
 
 
 class HostedToolBlock(Body):
@@ -85,7 +102,7 @@ def _of_type(*kinds: str) -> BeforeValidator:
 
 _BY_TYPE = Field(discriminator="type")
 
-ResultBlock: TypeAlias = Annotated[TextBlock | MediaBlock, _BY_TYPE]
+ResultBlock: TypeAlias = Annotated[TextBlock | ImageBlock | UnreadBlock, _BY_TYPE]
 
 
 class ToolResultBlock(Body):
@@ -98,7 +115,7 @@ class ToolResultBlock(Body):
 
 
 UserBlock: TypeAlias = Annotated[
-    TextBlock | ToolResultBlock | HostedToolBlock, _BY_TYPE, _of_type("text", "tool_result")
+    TextBlock | ImageBlock | ToolResultBlock | HostedToolBlock, _BY_TYPE, _of_type("text", "image", "tool_result")
 ]
 AssistantBlock: TypeAlias = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | HostedToolBlock,
@@ -194,10 +211,17 @@ class CountRequest(NamedRequest):
     """An older name for the field `format` of `output_config`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Names for the model's chat template, as in chats."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the model's preprocessing of media, as in chats."""
     cache_control: Any = None
     """Ignored: every prefix is cached. The same holds for `cache_control` of messages and tools."""
     context_management: Any = None
     """Ignored: the model sees the whole conversation."""
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> CountRequest:
+        warn_of_hosted_tools(tool.type or "" for tool in self.tools or () if not tool.is_custom)
+        return self
 
 
 class MessagesRequest(CountRequest):

@@ -170,11 +170,12 @@ async def test_a_tool_of_a_namespace_is_called_by_both_names(agents: Stack) -> N
     assert "A database." in prompt_of(agents)
 
 
-async def test_tools_of_other_servers_are_left_out(agents: Stack) -> None:
+async def test_tools_of_other_servers_are_left_out(agents: Stack, caplog: pytest.LogCaptureFixture) -> None:
     tools: list[Any] = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "made_up", "x": [1]}]
     response = await ask(agents, "x", "ok", tools=tools, tool_choice="auto")
     assert prompt_of(agents) == "<|user|>x<|assistant|>"
     assert [tool.type for tool in response.tools] == ["web_search", "local_shell", "made_up"]
+    assert "cannot run; the model is not told of them: 'web_search', 'local_shell', 'made_up'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ async def test_a_tool_s_output_that_is_no_text_becomes_a_note(agents: Stack) -> 
         {"type": made["type"] + "_output", "call_id": "c", "output": output},
     ]
     first = await ask(agents, items, "ok")
-    note = "<|tool|>seen\n[input_image: this model takes text alone]<|assistant|>"
+    note = "<|tool|>seen\n[image: this model takes text alone]<|assistant|>"
     assert prompt_of(agents).endswith(note)
     await ask(agents, "y", "ok", previous_response_id=first.id)
     assert f"{note}ok<|user|>y" in prompt_of(agents)

@@ -1,0 +1,67 @@
+"""Plans of conversations, whose media are loaded first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fastapi import Request
+
+from paceline.services.gateway.chat_prompt import media_of, render_chat
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.media.prompt import Prompt
+from paceline.services.gateway.middleware import owner_of
+from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
+from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
+from paceline.services.gateway.schemas import ChatFields, ChatRequest
+from paceline.services.gateway.streaming import until_disconnect
+
+T = TypeVar("T")
+
+
+async def with_media(
+    gateway: Gateway,
+    chats: Sequence[ChatFields],
+    request: Request,
+    make: Callable[[Expansions], T],
+    param: str = "messages",
+) -> T:
+    """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count."""
+    items = [item for chat in chats for item in media_of(chat.messages, gateway.tokenizer)]
+    options = chats[0].mm_processor_kwargs
+    work = gateway.media_preparer.plan(items, make, options=options, owner=owner_of(request), param=param)
+    # If a client leaves, its media no longer occupy memory and a process that decodes.
+    made = await until_disconnect(request.receive, work) if items else await work
+    if made is None:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left while its images, videos or audio were loaded")
+    return made
+
+
+async def plan_with_media(
+    gateway: Gateway,
+    chats: Sequence[ChatFields],
+    request: Request,
+    make: Callable[[ServedModel, Expansions], Plan],
+    param: str = "messages",
+) -> Plan:
+    """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
+    model = await gateway.served_model()
+    return await with_media(gateway, chats, request, lambda media: make(model, media), param)
+
+
+async def plan_conversation(gateway: Gateway, chat: ChatRequest, request: Request) -> Plan:
+    """Return the plan of a chat. Raises the errors of `plan_chat` and `MediaPreparer.plan`."""
+    return await plan_with_media(gateway, [chat], request, lambda model, media: plan_chat(chat, model, media))
+
+
+async def encode_conversation(
+    gateway: Gateway, chat: ChatFields, request: Request, add_special_tokens: bool = False
+) -> Prompt:
+    """Return the prompt of a conversation. Raises the errors of `render_chat` and `MediaPreparer.plan`."""
+
+    def encode(media: Expansions) -> Prompt:
+        return render_chat(chat, gateway.tokenizer, gateway.forms).encode(media, gateway.tokenizer, add_special_tokens)
+
+    return await with_media(gateway, [chat], request, encode)
