@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from paceline.kernels.interface import Kernels, PackedWeight
+
 
 class EncoderKernels(Protocol):
     """Operations over all rows of one image or audio clip. Nothing is cached, and nothing is recorded."""
+
+    def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+        """Return x [rows, in] @ weight [out, in].T: [rows, out], with bounds of x and of the result.
+
+        Args:
+            weight: not quantized.
+            bounds: fp32 [4]: the least and the greatest element of x, and of the result. Others become these.
+        """
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         """Return x with each element bounded to [low, high], in the same shape."""
@@ -29,6 +40,10 @@ class EncoderKernels(Protocol):
 
 class TorchEncoding:
     """`EncoderKernels` in plain torch, for any device."""
+
+    def clipped_linear(self: Kernels, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+        least, greatest, least_out, greatest_out = bounds.unbind()
+        return self.linear(x.clamp(least, greatest), weight).clamp(least_out, greatest_out)
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         return x.clamp(low, high)
