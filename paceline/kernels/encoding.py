@@ -59,6 +59,6 @@ class TorchEncoding:
 
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         # torch's fused kernels need the leading dimension of 1.
-        by_head: list[Tensor] = [x.transpose(0, 1)[None] for x in (queries, keys, values)]
-        attended: Tensor = F.scaled_dot_product_attention(*by_head, scale=scale)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+        attended: Tensor = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
         return attended[0].transpose(0, 1)
