@@ -10,6 +10,7 @@ import torch
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
 from tests.engine.loops import Loop
+from tests.engine.media_host import MAX_TOKENS, MediaHost
 from tests.engine.media_models import KINDS, MediaModel, Prompt, media_model
 
 GREEDY = SamplingParams(max_tokens=64)
@@ -53,3 +54,41 @@ def test_tokens_are_those_of_transformers(made: MediaModel, drafter: str, on_dev
     loop.engine.stop()
     check_all(made, asked, [[token.id for token in output] for output in outputs])
     assert (loop.engine.stats.accepted_tokens > 0) == (drafter != "none")
+
+
+@pytest.mark.parametrize("budget", [8, 32, 500])
+def test_tokens_do_not_depend_on_chunks(made: MediaModel, budget: int) -> None:
+    host, asked = MediaHost(made.model, budget), prompts(made)
+    check_all(made, asked, host.run(asked))
+    spans = {chunk.length for chunk in host.chunks if not chunk.follows}
+    longest = max(span.length for prompt in asked for span, _ in prompt.media)
+    assert (max(spans) > budget) == (budget < longest and bool(made.model.config.whole_media))
+
+
+def test_a_reused_prefix_may_end_inside_a_span(made: MediaModel) -> None:
+    host = MediaHost(made.model, 500)
+    rows = torch.randn(45, made.model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    prompt = made.prompt(29, (IMAGE, rows), 40, seed=4)
+    whole = host.run([prompt])
+    check_all(made, [prompt], whole)
+    host.reused.clear()
+    for most in range(16, len(prompt.token_ids), 16):
+        assert host.run([prompt], most_reused=most) == whole
+    assert any(29 < reused < 29 + 45 for reused in host.reused)
+    # With another image, not even the first tokens of the span are reused.
+    other = prompt.with_other_images()
+    host.reused.clear()
+    check_all(made, [other], host.run([other], most_reused=len(prompt.token_ids)))
+    assert host.reused[0] <= 29
+
+
+def test_a_preempted_request_computes_its_span_again_or_reuses_it(made: MediaModel) -> None:
+    for most_reused in (0, MAX_TOKENS):
+        host, asked = MediaHost(made.model, 24, contexts=1.2), prompts(made)
+        check_all(made, asked, host.run(asked, most_reused))
+        assert host.preempted
+
+
+def test_a_worker_decodes_what_another_one_has_computed(made: MediaModel) -> None:
+    host, asked = MediaHost(made.model, 32), prompts(made)
+    check_all(made, asked, host.run(asked, hands_over=True))
