@@ -77,12 +77,13 @@ class MediaModel:
         """Check that each token of the output is the best one after the tokens before it."""
         context = torch.tensor([prompt.token_ids + list(output)])
         with torch.inference_mode():
-            logits = self.reference(context, use_cache=False, **self._inputs(prompt, context)).logits[0]
+            logits = self.reference(context, use_cache=False, **self.inputs(prompt, context)).logits[0]
         best = logits[len(prompt.token_ids) - 1 : -1].topk(2)
         assert (best.values[:, 0] - best.values[:, 1]).min() > 1e-4, "the best two tokens are too near each other"
         assert best.indices[:, 0].tolist() == list(output)
 
-    def _inputs(self, prompt: Prompt, context: torch.Tensor) -> dict[str, Any]:
+    def inputs(self, prompt: Prompt, context: torch.Tensor) -> dict[str, Any]:
+        """Return what `transformers` takes beside the tokens [1, length] of a prompt and of some output."""
         types = torch.zeros_like(context)
         for span, _ in prompt.media:
             types[0, span.start : span.end] = 1 if span.kind == MediaKind.IMAGE else 2

@@ -9,9 +9,10 @@ import torch
 
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
-from tests.engine.loops import Loop
+from tests.engine.loops import Loop, load
 from tests.engine.media_host import MAX_TOKENS, MediaHost
 from tests.engine.media_models import KINDS, MediaModel, Prompt, media_model
+from tests.tiny_checkpoints import write_tiny
 
 GREEDY = SamplingParams(max_tokens=64)
 IMAGE, FRAME = MediaKind.IMAGE, MediaKind.VIDEO_FRAME
@@ -23,7 +24,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def prompts(made: MediaModel) -> list[Prompt]:
-    """Return prompts whose spans are longer than a step and than a window, or shorter, at both ends and side by side."""
+    """Return prompts whose spans are longer than a step and than a window, or short, and at both ends of a prompt."""
     generator = torch.Generator().manual_seed(3)
     other = IMAGE if made.kind == "gemma3" else FRAME
 
@@ -87,6 +88,15 @@ def test_a_preempted_request_computes_its_span_again_or_reuses_it(made: MediaMod
         host, asked = MediaHost(made.model, 24, contexts=1.2), prompts(made)
         check_all(made, asked, host.run(asked, most_reused))
         assert host.preempted
+
+
+def test_a_draft_model_of_another_size_reads_no_encodings(made: MediaModel, tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama", vocab_size=made.model.config.vocab_size)
+    loop, asked = Loop(made.model, 2, "model", load(tmp_path)), prompts(made)
+    outputs = loop.run([(prompt.token_ids, GREEDY) for prompt in asked], [prompt.media for prompt in asked])
+    loop.engine.stop()
+    check_all(made, asked, [[token.id for token in output] for output in outputs])
+    assert loop.engine.stats.draft_tokens > 0
 
 
 def test_a_worker_decodes_what_another_one_has_computed(made: MediaModel) -> None:
