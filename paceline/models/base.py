@@ -86,8 +86,8 @@ class Weights(Protocol):
 
 
 PADDING = 0
-"""The token that stands in for placeholder tokens, which may lie outside of the vocabulary: its embedding is replaced by
-a row of an encoding, but its rows of other tables are read."""
+"""The token that stands in for placeholder tokens, whose ids may lie outside of the vocabulary. A row of an encoding
+replaces its embedding, but not its rows of other tables."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from paceline.core.types import Key, SamplingParams
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner
 from paceline.engine.scheduler import Limits, Scheduler
-from paceline.engine.step import Chunk, Filled, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step
+from paceline.engine.step import Chunk, Filled, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step, StepResult
 from paceline.models.base import Model
 from tests.engine.loops import NO_GRAMMARS, blocks_of_encodings
 from tests.engine.media_models import Prompt
@@ -39,7 +40,13 @@ class MediaHost:
     """Contexts of MAX_TOKENS tokens for which there are blocks."""
     cache: dict[tuple[int, bytes], torch.Tensor] = field(default_factory=dict)
     """Content of sealed blocks, by group and name."""
-    chunks: list[Chunk] = field(default_factory=list)
+    max_tokens: int = 64
+    """Tokens to sample after each prompt."""
+    steps: list[bytes] = field(default_factory=list)
+    """All steps, as bytes that another process could read."""
+    results: list[StepResult] = field(default_factory=list)
+    memory: torch.Tensor | None = None
+    """The memory before the first step."""
     preempted: int = 0
     reused: list[int] = field(default_factory=list)
     """Tokens that each request has reused, in order of their starts."""
@@ -52,16 +59,24 @@ class MediaHost:
         encodings = blocks_of_encodings(self.model, self._slots)
         assert encodings is not None
         self._encodings = encodings
-        limits = Limits(self.budget, MAX_TOKENS, 8, whole_media=self.model.config.whole_media)
-        self._scheduler = Scheduler(limits)
-        pool = self._slots.view(-1)
-        self._runner = ModelRunner(self.model, self.layout, pool, limits, NO_GRAMMARS, encodings=encodings)
+        self._limits = Limits(self.budget, MAX_TOKENS, 8, whole_media=self.model.config.whole_media)
+        self._scheduler, self._runner = Scheduler(self._limits), self.runner(self._slots)
         self._names = count()
         self._held: dict[Key, list[list[int]]] = {}
         self._encoded: dict[Key, list[int]] = {}
 
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [chunk for step in self.steps for chunk in pickle.loads(step).chunks]
+
+    def runner(self, slots: torch.Tensor) -> ModelRunner:
+        """Return a runner over memory of this host's shape."""
+        encodings = blocks_of_encodings(self.model, slots)
+        sources = (self.model, self.layout, slots.view(-1), self._limits)
+        return ModelRunner(*sources, NO_GRAMMARS, encodings=encodings)
+
     def run(self, prompts: Sequence[Prompt], most_reused: int = 0, hands_over: bool = False) -> list[list[int]]:
-        """Return 64 greedy tokens after each prompt.
+        """Return greedy tokens after each prompt.
 
         Args:
             most_reused: most tokens of a prompt whose blocks come from the cache.
@@ -75,12 +90,14 @@ class MediaHost:
         while waiting or started:
             while waiting and (request := self._start(waiting[0], most_reused, hands_over)):
                 started[request.key] = waiting.popleft()
+            if self.memory is None:
+                self.memory = self._slots.clone()
             while len(steps) < 2 and (step := self._scheduler.plan()):
-                self.chunks += step.chunks
                 steps.append(step)
             if steps:
-                step = steps.popleft()
-                self._scheduler.apply(step, self._runner.execute(step))
+                self.steps.append(pickle.dumps(step := steps.popleft()))
+                self.results.append(self._runner.execute(step))
+                self._scheduler.apply(step, self.results[-1])
             for event in self._scheduler.take_events():
                 match event:
                     case Sealed(key, group, first, hashes):
@@ -121,7 +138,7 @@ class MediaHost:
 
     def _request(self, key: Key, own: _Asked, computed: int, hands_over: bool) -> Request:
         tables = [list(table) for table in self._held[key]]
-        sampling, prompt_len = SamplingParams(max_tokens=64), len(own.prompt.token_ids)
+        sampling, prompt_len = SamplingParams(max_tokens=self.max_tokens), len(own.prompt.token_ids)
         return Request(key, own.context, prompt_len, sampling, self.layout, tables, computed, hands_over)
 
     def _take_over(self, key: Key, own: _Asked) -> Key:

@@ -12,8 +12,10 @@ import torch
 from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
 
 from paceline.core.media import MediaKind, MediaSpan
+from paceline.kernels import select_kernels
 from paceline.models.base import Model
-from tests.engine.loops import Media, load
+from paceline.models.loader import load_model
+from tests.engine.loops import CPU, Media
 from tests.tiny_checkpoints import write_gemma3_with_vision, write_gemma4_unified, write_gemma4_with_media
 
 KINDS = ("gemma3", "edge", "experts", "unified")
@@ -106,7 +108,7 @@ class MediaModel:
         return inputs
 
 
-def media_model(kind: str, folder: Path) -> MediaModel:
+def media_model(kind: str, folder: Path, kernels: str = "native") -> MediaModel:
     """Make a random model of one of KINDS, and save it to a folder."""
     if kind == "gemma3":
         reference = write_gemma3_with_vision(folder)
@@ -115,4 +117,5 @@ def media_model(kind: str, folder: Path) -> MediaModel:
     else:
         whole = {"use_bidirectional_attention": "vision"} if kind == "experts" else {}
         reference = write_gemma4_with_media(folder, kind, **whole)
-    return MediaModel(load(folder), reference, kind)
+    model = load_model(folder, torch.float32, select_kernels(CPU, kernels), CPU)
+    return MediaModel(model, reference, kind)

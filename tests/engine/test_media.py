@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,28 @@ def test_a_draft_model_of_another_size_reads_no_encodings(made: MediaModel, tmp_
 def test_a_worker_decodes_what_another_one_has_computed(made: MediaModel) -> None:
     host, asked = MediaHost(made.model, 32), prompts(made)
     check_all(made, asked, host.run(asked, hands_over=True))
+
+
+def test_a_recorded_step_gives_the_same_tokens_over_the_same_memory(made: MediaModel) -> None:
+    host = MediaHost(made.model, 24)
+    host.run(prompts(made))
+    assert host.memory is not None
+    runner = host.runner(host.memory)
+    for step, result in zip(host.steps, host.results, strict=True):
+        found = runner.execute(pickle.loads(step))
+        assert [own.tokens for own in found.chunks] == [own.tokens for own in result.chunks]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
+@pytest.mark.parametrize("kernels", ["reference", "triton-invariant"])
+@pytest.mark.parametrize("kind", ["edge", "experts"])
+def test_other_kernels_read_encodings_too(tmp_path: Path, kind: str, kernels: str) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    made = media_model(kind, tmp_path, kernels)
+    rows = torch.randn(20, 40, generator=torch.Generator().manual_seed(5))
+    asked = [made.prompt(3, (IMAGE, rows), 2, (FRAME, rows[:4]), 2, seed=5)]
+    # Some steps are small enough to be recorded. With "edge", rows of encodings are among them.
+    host = MediaHost(made.model, 24, max_tokens=3)
+    for prompt, output in zip(asked, host.run(asked)):
+        made.check(prompt, output)
