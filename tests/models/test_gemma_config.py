@@ -19,7 +19,6 @@ from tests.models.configs import (
     read,
 )
 
-
 UNIFIED = "Gemma4UnifiedForConditionalGeneration"
 UNIFIED_TEXT = {name: own for name, own in GEMMA4["text_config"].items() if name != "use_bidirectional_attention"}
 
