@@ -14,6 +14,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
 from paceline.engine.constraint import Constraints, GrammarError, Grammars, RowProgress
 from paceline.engine.drafter import Drafter, NewestStates
+from paceline.engine.row_media import EncodingReader
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
@@ -37,6 +38,7 @@ class ModelRunner:
         probabilistic: accept drafts as often as the distribution allows, by random numbers of their own. Otherwise,
             accept only the tokens that would have been sampled without drafts, so that outputs are the same.
         chooser: chooses tokens of all rows in one call, if they depend on logits alone.
+        encodings: reads encodings from the host's arena; None if the model reads none.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class ModelRunner:
         drafter: Drafter | None = None,
         probabilistic: bool = False,
         chooser: TokenChooser | None = None,
+        encodings: EncodingReader | None = None,
     ) -> None:
         self._model = model
         self._drafter = drafter
         self._probabilistic = probabilistic
         self._chooser = chooser
-        self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
+        sizes = (limits.max_seqs, limits.max_model_len, limits.max_drafts)
+        self._rows = Rows(*sizes, layout, pool.device, model.config.whole_media, encodings)
         self._constraints = Constraints(limits.max_seqs, grammars)
         self._caches = layer_caches(layout, pool)
         self._gpu = pool.device if pool.is_cuda else None
@@ -71,9 +75,8 @@ class ModelRunner:
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
             wanted = _wanted(step.chunks, inputs)
             with self._in_model():
-                hidden = self._model.forward(
-                    inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps, wanted=wanted
-                )
+                own = (inputs.token_ids, inputs.positions, self._caches, inputs.batch)
+                hidden = self._model.forward(*own, taps=taps, wanted=wanted, encoded=inputs.encoded)
             results = self._sample(hidden, step.chunks, inputs, wanted)
             verified = time.perf_counter()
             drafted, drafter_lengths = 0, []

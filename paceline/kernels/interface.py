@@ -18,6 +18,7 @@ from paceline.core.turns import Turns
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.encoding import EncoderKernels
 from paceline.kernels.experts import ExpertKernels
 from paceline.kernels.heads import HeadKernels
 from paceline.kernels.quantized import QuantizedMatrix
@@ -102,7 +103,7 @@ class Forward(Protocol):
     ) -> Tensor: ...
 
 
-class Kernels(ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
+class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str
@@ -209,6 +210,7 @@ class Kernels(ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
         scale: float,
         softcap: float,
         sinks: Tensor | None = None,
+        looks_ahead: bool = False,
     ) -> Tensor:
         """Return causal attention of queries [tokens, heads, head_dim] over their paged contexts, in the same shape.
 
@@ -216,6 +218,8 @@ class Kernels(ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
 
         Args:
             sinks: fp32 [heads]: a further score of each query, for a key whose value is 0.
+            looks_ahead: whether queries see keys up to `batch.last_keys`, if the batch has it, instead of up to their
+                own position. A window bounds only the keys before a query.
         """
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

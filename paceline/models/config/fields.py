@@ -55,6 +55,11 @@ class Fields:
         part.refuse_unsupported()
         return part
 
+    def part(self, name: str) -> Fields | None:
+        """Return the fields of an object in config.json; None if it is missing or null."""
+        raw = self.raw.get(name)
+        return None if raw is None else Fields(raw, self.architecture)
+
     def with_rope(self, default: Json) -> Fields:
         """Return the same fields, with `default` as `rope_parameters` if none are given in the style of any version."""
         if self.raw.get("rope_parameters") or self.raw.get("rope_scaling"):
@@ -117,7 +122,7 @@ class Fields:
         quantization = self.raw.get("quantization_config")
         if quantization and quantization.get("quant_method") != _QUANTIZED.get(self.architecture):
             raise ModelError("quantized checkpoints are not supported; use the bf16 one")
-        if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):  # requests have no images
+        if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):
             raise ModelError("bidirectional attention is not supported")
         if self.raw.get("rope_interleaved"):
             raise NotNativeError("an interleaved rotary embedding is not supported")

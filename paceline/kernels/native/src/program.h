@@ -57,14 +57,16 @@ struct CompressedLayout {
 };
 
 enum Kind : int32_t {
-    kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
+    kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a; d: fp32 [4], least and greatest
+                  // input and output, if the weights are not quantized, or null
     kEmbed,       // out[tokens, n0] = rows of b (packed, n1 rows) * f0; a: int64 ids
     kRmsNorm,     // out[rows, n0]; a: x with row stride n1; b: weight; n2: `NormKind`; f0: eps
     kRotation,    // out: fp32 cos [tokens, 2 * n0], c: sin; a: int64 positions; b: fp32 frequencies [n0]; f0: factor, f1:
                   // its growth, n1: tokens for each step of the growth
     kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
     kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache
-    kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap
+    kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap;
+                  // n1: whether queries see keys up to `last_keys`, unless that is null
     kSiluAndMul,  // out[rows, n0] = silu(a) * b; b has row stride n1
     kGeluTanhAndMul,
     kAdd,  // likewise
@@ -156,7 +158,7 @@ struct Group {
 // See `AttentionBatch`.
 struct Step {
     int64_t tokens, requests;
-    const int64_t *query_start, *context_len, *final_len;
+    const int64_t *query_start, *context_len, *final_len, *last_keys;
     const int64_t *token_ids, *positions;  // input of kEmbed and kRotation if their `a` is null
     const Group* groups;
 };

@@ -1,0 +1,64 @@
+"""The operations that only encoders of images and audio have, as a part of `Kernels`, and their form in plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from paceline.kernels.interface import Kernels, PackedWeight
+
+
+class EncoderKernels(Protocol):
+    """Operations over all rows of one image or audio clip. Nothing is cached, and nothing is recorded."""
+
+    def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+        """Return x [rows, in] @ weight [out, in].T: [rows, out], with bounds of x and of the result.
+
+        Args:
+            weight: not quantized.
+            bounds: fp32 [4]: the least and the greatest element of x, and of the result. Others become these.
+        """
+
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Return x with each element bounded to [low, high], in the same shape."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """Return gelu(x), elementwise, in its tanh form."""
+
+    def silu(self, x: Tensor) -> Tensor:
+        """Return silu(x), elementwise."""
+
+    def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Return attention of all rows to all rows: [rows, heads, head_dim] each -> the same shape."""
+
+
+class TorchEncoding:
+    """`EncoderKernels` in plain torch, for any device."""
+
+    def clipped_linear(self: Kernels, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+        least, greatest, least_out, greatest_out = bounds.unbind()
+        return self.linear(x.clamp(least, greatest), weight).clamp(least_out, greatest_out)
+
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        return x.clamp(low, high)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+    def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        # torch's fused kernels need the leading dimension of 1.
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+        attended: Tensor = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        return attended[0].transpose(0, 1)
