@@ -252,3 +252,9 @@ def without_the_word_of_an_encoding_s_user(patch: Patch) -> None:
 
     original = moves._of_encoding
     patch.setattr(moves, "_of_encoding", of_encoding)
+
+
+def without_claims_of_encodings(patch: Patch) -> None:
+    """Let a worker claim only leases of KV, although it is writing or reading an encoding."""
+    original = claims.claims_of
+    patch.setattr(claims, "claims_of", lambda world, job: [] if job.encoding else original(world, job))
