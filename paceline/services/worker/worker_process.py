@@ -246,13 +246,13 @@ def _kv_memory(
 
 def _max_model_len(config: WorkerConfig, loaded: Loaded, arena_slots: int, pool_slots: int) -> int:
     """Return the tokens of the longest context that the model, the KV memory and the user allow. Raises ConfigError."""
-    layout, slots = loaded.layout, min(arena_slots, pool_slots)
+    layout = loaded.layout
     option = "--kv-pool-memory" if pool_slots < arena_slots else "--kv-memory"
     wanted = config.max_model_len or loaded.max_position
     if wanted > loaded.max_position:
         raise ConfigError(f"--max-model-len {wanted} is more than the model's {loaded.max_position}")
     fitting = wanted
-    while layout.slots_for(fitting) > slots:
+    while layout.slots_for(fitting) > pool_slots or layout.arena_slots_for(fitting) > arena_slots:
         fitting -= layout.alignment
     if fitting < layout.alignment or (config.max_model_len and fitting < wanted):
         raise ConfigError(
