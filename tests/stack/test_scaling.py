@@ -17,7 +17,7 @@ from tests.stack.test_equality import differences
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 STREAMS = 8
-MAX_TOKENS = 400
+MAX_TOKENS = 300
 SETTLE_SECONDS = 60.0
 
 
@@ -59,7 +59,7 @@ async def test_streams_survive_scaling(stack: Stack, way: Way) -> None:
     undisturbed = await answers(stack.url, way.model, streams(), concurrency=STREAMS)
     await scale(stack, decode=2)
     running = asyncio.create_task(answers(stack.url, way.model, streams(), concurrency=STREAMS))
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(1.0)
     await scale(stack, decode=1, prefill=2)
     await scale(stack, prefill=1)
     disturbed = await running
