@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 @on("two workers", "aggregated", "pools")
 async def test_reasoning_is_as_long_as_its_budget(stack: Stack, way: Way, real_model: Callable[[str], Path]) -> None:
     tokenizer = Tokenizer(real_model(way.model))
-    asked = thinking_requests(12, 1)
+    asked = thinking_requests(8, 1)
     found = await answers(stack.url, way.model, asked, concurrency=8)
     assert complaints(asked, found, tokenizer) == []
     await stack.settled()
