@@ -42,7 +42,8 @@ def mixed(salt: str) -> list[Request]:
     """
     plain = {"max_tokens": MAX_TOKENS, "temperature": 0, "stream": True, "return_token_ids": True}
     greedy = [Request({"prompt": prompt, **plain}) for prompt in PROMPTS[::9]]
-    return [replace(each, body={**each.body, "cache_salt": salt}) for each in (*requests(12, SEED, VOCABULARY), *greedy)]
+    asked = [*requests(12, SEED, VOCABULARY), *greedy]
+    return [replace(each, body={**each.body, "cache_salt": salt}) for each in asked]
 
 
 @on("default", "two workers", "aggregated", "pools", "gemma", "gemma pools")
