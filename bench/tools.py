@@ -183,15 +183,16 @@ class Asker:
         Returns for each way the answers, and the seconds from the first request to the end of the last answer.
         """
         prompts = [await self._prompt(chat) for chat in chats]
-        bound = await self._ask("/v1/chat/completions", [{**chat, "cache_salt": f"{salt}/bound"} for chat in chats])
+        bound = await self.ask("/v1/chat/completions", [{**chat, "cache_salt": f"{salt}/bound"} for chat in chats])
         lengths = [max(1, answer.tokens) for answer in bound[0]]
         plain = [
             {"prompt": prompt, "max_tokens": length, "ignore_eos": True, "cache_salt": f"{salt}/free"}
             for prompt, length in zip(prompts, lengths)
         ]
-        return {"constrained": bound, "free": await self._ask("/v1/completions", plain)}
+        return {"constrained": bound, "free": await self.ask("/v1/completions", plain)}
 
-    async def _ask(self, path: str, bodies: Sequence[Json]) -> tuple[list[Answer], float]:
+    async def ask(self, path: str, bodies: Sequence[Json]) -> tuple[list[Answer], float]:
+        """Send all requests. Return their answers, and the seconds until the end of the last one."""
         began = time.perf_counter()
         answers = await asyncio.gather(*(self._one(path, body) for body in bodies))
         return answers, time.perf_counter() - began

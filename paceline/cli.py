@@ -139,6 +139,9 @@ def build_parser() -> argparse.ArgumentParser:
         _add_options(command, service.config, service.config.model_fields)
     prepare = _add_command(commands, "prepare", "MODEL [options]", "Fetch or convert a model and print its folder.")
     prepare.add_argument("model", metavar="MODEL", help=_help(ServeConfig, "model"))
+    prepare.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file: keys at its top and in [prepare]; flags override it"
+    )
     _add_options(prepare, ServeConfig, PREPARE_OPTIONS)
     prepare.add_argument(
         "--link", type=Path, metavar="PATH", help="symbolic link to the folder, which is made or replaced"
@@ -193,7 +196,8 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
     elif name == "token":
         make_secret(arguments["file"])
     elif name == "prepare":
-        _prepare(arguments.pop("live_progress"), arguments.pop("link"), ServeConfig(**arguments))
+        is_relayed, link, file = (arguments.pop(own) for own in ("live_progress", "link", "config"))
+        _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
     else:
         config = _load(name, arguments.pop("config"), arguments)
         # Until the service handles signals itself, there is nothing to clean up. Without this handler, SIGTERM would

@@ -197,6 +197,17 @@ def test_prepare_prints_the_folder_alone(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}\n")
 
 
+def test_prepare_reads_the_file_of_all_services(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_toy_folder(tmp_path / "model")
+    file = tmp_path / "paceline.toml"
+    file.write_text('port = 7300\ntrust-remote-code = true\nmodel-impl = "native"\n[decode]\nmax-seqs = 64\n')
+    arguments = ["prepare", str(tmp_path / "model"), f"--config={file}"]
+    assert code_of(arguments) == 2
+    assert "--trust-remote-code needs --model-impl auto or transformers" in capsys.readouterr().err
+    done = paceline(*arguments, "--no-trust-remote-code")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'model'}\n")
+
+
 def test_prepare_links_to_the_folder(tmp_path: Path) -> None:
     link = tmp_path / "served" / "org" / "name"
     for name in ("one", "two"):

@@ -18,7 +18,7 @@ from paceline.engine.step import Step, StepResult
 from paceline.kernels import select_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TWO_LAYERS = llama_config(hidden=32, inner=48, layers=2, heads=4, kv_heads=2, vocab=64)
+TWO_LAYERS = llama_config(hidden=32, inner=48, layers=2, heads=2, kv_heads=1, vocab=64)
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_the_random_model_counts_in_circles_and_jumps() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
 # Lookups find drafts only if the model counts, which takes a strong signal. With a weak one, tokens are closer rivals.
-@pytest.mark.parametrize(("method", "signal"), [("ngram", 3.0), ("early_layers", 1.35)])
+@pytest.mark.parametrize(("method", "signal"), [("ngram", 6.0), ("early_layers", 1.5)])
 def test_the_loop_gives_the_same_tokens_with_drafts_on_triton_kernels(method: Method, signal: float) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     kernels = select_kernels(DEVICE, "triton-invariant")
@@ -63,8 +63,8 @@ def test_the_loop_gives_the_same_tokens_with_drafts_on_triton_kernels(method: Me
     drafts = SpeculativeConfig(method, 3, num_layers=1, adaptive=False)
     prompts = [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1], [9, 10, 11, 12, 13, 14, 15, 8, 9]]
     plain, drafted = (load_random(weights, kernels, choice) for choice in (None, drafts))
-    alone = [run(plain, 1, [prompt], 6, DEVICE).tokens[0] for prompt in prompts]
-    together = run(drafted, 2, prompts, 6, DEVICE)
+    alone = [run(plain, 1, [prompt], 5, DEVICE).tokens[0] for prompt in prompts]
+    together = run(drafted, 2, prompts, 5, DEVICE)
     assert together.tokens == alone
     assert together.accepted_length > 1
 

@@ -74,7 +74,7 @@ params = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     rows=st.lists(st.tuples(params, st.integers(0, 5000)), min_size=1, max_size=5),
     vocab=st.sampled_from([1, 2, 60, 63, 1024, 1500, 4099]),
@@ -93,11 +93,14 @@ def test_tokens_are_those_of_the_host(
     assert [on_device(chooser, logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))] == expected
 
 
-@pytest.mark.parametrize("spread", [0.02, 3.0])  # with 0.02, hundreds of tokens are almost as likely as the best
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.95), (7, 1.0), (40, 0.5), (599, 1.0)])
+# With a spread of 0.02, hundreds of tokens are almost as likely as the best.
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "spread"), [(0, 0.5, 0.02), (0, 0.95, 3.0), (7, 1.0, 0.02), (40, 0.5, 3.0), (599, 1.0, 0.02)]
+)
 def test_many_draws_are_those_of_the_host(chooser: TokenChooser, top_k: int, top_p: float, spread: float) -> None:
-    logits = spread * torch.randn(48, 600, generator=torch.Generator().manual_seed(4), device="cpu")
-    rows = [(SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed), 3) for seed in range(48)]
+    count = 48 if isinstance(chooser, NativeChooser) else 16  # Triton's interpreter is slow
+    logits = spread * torch.randn(count, 600, generator=torch.Generator().manual_seed(4), device="cpu")
+    rows = [(SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, seed=seed), 3) for seed in range(count)]
     assert on_device(chooser, logits, rows) == on_host(logits, rows)
 
 

@@ -26,7 +26,7 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NormKind)
-@pytest.mark.parametrize("shape", [(1, 63), (5, 60), (3, 576), (2, 1100), (0, 64)])
+@pytest.mark.parametrize("shape", [(5, 63), (2, 1100), (0, 64)])
 def test_add_rms_norm_is_add_and_then_rms_norm(
     kernels: Kernels, shape: tuple[int, int], kind: NormKind, dtype: torch.dtype
 ) -> None:
@@ -57,10 +57,17 @@ def one_by_one(
     return kernels.rotate(queries, *angles)
 
 
+SHAPES = [(6, 3, 20), (3, 1, 60), (4, 4, 64), (7, 1, 512)]
+"""Heads, KV heads and the size of a head."""
+
+
+# Every shape with both types, and with norms of every kind in turn.
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norms", [None, *NormKind])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 20), (3, 1, 60), (4, 4, 64), (7, 1, 512)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "norms"),
+    [(*shape, norms) for shape, norms in zip(SHAPES, [None, *NormKind])],
+)
 def test_rotate_and_store_is_its_operations_one_by_one(
     kernels: Kernels, heads: int, kv_heads: int, head_dim: int, norms: NormKind | None, dtype: torch.dtype
 ) -> None:

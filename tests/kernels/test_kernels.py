@@ -20,7 +20,8 @@ from paceline.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.slow
 
-DTYPES = [torch.float32, torch.bfloat16]
+FP32, BF16 = torch.float32, torch.bfloat16
+DTYPES = [FP32, BF16]
 MIXED = [(1, 63), (7, 60), (33, 33), (1, 1), (16, 48), (5, 100)]
 
 
@@ -60,8 +61,11 @@ def run_attention(kernels: Kernels, case: Any, scale: float = 0.25, softcap: flo
     return kernels.attention(case.queries, case.cache, case.batch, case.group, scale, softcap)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, 5.0), (1, 5.0), (16, 0.0), (23, 5.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "dtype"),
+    [(0, 0.0, BF16), (0, 5.0, FP32), (1, 5.0, FP32), (16, 0.0, FP32), (23, 5.0, BF16)],
+    ids=str,
+)
 def test_attention_of_a_mixed_batch(
     kernels: Kernels, paged_case: Callable[..., Any], window: int, softcap: float, dtype: torch.dtype
 ) -> None:
@@ -69,8 +73,7 @@ def test_attention_of_a_mixed_batch(
     close(run_attention(kernels, case, softcap=softcap), naive_attention(case, 0.25, softcap))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (23, 5.0)])
+@pytest.mark.parametrize(("window", "softcap", "dtype"), [(0, 0.0, FP32), (23, 5.0, BF16)], ids=str)
 def test_attention_with_sinks(
     kernels: Kernels, paged_case: Callable[..., Any], window: int, softcap: float, dtype: torch.dtype
 ) -> None:
@@ -102,9 +105,16 @@ def test_attention_may_look_ahead(
     assert torch.equal(run_attention(kernels, case, softcap=softcap), expected)
 
 
-@settings(max_examples=30)
-@given(data=st.data())
-def test_attention_of_any_shape(kernels: Kernels, paged_case: Callable[..., Any], data: st.DataObject) -> None:
+def test_attention_of_any_shape(kernels: Kernels, paged_case: Callable[..., Any]) -> None:
+    @settings(max_examples=8 if kernels.name.startswith("triton") else 30)  # Triton's interpreter is slow
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        check_any_shape(kernels, paged_case, data)
+
+    check()
+
+
+def check_any_shape(kernels: Kernels, paged_case: Callable[..., Any], data: st.DataObject) -> None:
     contexts = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
     lengths = [(data.draw(st.integers(1, context)), context) for context in contexts]
     kv_heads = data.draw(st.integers(1, 3))
@@ -121,8 +131,7 @@ def test_attention_of_any_shape(kernels: Kernels, paged_case: Callable[..., Any]
     close(run_attention(kernels, case), naive_attention(case, 0.25, 0.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [0, 23])
+@pytest.mark.parametrize(("window", "dtype"), [(0, BF16), (23, FP32)], ids=str)
 def test_attention_of_a_request_does_not_depend_on_its_batch_mates(
     kernels: Kernels, paged_case: Callable[..., Any], window: int, dtype: torch.dtype
 ) -> None:
@@ -135,12 +144,11 @@ def test_attention_of_a_request_does_not_depend_on_its_batch_mates(
         assert torch.equal(alone, together[start:end])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [256, 512])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(256, FP32), (512, BF16), (512, FP32)], ids=str)
 def test_attention_of_large_heads(
     kernels: Kernels, paged_case: Callable[..., Any], head_dim: int, dtype: torch.dtype
 ) -> None:
-    case = paged_case(kernels, [(1, 300), (37, 50)], heads=8, kv_heads=1, head_dim=head_dim, dtype=dtype)
+    case = paged_case(kernels, [(1, 300), (17, 30)], heads=8, kv_heads=1, head_dim=head_dim, dtype=dtype)
     together = run_attention(kernels, case, scale=0.05)
     close(together, naive_attention(case, 0.05, 0.0))
     queries, batch, group = case.only(0)

@@ -21,6 +21,7 @@ from paceline.models.base import Model
 from paceline.models.identity import implementation_name, model_identity
 from paceline.models.loader import load_model
 from paceline.models.transformers_backend.attention import NAME, Mask, register
+from paceline.models.transformers_backend.loading import check_config
 from tests.models.test_model_logits import check_against_reference, random_tokens, same
 
 CPU = torch.device("cpu")
@@ -93,6 +94,22 @@ REFUSED = {
     "bart": r"BartDecoder takes no positions \(position_ids\)",
     "t5": "T5Model has an encoder",
 }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "complaint"),
+    [
+        ("GPT9ForCausalLM", "gpt9", "transformers cannot load"),
+        ("Mamba2ForCausalLM", "mamba2", "Mamba2ForCausalLM keeps states besides keys and values"),
+        ("BertForMaskedLM", "vit", "BertForMaskedLM is no causal language model"),
+    ],
+)
+def test_a_model_without_a_decoder_is_refused_by_its_config(
+    tmp_path: Path, architecture: str, kind: str, complaint: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": kind}))
+    with pytest.raises(ModelError, match=complaint):
+        check_config(tmp_path, trust_remote_code=False)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -24,7 +24,7 @@ FIRST, SECOND = [5, 17, 29, 3, 41], [8, 9, 60]
 def test_padded_steps_give_the_logits_of_transformers(
     tmp_path: Path, save_qwen3_moe: Any, paged_contexts: Any, kernels: str
 ) -> None:
-    reference = save_qwen3_moe(num_hidden_layers=2).to(DEVICE)
+    reference = save_qwen3_moe(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1).to(DEVICE)
     model = load_model(tmp_path, torch.float32, select_kernels(DEVICE, kernels), DEVICE)
     with DEVICE:
         contexts = paged_contexts(model, 2, 20)

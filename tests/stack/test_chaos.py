@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 
 async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
-    kills = {"prefill": 2, "decode": 2, "kvtransfer": 1, "redis": 1}
-    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.5), prompts=PROMPTS[:6])
+    kills = {"prefill": 1, "decode": 1, "kvtransfer": 1, "redis": 1}
+    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.0), prompts=PROMPTS[:6])
     report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
     assert report.wrong == []
     assert report.leftovers == []
@@ -46,7 +46,7 @@ async def test_streams_survive_cuts_of_the_link_between_two_hosts(tmp_path: Path
 
 @on("default")
 async def test_the_arena_survives_its_service(stack: Stack) -> None:
-    plan = Plan({}, streams=4, tokens=150, pause=(0, 0), prompts=PROMPTS[:4])
+    plan = Plan({}, streams=4, tokens=100, pause=(0, 0), prompts=PROMPTS[:4])
     async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
         client = Client(http, plan, Report())
         await client.learn()

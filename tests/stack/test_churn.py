@@ -1,4 +1,4 @@
-"""A thousand mixed requests, many of them cancelled at random, leak nothing."""
+"""Hundreds of mixed requests, many of them cancelled at random, leak nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from tests.stack.stacks import SMOLLM, on
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
-REQUESTS = 1000
+REQUESTS = 500
 CONCURRENCY = 16
 GROWTH_BYTES = 64 << 20
-"""Allowed growth of one process. Allocators keep some memory; leaking the state of a thousand requests would take far
-more.
+"""Allowed growth of one process. Allocators keep some memory; leaking a row of logits for each request would take more.
 """
 
 
 @on("default")
-async def test_a_thousand_requests_leave_nothing_behind(stack: Stack) -> None:
+async def test_hundreds_of_requests_leave_nothing_behind(stack: Stack) -> None:
     rng = random.Random(2)
     shared = "A long shared introduction that many requests have in common. " * 6
     outcomes: dict[str, int] = {"done": 0, "cancelled": 0}
@@ -61,8 +60,8 @@ async def test_a_thousand_requests_leave_nothing_behind(stack: Stack) -> None:
     after = private_bytes(stack)
 
     assert outcomes["done"] + outcomes["cancelled"] == REQUESTS
-    assert outcomes["done"] > 300
-    assert outcomes["cancelled"] > 50
+    assert outcomes["done"] > 150
+    assert outcomes["cancelled"] > 25
     assert {name: grown for name in after if (grown := after[name] - before[name]) > GROWTH_BYTES} == {}
 
 

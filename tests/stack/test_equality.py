@@ -19,10 +19,13 @@ from tests.stack.stacks import Way, on
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
-MAX_TOKENS = 40
+MAX_TOKENS = 24
 SHORT_AND_LONG = (*PROMPTS[::3], PROMPTS[7])
 VOCABULARY = 49_152
 """Vocabulary size that bounds the token ids in requests; both models have at least as many tokens."""
+
+SEED = 1814
+"""With this seed, 12 requests have all kinds of sampling, constraints, prompts and ends that requests can have."""
 
 Outcomes = dict[str, list[Outcome]]
 
@@ -38,8 +41,9 @@ def mixed(salt: str) -> list[Request]:
     runs.
     """
     plain = {"max_tokens": MAX_TOKENS, "temperature": 0, "stream": True, "return_token_ids": True}
-    greedy = [Request({"prompt": prompt, **plain}) for prompt in PROMPTS[::6]]
-    return [replace(each, body={**each.body, "cache_salt": salt}) for each in (*requests(20, 5, VOCABULARY), *greedy)]
+    greedy = [Request({"prompt": prompt, **plain}) for prompt in PROMPTS[::9]]
+    asked = [*requests(12, SEED, VOCABULARY), *greedy]
+    return [replace(each, body={**each.body, "cache_salt": salt}) for each in asked]
 
 
 @on("default", "two workers", "aggregated", "pools", "gemma", "gemma pools")

@@ -17,12 +17,12 @@ from tests.stack.test_equality import differences
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 STREAMS = 8
-MAX_TOKENS = 400
+MAX_TOKENS = 200
 SETTLE_SECONDS = 60.0
 
 
 def streams() -> list[Request]:
-    """Return greedy and sampled requests that run for several seconds."""
+    """Return greedy and sampled requests that run for some seconds."""
     rng = random.Random(11)
     asked = []
     for index in range(STREAMS):
@@ -59,7 +59,7 @@ async def test_streams_survive_scaling(stack: Stack, way: Way) -> None:
     undisturbed = await answers(stack.url, way.model, streams(), concurrency=STREAMS)
     await scale(stack, decode=2)
     running = asyncio.create_task(answers(stack.url, way.model, streams(), concurrency=STREAMS))
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(0.7)
     await scale(stack, decode=1, prefill=2)
     await scale(stack, prefill=1)
     disturbed = await running

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 @on("two workers", "aggregated", "pools")
 async def test_reasoning_is_as_long_as_its_budget(stack: Stack, way: Way, real_model: Callable[[str], Path]) -> None:
     tokenizer = Tokenizer(real_model(way.model))
-    asked = thinking_requests(16, 1)
+    asked = thinking_requests(8, 1)
     found = await answers(stack.url, way.model, asked, concurrency=8)
     assert complaints(asked, found, tokenizer) == []
     await stack.settled()
@@ -31,7 +31,7 @@ async def test_reasoning_is_as_long_as_its_budget(stack: Stack, way: Way, real_m
 @on("two workers")
 async def test_a_budget_survives_its_worker(stack: Stack, way: Way, real_model: Callable[[str], Path]) -> None:
     tokenizer = Tokenizer(real_model(way.model))
-    asked = [request for request in thinking_requests(64, 2) if request.body["thinking_token_budget"] == 64]
+    asked = [request for request in thinking_requests(32, 2) if request.body["thinking_token_budget"] == 64]
     running = asyncio.create_task(answers(stack.url, way.model, asked, concurrency=8))
     await asyncio.sleep(1.0)
     for worker in stack.living("decode")[:1]:
