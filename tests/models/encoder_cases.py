@@ -26,6 +26,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "edge": lambda folder: write_gemma4_with_media(folder, "edge"),
     "dense": lambda folder: write_gemma4_with_media(folder, "dense"),
 }
+"""Functions that save a model to a folder and return that of `transformers`."""
 
 
 def load(folder: Path, kernels: Kernels | None = None, dtype: torch.dtype = torch.float32) -> Encoders:
@@ -42,8 +43,8 @@ def encode(encoders: Encoders, kind: MediaKind, tensor: Tensor) -> Tensor:
     return found
 
 
-def image(height: int, width: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def image(height: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
 
 
@@ -60,6 +61,7 @@ INPUTS = {
     "unified": [(MediaKind.IMAGE, image(24, 36)), (MediaKind.AUDIO, sound(100))],
     "gemma3": [(MediaKind.IMAGE, image(56, 56))],
 }
+"""A small input for each encoder of some of the models."""
 
 
 def change(folder: Path, to: Path, tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
