@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.core.context import Context
+from paceline.core.context import Context, encoding_context
 from paceline.core.kv_layout import KVLayout
 from paceline.core.prefix import match_prefix
 from paceline.services.common.block_stream import BlockBatch
@@ -58,6 +58,14 @@ class HostBlocks:
         links = context.links(self._layout.fingerprint)
         return match_prefix(self._layout, self._find, links, most)[0]
 
+    def has_encoding(self, digest: bytes, length: int, cache_salt: str) -> bool:
+        """Return whether all blocks of an encoding are cached."""
+        if self._layout.encodings is None:
+            return False
+        context = encoding_context(digest, length, cache_salt, self._layout)
+        links = context.links(self._layout.fingerprint)
+        return match_prefix(self._layout.encodings, self._find, links, len(context))[0] == len(context)
+
     def _find(self, group: int, digest: bytes) -> int | None:
         return 0 if digest in self._names[group] else None
 
@@ -89,6 +97,15 @@ class PrefixIndex:
     def layouts(self) -> Mapping[str, str]:
         """Return the layout fingerprint of each host's blocks."""
         return {name: host.fingerprint for name, host in self._hosts.items()}
+
+    def hosts_with_encoding(self, digest: bytes, length: int, cache_salt: str) -> frozenset[str]:
+        """Return the ids of the hosts that have all blocks of an encoding.
+
+        Args:
+            digest: name of the encoder's input.
+            length: rows of the encoding.
+        """
+        return frozenset(name for name, host in self._hosts.items() if host.has_encoding(digest, length, cache_salt))
 
     def cached_tokens(self, context: Context, most: int) -> Mapping[str, int]:
         """Return for each host how many of a context's first `most` tokens it has cached. Omit hosts with none."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from paceline.core.media import MediaSpan
 from paceline.core.numerics import Numerics, may_differ
 from paceline.proto import worker_pb2
 from paceline.services.common.registry import Member
@@ -21,6 +22,9 @@ from paceline.services.gateway.plan import Plan
 
 CHUNKS_KEPT = 32
 """Chunks of an attempt that are kept one by one. Later ones only count in the totals."""
+
+ENCODINGS_KEPT = 32
+"""Encodings of an attempt that are kept one by one; of later ones only the number is kept."""
 
 REASONS_KEPT = 8
 """Largest number of different reasons of one wait. Further ones count as OTHER_REASONS."""
@@ -53,6 +57,25 @@ class ChunkTrace(NamedTuple):
     first: int
     tokens: int
     step_seconds: float
+
+
+class EncodingTrace(NamedTuple):
+    """One encoding that a worker has computed or found for an attempt."""
+
+    began: float
+    """When the gateway asked for it. An instant, as `ended`."""
+    ended: float
+    """When the worker that computes the prompt had it."""
+    worker: str
+    kind: str
+    tokens: int
+    cached: bool
+    """Whether the worker's host had it already."""
+    queue_seconds: float
+    encode_seconds: float
+    bytes: int
+    bytes_moved: int
+    """Bytes that the worker that computes the prompt fetched from another host."""
 
 
 class Gaps(NamedTuple):
@@ -112,6 +135,9 @@ class AttemptTrace:
     """Tokens of the context that the computing worker found cached on its host."""
     blocks: int = 0
     cached_blocks: int = 0
+    encodings: list[EncodingTrace] = field(default_factory=list)
+    """The first encodings, in the order of their ends."""
+    encodings_left_out: int = 0
     chunks: ChunkTotals = field(default_factory=ChunkTotals)
     filled: float | None = None
     handed_over: float | None = None
@@ -183,6 +209,17 @@ class AttemptTrace:
         if report.HasField("effort"):
             self.effort = worker_pb2.Effort()
             self.effort.CopyFrom(report.effort)
+
+    def add_encoding(
+        self, span: MediaSpan, worker: Member, began: float, encoded: worker_pb2.Encoded, bytes_moved: int
+    ) -> None:
+        """Record that the worker that computes the prompt has an encoding now."""
+        if len(self.encodings) >= ENCODINGS_KEPT:
+            self.encodings_left_out += 1
+            return
+        times = encoded.queue_ms / 1000, encoded.encode_ms / 1000
+        place = worker.worker_id, span.kind.value, span.length, encoded.cached
+        self.encodings.append(EncodingTrace(began, time.monotonic(), *place, *times, encoded.bytes, bytes_moved))
 
     def fail(self, reason: str) -> None:
         self.failed, self.failure = time.monotonic(), reason[:_REASON_CHARACTERS]

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from paceline.core.context import Context
@@ -36,19 +38,24 @@ from paceline.engine.step import (
     NeedsBlocks,
     Preempted,
     Removed,
+    Sampled,
     Sealed,
     Trimmed,
 )
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
 from paceline.proto.fleet_pb2 import LoadReport
-from paceline.services.common.wire import sampling_from_pb
+from paceline.services.common.wire import key_from_pb, sampling_from_pb
 from paceline.services.worker.admission import Admission
+from paceline.services.worker.encoder import Encoder
+from paceline.services.worker.encoding import EncodingDesk
+from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams, RequestEvent
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.leases import Reservation
-from paceline.services.worker.work_check import check_token, check_work
+from paceline.services.worker.request_media import MediaDesk
+from paceline.services.worker.work_check import check_encode, check_token, check_work
 
 Argument = TypeVar("Argument")
 
@@ -97,6 +104,9 @@ class Worker:
         kv.on_lease_lost = self._on_lease_lost
         self.memory = memory
         self.layout = loaded.layout
+        self.encodings = Encodings(kv, loaded.layout, memory.arena) if loaded.layout.encodings else None
+        """None if the model has no encoders."""
+        self.media = MediaDesk(self.encodings, kv.session.source)
         self.limits = limits
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
@@ -119,6 +129,11 @@ class Worker:
             copies=memory.copies,
             peers=memory.peers,
         )
+        self.encoding: EncodingDesk | None = None
+        """None if the model has no encoders."""
+        if self.encodings is not None and loaded.load_encoders is not None:
+            encoder = Encoder(loaded.load_encoders, self.engine.encode)
+            self.encoding = EncodingDesk(encoder, self.encodings, kv.session.source, lambda: self.goes_on)
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
         """Return a function for the engine's threads that runs `function` on the event loop."""
@@ -151,11 +166,22 @@ class Worker:
         yield Sample("stored_bytes", stats.stored_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "store"})
         if (counts := self._pool.counts()) is not None:
             yield from counts.samples()
+        if self.encoding is not None:
+            yield from self.encoding.encoder.samples()
 
     @property
     def goes_on(self) -> bool:
         """Whether the engine is idle or its step began less than ALIVE_SECONDS ago. Then requests just wait."""
         return self.engine.step_seconds < ALIVE_SECONDS
+
+    def admit(self, work: pb.Work) -> AbstractAsyncContextManager[None]:
+        """Count work while a `with` statement runs. See `Admission`.
+
+        Encodings take no place: requests that have all places wait for them.
+        """
+        if work.kind == pb.WORK_KIND_ENCODE:
+            return self.admission.join(continues=self.media.get(key_from_pb(work.key)) is not None)
+        return self.admission.admit()
 
     def check(self, work: pb.Work) -> None:
         """Refuse work that this worker can never do.
@@ -164,7 +190,10 @@ class Worker:
         """
         if work.model != self.model_id:
             raise UnavailableError("this worker serves another model")
-        check_work(work, self.limits.max_model_len, self._vocab_size)
+        if work.kind == pb.WORK_KIND_ENCODE:
+            check_encode(work, self.limits.max_model_len)
+        else:
+            check_work(work, self.limits.max_model_len, self._vocab_size)
 
     def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
         """Refuse a handoff with an unknown token or of another attempt. Raises InvalidRequestError."""
@@ -251,6 +280,14 @@ class Worker:
         self.kv.use(request.key)
         self._streams.add(request, events)
         self.engine.add(request)
+        if media := self.media.get(request.key):
+            media.attach(partial(self._provide, request))
+
+    def _provide(self, request: Request, held: HeldEncoding) -> None:
+        """Give an encoding to the engine, for all spans of a request that read it."""
+        for index, span in enumerate(request.context.media):
+            if span.digest == held.digest:
+                self.engine.provide(request.key, index, held.slots)
 
     def retire(self, key: Key) -> None:
         """Stop a request in any state. Its blocks are released as soon as no step can write to them any more."""
@@ -298,11 +335,16 @@ class Worker:
                     self._extend(key, token_count)
                 case Removed(key):
                     self.kv.release(key)
+                    self.media.close(key)
                 case Filled():
                     self._fill(event, came)
+                    self.media.close(event.key)
                 case Preempted(key):
                     # Released at once, so that the request that was short of blocks gets them when it asks again.
                     self.kv.release(key)
+                    self.media.pause(key)
+                case Sampled(key):
+                    self.media.finish(key)
         for event in events:
             if isinstance(event, Failed):
                 self._streams.put(event.key, ConstraintError(event.message))
@@ -324,6 +366,8 @@ class Worker:
         self.kv.fill(filled.key, filled.length, filled.context_hash, stream.traceparent).add_done_callback(tell)
 
     def _on_lease_lost(self, key: Key) -> None:
+        if key not in self._streams:
+            return  # it is of an encoding, or of a request that the engine does not have; it is released later
         self.engine.remove(key)
         self._streams.put(key, _lost(key))
 

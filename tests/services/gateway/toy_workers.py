@@ -21,7 +21,7 @@ from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, 
 from paceline.core.metrics import Sample
 from paceline.core.numerics import Numerics
 from paceline.core.telemetry import carrier_of
-from paceline.engine.engine import STEP_SECONDS
+from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import HostReport, LoadReport

@@ -25,7 +25,7 @@ class StuckRunner:
 
 
 def add_service(server: grpc.aio.Server, worker: Worker) -> None:
-    worker.engine._runner = StuckRunner()
+    worker.engine.computing.runner = StuckRunner()
     worker.engine.stop = partial(worker.engine.stop, timeout=0.2)  # type: ignore[method-assign]
     worker_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)
 

@@ -70,7 +70,7 @@ async def test_nobody_drains_an_engine_that_failed(start_llama: StartHost) -> No
         draining = asyncio.create_task(host.decode.drain(600))
         while not host.decode.worker.admission.draining:
             await asyncio.sleep(0.005)
-        host.decode.worker.engine._runner = BrokenRunner()
+        host.decode.worker.engine.computing.runner = BrokenRunner()
         with pytest.raises(UnavailableError, match="no such instruction"):
             await asyncio.wait_for(draining, 20)
         request.cancel()
