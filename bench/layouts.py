@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from bench.load import table
-from paceline.core.kv_layout import GroupShape, KVLayout, divide_groups, make_layout, state_groups
+from paceline.core.kv_groups import divide_groups, state_groups
+from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
 
 ITEMSIZE = 2
 

@@ -208,6 +208,10 @@ class BlockPool:
         """Return the names of all blocks that `find` finds, for each group. Applying all events gives the same sets."""
         return [list(index) for index in self._index]
 
+    def reusable_counts(self) -> list[int]:
+        """Return the number of blocks that `find` finds, for each group."""
+        return list(map(len, self._index))
+
     def _note(self, event: BlockEvent) -> None:
         self._events.append(event)
         self.event_count += 1

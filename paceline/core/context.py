@@ -113,6 +113,19 @@ class Context:
         return _hash(parent + ids + b"".join(digest + struct.pack("<i", place) for digest, place in seen))
 
 
+def encoding_context(digest: bytes, length: int, cache_salt: str, layout: KVLayout) -> Context:
+    """Return the context of an encoding, rounded up to full blocks. Its last link names the whole encoding.
+
+    Args:
+        digest: name of the encoder's input; see `MediaInput.digest`.
+        length: rows of the encoding.
+        layout: a layout with encodings.
+    """
+    (group,) = layout.part(encoding=True).groups
+    padded = group.blocks_for(length) * group.block_tokens
+    return Context([0] * padded, cache_salt, encoding=digest)
+
+
 def full_block_names(group: KVGroup, links: Sequence[bytes], length: int) -> Sequence[bytes]:
     """Return the names of the group's full blocks within the first `length` tokens of a context.
 

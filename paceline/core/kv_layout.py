@@ -11,9 +11,11 @@ The layers of a *state group* are recurrent. Its blocks hold one state for each 
 the block's tokens, and the inputs of the computed tokens after it. A token reads the state after the token before it,
 so a state group has a window of two tokens. Only models and kernels have to know more about states.
 
+The output of an encoder is cached as well. A block of an *encoding* has one row for each token: [block_tokens, hidden].
+
 All blocks are stored in *slots* of one size. A group with fewer bytes per token gets more tokens per block, so that it
-fills its slots well. The rest of a slot is padding, so any combination of groups works. If the tokens of two groups
-differ so much in size that prefixes could be reused only in large units, the larger group is divided into several.
+fills its slots well. The rest of a slot is padding, so any combination of groups works. `kv_groups`
+divides groups whose blocks would otherwise differ too much in length.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+
+from paceline.core.errors import InvalidRequestError
 
 BASE_TOKENS = 16
 """Number of tokens of the smallest block, and of one link of the hash chain."""
@@ -45,23 +49,8 @@ STATE_WINDOW = 2
 _MOST_TOKENS = 256
 """Most tokens of a block. Prefixes are reused in whole blocks, so larger ones would reuse too little."""
 
-_MOST_STATE_TOKENS = 512
+MOST_STATE_TOKENS = 512
 """Most tokens of a block if the model has states. A state has the same size however few tokens its block has."""
-
-_MOST_STATE_GROUPS = 32
-
-_ITEMSIZE = 2
-"""Bytes of a cached element when layers are divided into groups. The true size is not known there. It matters little,
-because only the size of one group relative to another counts."""
-
-_MOST_PARTS = 16
-"""A group is divided into about this many at most."""
-
-_GROUP_PRICE = 1 / 200
-"""Share of the cache's memory that one more group must save: it has block tables and names of blocks of its own."""
-
-_FINE_TOKENS = 64
-"""Groups are divided only if prefixes would be reused in units of more tokens than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +143,23 @@ class KVLayout:
     slot_bytes: int
     fingerprint: str
     """A hash of everything that blocks depend on. Two workers may share blocks only if their fingerprints are equal."""
+    encodings: KVLayout | None = None
+    """Layout of the blocks of encodings, in the same slots. It has one group. None if the model has no encoders."""
+    first_group: int = 0
+    """Number of the first group. Numbers are in the names of blocks, and the group of encodings has the last one."""
+
+    def part(self, encoding: bool) -> KVLayout:
+        """Return the layout of encodings or of KV. Raises InvalidRequestError if the model has no encoders."""
+        if not encoding:
+            return self
+        if self.encodings is None:
+            raise InvalidRequestError("this model has no encoders, so there are no blocks of encodings")
+        return self.encodings
+
+    @property
+    def all_groups(self) -> tuple[KVGroup, ...]:
+        """The groups of KV and of encodings, by number."""
+        return self.groups if self.encodings is None else self.groups + self.encodings.groups
 
     @property
     def alignment(self) -> int:
@@ -170,7 +176,9 @@ class KVLayout:
         return sum(group.blocks_for(tokens) for group in self.groups)
 
 
-def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str, drafts: int = 0) -> KVLayout:
+def make_layout(
+    shapes: tuple[GroupShape, ...], itemsize: int, identity: str, drafts: int = 0, encoding_size: int = 0
+) -> KVLayout:
     """Choose the sizes of blocks and slots, and return the layout.
 
     Args:
@@ -178,14 +186,17 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str, dr
         itemsize: bytes of one cached element.
         identity: everything else that must be equal before workers may share blocks (model, dtype, version).
         drafts: most drafts of a request in a step. It changes the layout only if there are states.
+        encoding_size: elements of one row of an encoding; 0 if the model has no encoders.
     """
     if not shapes:
         raise ValueError("a model needs at least one KV group")
     shapes = tuple(shape.with_drafts(drafts) for shape in shapes)
     base_bytes = [shape.block_bytes(BASE_TOKENS, itemsize) for shape in shapes]
-    largest = max(base_bytes)
+    # A link of a chain covers BASE_TOKENS tokens, so a slot has room for as many rows of an encoding.
+    row_bytes = encoding_size * itemsize
+    largest = max(*base_bytes, row_bytes * BASE_TOKENS)
     states = sum(bool(shape.state) for shape in shapes)
-    most = _MOST_STATE_TOKENS if states else _MOST_TOKENS
+    most = MOST_STATE_TOKENS if states else _MOST_TOKENS
     # Powers of two, so that the end of the largest block is also the end of a block in every other group.
     tokens = [
         0 if shape.state else min(most, BASE_TOKENS * _floor_power_of_two(largest // size))
@@ -194,8 +205,18 @@ def make_layout(shapes: tuple[GroupShape, ...], itemsize: int, identity: str, dr
     state_tokens = _state_tokens([count for count in tokens if count], states)
     groups = tuple(KVGroup(shape, count or state_tokens) for shape, count in zip(shapes, tokens))
     slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    described = repr((KV_FORMAT, identity, itemsize, slot_bytes, groups))
-    return KVLayout(groups, itemsize, slot_bytes, hashlib.sha256(described.encode()).hexdigest())
+    if not encoding_size:  # what follows must not change the fingerprints of other models: caches outlive a release
+        return KVLayout(groups, itemsize, slot_bytes, _fingerprint(identity, itemsize, slot_bytes, groups))
+    # As many rows as fit. The number need not go with the blocks of KV, because an encoding is a context of its own.
+    rows = slot_bytes // (row_bytes * BASE_TOKENS) * BASE_TOKENS
+    group = KVGroup(GroupShape("encoding", (0,), kv_heads=1, head_dim=encoding_size, planes=1), rows)
+    fingerprint = _fingerprint(identity, itemsize, slot_bytes, (*groups, group))
+    encodings = KVLayout((group,), itemsize, slot_bytes, fingerprint, first_group=len(groups))
+    return KVLayout(groups, itemsize, slot_bytes, fingerprint, encodings)
+
+
+def _fingerprint(identity: str, itemsize: int, slot_bytes: int, groups: tuple[KVGroup, ...]) -> str:
+    return hashlib.sha256(repr((KV_FORMAT, identity, itemsize, slot_bytes, groups)).encode()).hexdigest()
 
 
 def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]]) -> list[int]:
@@ -213,67 +234,17 @@ def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]])
 def _state_tokens(kv_tokens: Sequence[int], states: int) -> int:
     """Return the tokens of a state group's block.
 
-    They are so many that states take no more slots than keys and values, but at most _MOST_STATE_TOKENS.
+    They are so many that states take no more slots than keys and values, but at most MOST_STATE_TOKENS.
 
     Args:
         kv_tokens: tokens of a block, for each group with keys and values.
         states: number of state groups.
     """
     slots_per_token = sum(1 / tokens for tokens in kv_tokens)
-    tokens = max(kv_tokens, default=_MOST_STATE_TOKENS)
-    while tokens < _MOST_STATE_TOKENS and states / tokens > slots_per_token:
+    tokens = max(kv_tokens, default=MOST_STATE_TOKENS)
+    while tokens < MOST_STATE_TOKENS and states / tokens > slots_per_token:
         tokens *= 2
     return tokens
-
-
-def divide_groups(shapes: tuple[GroupShape, ...]) -> tuple[GroupShape, ...]:
-    """Return groups with keys and values for the same layers, so that prefixes can be reused in small units.
-
-    If the unit of reuse is at most _FINE_TOKENS, the groups stay as they are. Otherwise the cheapest division is chosen
-    whose unit is at most _FINE_TOKENS; if there is none, the one with the smallest unit.
-    """
-    if not shapes or make_layout(shapes, _ITEMSIZE, "").alignment <= _FINE_TOKENS:
-        return shapes
-    largest = max(shapes, key=lambda shape: shape.block_bytes(BASE_TOKENS, _ITEMSIZE))
-    layers = len(largest.layers)
-    layer_bytes = largest.block_bytes(BASE_TOKENS, _ITEMSIZE) // layers
-    sizes = range(max(1, layers // _MOST_PARTS), layers + 1)
-    choices = {_divided(shapes, size * layer_bytes): None for size in sizes}
-    return min(choices, key=lambda own: (max(_FINE_TOKENS, make_layout(own, _ITEMSIZE, "").alignment), _price(own)))
-
-
-def _divided(shapes: tuple[GroupShape, ...], room: int) -> tuple[GroupShape, ...]:
-    """Divide each group so that a block of BASE_TOKENS tokens has at most `room` bytes, or one layer."""
-    divided: list[GroupShape] = []
-    for shape in shapes:
-        fit = max(1, room * len(shape.layers) // shape.block_bytes(BASE_TOKENS, _ITEMSIZE))
-        divided += shape.divided(-(-len(shape.layers) // fit))
-    return tuple(divided)
-
-
-def state_groups(
-    name: str, layers: Sequence[int], state: tuple[tuple[int, ...], ...], others: Sequence[GroupShape]
-) -> tuple[GroupShape, ...]:
-    """Return state groups for recurrent layers. Each has so few layers that `others` can fill slots of its size.
-
-    Args:
-        state: shapes of the parts of one layer's state.
-        others: the same model's groups with keys and values.
-    """
-    whole, total = GroupShape(name, tuple(layers), 0, 0, STATE_WINDOW, state=state), len(layers)
-    if not others:
-        return (whole,)
-    room = max(shape.block_bytes(_MOST_STATE_TOKENS, _ITEMSIZE) for shape in others)
-    fewest = -(-total // _MOST_STATE_GROUPS)
-    fit = max(fewest, min(total, room * total // whole.state_bytes))
-    # With one layer more, the others' longest blocks do not fill a slot, but sometimes states fill theirs better.
-    choices = [whole.divided(-(-total // size)) for size in (fit, fit + 1)]
-    return min(choices, key=lambda own: _price((*others, *own)))
-
-
-def _price(shapes: tuple[GroupShape, ...]) -> float:
-    """Return the memory that a token takes, with a surcharge for each group."""
-    return make_layout(shapes, _ITEMSIZE, "").token_bytes * (1 + _GROUP_PRICE * len(shapes))
 
 
 def _floor_power_of_two(n: int) -> int:

@@ -8,7 +8,7 @@ from paceline.core.context import full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
 
 Find = Callable[[int, bytes], int | None]
-"""A function from (group, hash) to the slot of the block with this name; None if no such block is cached."""
+"""A function from (group number, hash) to the slot of the block with this name; None if no such block is cached."""
 
 
 def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
@@ -18,6 +18,7 @@ def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_token
     with a window, the blocks that a query after the prefix still reads are cached.
 
     Args:
+        layout: the layout of KV or of encodings.
         links: the links of the context.
         max_tokens: the most tokens to reuse.
 
@@ -31,7 +32,7 @@ def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_token
     for index, group in sorted(enumerate(layout.groups), key=lambda entry: entry[1].shape.window > 0):
         slots = found[index] = []
         for digest in full_block_names(group, links, length):
-            slot = find(index, digest)
+            slot = find(layout.first_group + index, digest)
             if slot is None and group.shape.window == 0:
                 length = len(slots) * group.block_tokens // align * align
                 break

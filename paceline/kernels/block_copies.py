@@ -61,7 +61,7 @@ class BlockCopies:
         if on_gpu and not arena.is_pinned():
             raise ValueError("the arena must be pinned: a copy from other memory makes the host wait")
         self._pool = pool
-        self._arena = arena
+        self.arena = arena
         if kernel_bytes is None:
             kernel_bytes = _KERNEL_BYTES if on_gpu else 0
         self._by_kernel = pool.shape[1] * pool.itemsize < kernel_bytes
@@ -70,11 +70,11 @@ class BlockCopies:
 
     def store(self, pool_slots: Sequence[int], arena_slots: Sequence[int]) -> Copy:
         """Copy arena[arena_slots[i]] = pool[pool_slots[i]]. All arena slots must be different."""
-        return self._copy(self._out, self._arena, arena_slots, self._pool, pool_slots)
+        return self._copy(self._out, self.arena, arena_slots, self._pool, pool_slots)
 
     def load(self, arena_slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
         """Copy pool[pool_slots[i]] = arena[arena_slots[i]]. All pool slots must be different."""
-        return self._copy(self._in, self._pool, pool_slots, self._arena, arena_slots)
+        return self._copy(self._in, self._pool, pool_slots, self.arena, arena_slots)
 
     def load_from(self, pool: Tensor, slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
         """Copy as `load` does, but from another pool on the same device."""

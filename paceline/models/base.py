@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.kv_layout import GroupShape, divide_groups, state_groups
+from paceline.core.kv_groups import divide_groups, state_groups
+from paceline.core.kv_layout import GroupShape
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Logits, PackedWeight, Taps

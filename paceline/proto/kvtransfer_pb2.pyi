@@ -88,6 +88,7 @@ class KVLayout(_message.Message):
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     BASE_TOKENS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    ENCODINGS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Hash of everything that must agree before two workers may share a block: model, dtype, shapes, version."""
     slot_bytes: _builtins.int
@@ -95,6 +96,10 @@ class KVLayout(_message.Message):
     """Tokens that one link of a context's hash chain covers."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]: ...
+    @_builtins.property
+    def encodings(self) -> Global___KVGroup:
+        """Set if the model has encoders. The group's number in names of blocks is the number of `groups`."""
+
     def __init__(
         self,
         *,
@@ -102,10 +107,11 @@ class KVLayout(_message.Message):
         slot_bytes: _builtins.int = ...,
         base_tokens: _builtins.int = ...,
         groups: _abc.Iterable[Global___KVGroup] | None = ...,
+        encodings: Global___KVGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["encodings", b"encodings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_tokens", b"base_tokens", "fingerprint", b"fingerprint", "groups", b"groups", "slot_bytes", b"slot_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_tokens", b"base_tokens", "encodings", b"encodings", "fingerprint", b"fingerprint", "groups", b"groups", "slot_bytes", b"slot_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,10 +168,13 @@ class Claim(_message.Message):
     FILLED_TOKENS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
     filled_tokens: _builtins.int
     active: _builtins.bool
     """False if the lease has ended but the worker has not stopped touching its blocks yet."""
+    encoding: _builtins.bool
+    """As in Reserve."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
@@ -180,10 +189,11 @@ class Claim(_message.Message):
         filled_tokens: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
         active: _builtins.bool = ...,
+        encoding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "filled_tokens", b"filled_tokens", "key", b"key", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "encoding", b"encoding", "filled_tokens", b"filled_tokens", "key", b"key", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,15 +455,18 @@ class Lease(_message.Message):
     FILLED_TOKENS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     CONTEXT_HASH_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
     filled_tokens: _builtins.int
     """Number of the context's first tokens whose KV is already in the blocks."""
     context_hash: _builtins.bytes
     """Hash of these tokens, as in Fill."""
+    encoding: _builtins.bool
+    """As in Reserve."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """One table for each group. Entry i is for tokens [i*block_tokens, (i+1)*block_tokens). It is NO_SLOT (0xFFFFFFFF)
+        """One table for each group of KV, or only one if the lease is of an encoding. Entry i is for tokens [i*block_tokens, (i+1)*block_tokens). It is NO_SLOT (0xFFFFFFFF)
         for a block that was trimmed, or that was never needed because it lies before a window.
         """
 
@@ -464,10 +477,11 @@ class Lease(_message.Message):
         filled_tokens: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
         context_hash: _builtins.bytes = ...,
+        encoding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_hash", b"context_hash", "filled_tokens", b"filled_tokens", "key", b"key", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_hash", b"context_hash", "encoding", b"encoding", "filled_tokens", b"filled_tokens", "key", b"key", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -512,11 +526,19 @@ class Reserve(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
+    ONLY_CACHED_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
     max_cached_tokens: _builtins.int
     """Reuse at most this many tokens. Prefill must compute at least the last token."""
     priority: _builtins.int
     """Priority of the request, as in Work."""
+    encoding: _builtins.bool
+    """Whether the context is an encoding. Then all blocks are of the group of encodings, which is group 0 in Seal and in
+    other messages about the lease.
+    """
+    only_cached: _builtins.bool
+    """Make a lease of the cached blocks alone, to read them. token_count and max_cached_tokens are ignored."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
         """Its generation must be greater than that of every earlier lease of this attempt."""
@@ -533,10 +555,12 @@ class Reserve(_message.Message):
         token_count: _builtins.int = ...,
         max_cached_tokens: _builtins.int = ...,
         priority: _builtins.int = ...,
+        encoding: _builtins.bool = ...,
+        only_cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "priority", b"priority", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "hashes", b"hashes", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "only_cached", b"only_cached", "priority", b"priority", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -858,9 +882,12 @@ class FetchPrefixRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     source: _builtins.str
     """Address of the other host's service; empty to read only from the disk tier."""
+    encoding: _builtins.bool
+    """As in Reserve."""
     @_builtins.property
     def key(self) -> _common_pb2.Key:
         """Key of the request that is about to reserve blocks."""
@@ -876,10 +903,11 @@ class FetchPrefixRequest(_message.Message):
         key: _common_pb2.Key | None = ...,
         source: _builtins.str = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        encoding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "key", b"key", "session", b"session", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "hashes", b"hashes", "key", b"key", "session", b"session", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -893,9 +921,12 @@ class ExportPrefixRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """As in ExportRequest."""
     cached_tokens: _builtins.int
+    encoding: _builtins.bool
+    """As in Reserve."""
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
@@ -907,10 +938,11 @@ class ExportPrefixRequest(_message.Message):
         key: _common_pb2.Key | None = ...,
         cached_tokens: _builtins.int = ...,
         hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        encoding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "fingerprint", b"fingerprint", "hashes", b"hashes", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "encoding", b"encoding", "fingerprint", b"fingerprint", "hashes", b"hashes", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1177,6 +1209,7 @@ class BlockNames(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     group: _builtins.int
+    """Number of the group; see KVLayout.encodings."""
     hashes: _builtins.bytes
     """Concatenated hashes of 16 bytes each."""
     def __init__(
@@ -1338,6 +1371,46 @@ Global___LedgerRequest: _TypeAlias = LedgerRequest  # noqa: Y015
 class LedgerReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class UsedByGroupEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class CachedByGroupEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HOST_ID_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
@@ -1353,6 +1426,10 @@ class LedgerReply(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     LEASES_LEFT_OUT_FIELD_NUMBER: _builtins.int
     BLOCKS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    USED_BY_GROUP_FIELD_NUMBER: _builtins.int
+    CACHED_BY_GROUP_FIELD_NUMBER: _builtins.int
+    ENCODING_QUERIES_ROWS_FIELD_NUMBER: _builtins.int
+    ENCODING_HITS_ROWS_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     total: _builtins.int
     free: _builtins.int
@@ -1369,10 +1446,21 @@ class LedgerReply(_message.Message):
     leases_left_out: _builtins.int
     blocks_left_out: _builtins.int
     """Number of blocks that only omitted leases have."""
+    encoding_queries_rows: _builtins.int
+    """Rows of encodings that workers looked up before they computed them, and the rows that were found."""
+    encoding_hits_rows: _builtins.int
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseInfo]:
         """Oldest first. The sum of blocks - shared_blocks over all of them, plus blocks_left_out, is held + in_flight."""
 
+    @_builtins.property
+    def used_by_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Numbers of blocks by the name of their group: those that leases have, and those that are cached. Their sums are
+        held + in_flight, and cached.
+        """
+
+    @_builtins.property
+    def cached_by_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1391,10 +1479,14 @@ class LedgerReply(_message.Message):
         leases: _abc.Iterable[Global___LeaseInfo] | None = ...,
         leases_left_out: _builtins.int = ...,
         blocks_left_out: _builtins.int = ...,
+        used_by_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        cached_by_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        encoding_queries_rows: _builtins.int = ...,
+        encoding_hits_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "free", b"free", "held", b"held", "host_id", b"host_id", "in_flight", b"in_flight", "leases", b"leases", "leases_left_out", b"leases_left_out", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "cached_by_group", b"cached_by_group", "encoding_hits_rows", b"encoding_hits_rows", "encoding_queries_rows", b"encoding_queries_rows", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "free", b"free", "held", b"held", "host_id", b"host_id", "in_flight", b"in_flight", "leases", b"leases", "leases_left_out", b"leases_left_out", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total", "used_by_group", b"used_by_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1451,7 +1543,7 @@ class LeaseInfo(_message.Message):
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
     def blocks_by_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Number of blocks by the name of their KV group."""
+        """Number of blocks by the name of their group."""
 
     def __init__(
         self,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout, make_layout, state_groups
+from paceline.core.kv_groups import state_groups
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout, make_layout
 
 Shapes = st.lists(
     st.builds(

@@ -9,7 +9,8 @@ from itertools import combinations
 import pytest
 
 from bench.layouts import ITEMSIZE, MODELS, Shapes, padding
-from paceline.core.kv_layout import BASE_TOKENS, GroupShape, divide_groups, make_layout, state_groups
+from paceline.core.kv_groups import divide_groups, state_groups
+from paceline.core.kv_layout import BASE_TOKENS, GroupShape, make_layout
 
 KINDS = sorted(
     {replace(shape, name="kind", layers=tuple(range(len(shape.layers)))) for own in MODELS.values() for shape in own},

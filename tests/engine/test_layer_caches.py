@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.core.kv_layout import GroupShape, KVLayout, make_layout, state_groups
+from paceline.core.kv_groups import state_groups
+from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
 from paceline.kernels.batch import AttentionBatch, GroupTables

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.core.errors import InvalidRequestError
 from paceline.core.kv_layout import BASE_TOKENS, SLOT_ALIGNMENT, GroupShape, KVGroup, KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
@@ -12,12 +14,12 @@ _MAX_NAME = 256
 
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
     """Return the part of a layout that services other than workers need."""
-    groups = [
-        pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
-        for group in layout.groups
-    ]
     return pb.KVLayout(
-        fingerprint=layout.fingerprint, slot_bytes=layout.slot_bytes, base_tokens=BASE_TOKENS, groups=groups
+        fingerprint=layout.fingerprint,
+        slot_bytes=layout.slot_bytes,
+        base_tokens=BASE_TOKENS,
+        groups=map(_group_to_pb, layout.groups),
+        encodings=None if layout.encodings is None else _group_to_pb(layout.encodings.groups[0]),
     )
 
 
@@ -30,7 +32,7 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
     sizes = [group.block_tokens for group in message.groups]
     if not 0 < len(message.fingerprint) <= _MAX_NAME:
         raise InvalidRequestError(f"layout.fingerprint must have 1 to {_MAX_NAME} characters")
-    if any(len(group.name) > _MAX_NAME for group in message.groups[: _MAX_GROUPS + 1]):
+    if any(len(group.name) > _MAX_NAME for group in (*message.groups[: _MAX_GROUPS + 1], message.encodings)):
         raise InvalidRequestError(f"layout.groups: a name may have at most {_MAX_NAME} characters")
     if message.slot_bytes == 0 or message.slot_bytes % SLOT_ALIGNMENT:
         raise InvalidRequestError(f"layout.slot_bytes must be a multiple of {SLOT_ALIGNMENT}, not {message.slot_bytes}")
@@ -42,11 +44,16 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
         raise InvalidRequestError(
             f"layout.groups: block_tokens must be multiples of {BASE_TOKENS} that divide the largest, not {sizes}"
         )
-    groups = tuple(
-        KVGroup(GroupShape(group.name, layers=(), kv_heads=0, head_dim=0, window=group.window), group.block_tokens)
-        for group in message.groups
-    )
-    return KVLayout(groups, itemsize=0, slot_bytes=message.slot_bytes, fingerprint=message.fingerprint)
+    groups = tuple(map(_group_from_pb, message.groups))
+    layout = KVLayout(groups, itemsize=0, slot_bytes=message.slot_bytes, fingerprint=message.fingerprint)
+    if not message.HasField("encodings"):
+        return layout
+    group = _group_from_pb(message.encodings)
+    if group.block_tokens == 0 or group.block_tokens % BASE_TOKENS or group.shape.window:
+        raise InvalidRequestError(
+            f"layout.encodings must have no window and block_tokens that are a multiple of {BASE_TOKENS}"
+        )
+    return replace(layout, encodings=replace(layout, groups=(group,), first_group=len(groups)))
 
 
 def difference(ours: KVLayout, theirs: KVLayout) -> str:
@@ -56,9 +63,24 @@ def difference(ours: KVLayout, theirs: KVLayout) -> str:
     for index, (our, their) in enumerate(zip(ours.groups, theirs.groups)):
         if our != their:
             return f"its group {index} is {_group(their)}, the arena's is {_group(our)}"
+    if ours.encodings is None or theirs.encodings is None:
+        if ours.encodings is not theirs.encodings:
+            return "only one of the two has encoders"
+    elif ours.encodings.groups != theirs.encodings.groups:
+        ours_group, theirs_group = ours.encodings.groups[0], theirs.encodings.groups[0]
+        return f"its encodings are {_group(theirs_group)}, the arena's are {_group(ours_group)}"
     if ours.slot_bytes != theirs.slot_bytes:
         return f"its slot_bytes is {theirs.slot_bytes}, the arena's is {ours.slot_bytes}"
     return f"its fingerprint is {theirs.fingerprint[:16]}, the arena's is {ours.fingerprint[:16]}"
+
+
+def _group_to_pb(group: KVGroup) -> pb.KVGroup:
+    return pb.KVGroup(name=group.shape.name, block_tokens=group.block_tokens, window=group.shape.window)
+
+
+def _group_from_pb(message: pb.KVGroup) -> KVGroup:
+    shape = GroupShape(message.name, layers=(), kv_heads=0, head_dim=0, window=message.window)
+    return KVGroup(shape, message.block_tokens)
 
 
 def _group(group: KVGroup) -> str:

@@ -192,7 +192,7 @@ async def _reusable(channel: grpc.aio.Channel) -> HostBlocks | None:
             pool = reply.pool
             if not pool.id:
                 return None
-            names = [[] for _ in pool.layout.groups]
+            names = [[] for _ in layout_from_pb(pool.layout).all_groups]
             continue
         hashes, group = reply.names.hashes, reply.names.group
         if group >= len(names):

@@ -79,6 +79,9 @@ class SilentHost(FleetHost):
 
 class HostLedger(FleetHost):
     hit_rate: float | None
+    """Share of prompt tokens that were found in the cache, among those that were looked up; None if there were none."""
+    encoding_hit_rate: float | None
+    """The same for rows of encodings of images, frames and audio."""
     total: int
     free: int
     held: int
@@ -89,9 +92,15 @@ class HostLedger(FleetHost):
     evicted_blocks: int
     prefix_queries_tokens: int
     prefix_hits_tokens: int
+    encoding_queries_rows: int
+    encoding_hits_rows: int
     slot_bytes: int
     leases_left_out: int
     blocks_left_out: int
+    used_by_group: dict[str, int]
+    """Blocks that leases have. Their sum is held + in_flight."""
+    cached_by_group: dict[str, int]
+    """Blocks that are cached and could be evicted. Their sum is cached."""
     blocks_of_leases: int
     adds_up: bool
     leases: list[Lease]

@@ -144,17 +144,23 @@ async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
             raise
         # The gateway closes the channel of a member that leaves, which cancels its calls.
         return {"host_id": host.member.host_id, "error": "it has left"}
-    queries = reply.prefix_queries_tokens
     owned = sum(lease.blocks - lease.shared_blocks for lease in reply.leases) + reply.blocks_left_out
     return {
         "host_id": reply.host_id,
-        "hit_rate": reply.prefix_hits_tokens / queries if queries else None,
-        **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if field.name != "leases"},
+        "hit_rate": _rate(reply.prefix_hits_tokens, reply.prefix_queries_tokens),
+        "encoding_hit_rate": _rate(reply.encoding_hits_rows, reply.encoding_queries_rows),
+        **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if not field.is_repeated},
+        "used_by_group": dict(reply.used_by_group),
+        "cached_by_group": dict(reply.cached_by_group),
         # Every block is free, cached or owned by a lease. These sums check `balanced` without trusting the host.
         "blocks_of_leases": owned,
         "adds_up": reply.total == reply.free + reply.cached + owned and owned == reply.held + reply.in_flight,
         "leases": [_lease(lease) for lease in reply.leases],
     }
+
+
+def _rate(hits: int, queries: int) -> float | None:
+    return hits / queries if queries else None
 
 
 def _lease(lease: kvtransfer_pb2.LeaseInfo) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class HostBlocks:
     Args:
         pool: id of the host's pool; it changes when the pool is created anew.
         next_event: number of the first event that has not been applied.
-        names: for each group, the names of its cached blocks.
+        names: for each group of `layout.all_groups`, the names of its cached blocks.
     """
 
     def __init__(self, pool: str, next_event: int, layout: KVLayout, names: Sequence[Sequence[bytes]]) -> None:
@@ -59,12 +59,11 @@ class HostBlocks:
         return match_prefix(self._layout, self._find, links, most)[0]
 
     def has_encoding(self, digest: bytes, length: int, cache_salt: str) -> bool:
-        """Return whether all blocks of an encoding are cached."""
-        if self._layout.encodings is None:
+        """Return whether all blocks of an encoding are cached. For the arguments see `encoding_context`."""
+        if (layout := self._layout.encodings) is None:
             return False
         context = encoding_context(digest, length, cache_salt, self._layout)
-        links = context.links(self._layout.fingerprint)
-        return match_prefix(self._layout.encodings, self._find, links, len(context))[0] == len(context)
+        return match_prefix(layout, self._find, context.links(layout.fingerprint), len(context))[0] == len(context)
 
     def _find(self, group: int, digest: bytes) -> int | None:
         return 0 if digest in self._names[group] else None
@@ -111,3 +110,7 @@ class PrefixIndex:
         """Return for each host how many of a context's first `most` tokens it has cached. Omit hosts with none."""
         found = {name: host.cached_tokens(context, most) for name, host in self._hosts.items()}
         return {name: tokens for name, tokens in found.items() if tokens}
+
+    def encoding_hosts(self, digest: bytes, length: int, cache_salt: str) -> list[str]:
+        """Return the ids of the hosts that have cached an encoding. For the arguments see `encoding_context`."""
+        return sorted(name for name, host in self._hosts.items() if host.has_encoding(digest, length, cache_salt))

@@ -78,7 +78,7 @@ class SequenceRunner:
                     sequence.failed |= {error.worker.member.worker_id}
                 except (WorkerFailedError, WorkerBusyError) as error:
                     attempt.record.fail(str(error))
-                    # A worker that admitted the attempt and then reports busy has failed, unless an encoding lacks room.
+                    # A worker that admitted the attempt and then reports busy has failed, unless it is for an encoding.
                     has_failed = not isinstance(error, NoRoomForEncodingError)
                     if isinstance(error, WorkerBusyError):
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)

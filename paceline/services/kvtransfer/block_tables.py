@@ -24,6 +24,30 @@ def names_of(pool: BlockPool, table: Sequence[int]) -> list[bytes]:
     return [b"" if name is None else name[1] for name in found]
 
 
+def slots_to_seal(
+    pool: BlockPool, lease: Lease, group: int, first_block: int, hashes: Sequence[bytes]
+) -> tuple[list[int], bytes]:
+    """Return the slots of blocks that are to get names, and the hash of the block before them; b"" if it has none.
+
+    Raises InvalidRequestError if a block is not the lease's or has another hash already.
+    """
+    table = table_of(lease, group)
+    check_hashes(hashes)
+    if first_block + len(hashes) > len(table):
+        raise InvalidRequestError(
+            f"lease {lease.key} has {len(table)} blocks in group {group}: "
+            f"[{first_block}, {first_block + len(hashes)}) cannot be sealed"
+        )
+    slots = table[first_block : first_block + len(hashes)]
+    for block, (slot, digest) in enumerate(zip(slots, hashes), first_block):
+        if slot == NO_SLOT:
+            raise InvalidRequestError(f"lease {lease.key} has given back block {block} of group {group}")
+        if pool.name(slot) not in (None, (lease.layout.first_group + group, digest)):
+            raise InvalidRequestError(f"lease {lease.key}: block {block} of group {group} is sealed with another hash")
+    (before,) = names_of(pool, table[first_block - 1 : first_block]) if first_block else [b""]
+    return slots, before
+
+
 def missing_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
     """Return, for each group, how many blocks its table lacks to cover `token_count` tokens."""
     return [max(0, group.blocks_for(token_count) - len(table)) for group, table in zip(layout.groups, tables)]

@@ -29,15 +29,17 @@ class Claim:
     token_count: int
     filled_tokens: int
     tables: list[list[int]]
-    """One block table for each group."""
+    """One block table for each group of the lease."""
     names: list[list[bytes]]
     """The hash of each block in `tables`; empty if the block is not sealed."""
     active: bool
     """False if the lease has ended but the worker has not stopped touching its blocks yet."""
+    encoding: bool = False
+    """Whether the blocks have an encoding rather than KV."""
 
 
 Slots = dict[int, tuple[int, tuple[int, bytes] | None]]
-"""For each slot, the number of claims that name it, and (group, hash) if its block is sealed."""
+"""For each slot, the number of claims that name it, and (group number, hash) if its block is sealed."""
 
 
 def claimed_slots(layout: KVLayout, slots: int, claims: Iterable[Claim]) -> Slots:
@@ -61,8 +63,9 @@ def claimed_slots(layout: KVLayout, slots: int, claims: Iterable[Claim]) -> Slot
         keys.add(claim.key)
         if claim.active:
             living.add(claim.key[:2])
-        _check_shape(layout, claim)
-        for group, (table, names) in enumerate(zip(claim.tables, claim.names)):
+        part = layout.part(claim.encoding)
+        _check_shape(part, claim)
+        for group, (table, names) in enumerate(zip(claim.tables, claim.names), part.first_group):
             for slot, digest in zip(table, names):
                 if slot != NO_SLOT:
                     _add(found, slots, slot, (group, digest) if digest else None, claim.key)
@@ -73,7 +76,7 @@ def claimed_slots(layout: KVLayout, slots: int, claims: Iterable[Claim]) -> Slot
 def claimed_places(layout: KVLayout, claims: Sequence[Claim]) -> dict[int, Place]:
     """Return the places of the sealed blocks, by slot."""
     return {
-        slot: place_of(layout, group, block, names[block], names[block - 1] if block else b"")
+        slot: place_of(layout.part(claim.encoding), group, block, names[block], names[block - 1] if block else b"")
         for claim in claims
         for group, (table, names) in enumerate(zip(claim.tables, claim.names))
         for block, slot in enumerate(table)
@@ -81,10 +84,11 @@ def claimed_places(layout: KVLayout, claims: Sequence[Claim]) -> dict[int, Place
     }
 
 
-def restored_lease(claim: Claim, now: float, lease_seconds: float) -> Lease:
+def restored_lease(layout: KVLayout, claim: Claim, now: float, lease_seconds: float) -> Lease:
     """Return the claimed lease in the ledger's form."""
     return Lease(
         key=claim.key,
+        layout=layout.part(claim.encoding),
         first_generation=claim.key.generation,
         state=State.ACTIVE if claim.active else State.DRAINING,
         owner=claim.session,

@@ -82,7 +82,7 @@ class Exports:
             InvalidRequestError: the lease cannot be exported, or is being exported already.
             StaleError: the lease has ended.
         """
-        self._check_aligned(cached_tokens)
+        self._check_aligned(self._layout, cached_tokens)
         if key[:2] in self._readings:
             raise InvalidRequestError(f"lease {key} is being exported already")
         cursor = Cursor(self._layout.groups, cached_tokens)
@@ -110,7 +110,9 @@ class Exports:
                 with contextlib.suppress(PacelineError):
                     self._ledger.release(TRANSFER, reading.adopted.key, self._clock())
 
-    async def run_prefix(self, key: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
+    async def run_prefix(
+        self, key: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write, encoding: bool = False
+    ) -> None:
         """Name the cached blocks of a context's longest cached prefix, if there is one.
 
         The reader ends the call, which cancels this. Until then a lease keeps the blocks from being evicted.
@@ -120,16 +122,17 @@ class Exports:
             hashes: chain of the context, one hash for each BASE_TOKENS tokens.
             cached_tokens: see `run`.
             write: sends an event to the reader.
+            encoding: whether the context is an encoding.
 
         Raises:
             InvalidRequestError: the arguments are wrong, or a prefix is being exported for this request already.
             StaleError: a prefix has been exported under this key before.
         """
-        self._check_aligned(cached_tokens)
-        lease = self._ledger.pin(TRANSFER, prefix_key(key), hashes, self._clock())
+        self._check_aligned(self._layout.part(encoding), cached_tokens)
+        lease = self._ledger.pin(TRANSFER, prefix_key(key), hashes, self._clock(), encoding)
         try:
             await write(pb.ExportEvent(offer=self._offer))
-            cursor = Cursor(self._layout.groups, min(cached_tokens, lease.filled_tokens))
+            cursor = Cursor(lease.layout.groups, min(cached_tokens, lease.filled_tokens))
             await self._name(lease, cursor.rest(lease, self._ledger.hash_of), write, last=True)
             while True:
                 await asyncio.sleep(ALIVE_SECONDS)
@@ -139,9 +142,9 @@ class Exports:
             with contextlib.suppress(PacelineError):
                 self._ledger.release(TRANSFER, lease.key, self._clock())
 
-    def _check_aligned(self, cached_tokens: int) -> None:
-        if cached_tokens % self._layout.alignment:
-            raise InvalidRequestError(f"cached_tokens must be a multiple of {self._layout.alignment}")
+    def _check_aligned(self, layout: KVLayout, cached_tokens: int) -> None:
+        if cached_tokens % layout.alignment:
+            raise InvalidRequestError(f"cached_tokens must be a multiple of {layout.alignment}")
 
     def _take_over(self, reading: _Reading) -> Lease | None:
         """Adopt the lease if it is filled, or renew the adopted one. Return it, or None. Raises the errors of `run`."""

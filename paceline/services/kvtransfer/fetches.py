@@ -134,7 +134,7 @@ class Fetches:
         self._count(reply)
         return reply
 
-    async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
+    async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes], encoding: bool = False) -> pb.FetchReply:
         """Read the blocks of a context that another host has cached and this host lacks into this host's cache.
 
         The blocks come into a lease of this service, which ends with this call. Its sealed blocks are cached then.
@@ -143,15 +143,21 @@ class Fetches:
             key: key of the request that waits for the prefix.
             source: address of the service that has the prefix.
             hashes: chain of the part of the context that may be reused, one hash for each BASE_TOKENS tokens.
+            encoding: whether the context is an encoding.
 
         Raises:
             BusyError: too few blocks are available here.
             TransferError: the blocks could not be read.
         """
         tokens = len(hashes) * BASE_TOKENS
-        lease = self._ledger.reserve(TRANSFER, prefix_key(key), hashes, tokens, tokens, self._clock())
+        now = self._clock()
+        lease = self._ledger.reserve(TRANSFER, prefix_key(key), hashes, tokens, tokens, now, encoding=encoding)
         request = pb.ExportPrefixRequest(
-            fingerprint=self._layout.fingerprint, key=key_to_pb(key), cached_tokens=lease.filled_tokens, hashes=hashes
+            fingerprint=self._layout.fingerprint,
+            key=key_to_pb(key),
+            cached_tokens=lease.filled_tokens,
+            hashes=hashes,
+            encoding=encoding,
         )
         try:
             with self._channels.to(source) as channel:
@@ -168,7 +174,7 @@ class Fetches:
 
     def _trim(self, lease: Lease, filled_tokens: int) -> None:
         """Give back the blocks that were not read because no query after the prompt reads them."""
-        for number, group in enumerate(self._layout.groups):
+        for number, group in enumerate(lease.layout.groups):
             if first_needed := group.first_needed_block(filled_tokens):
                 self._ledger.trim(TRANSFER, lease.key, number, first_needed, self._clock())
 
@@ -186,7 +192,7 @@ class Fetches:
         Args:
             hashes: chain of the context, to check the blocks' names; None if it is not known.
         """
-        arrivals = Arrivals(self._layout.groups, lease)
+        arrivals = Arrivals(lease.layout.groups, lease)
         reply = pb.FetchReply()
         read_seconds = 0.0
         try:
@@ -196,7 +202,7 @@ class Fetches:
                 named = time.monotonic()
                 if exported.blocks:
                     if hashes is not None:
-                        check_names(self._layout.groups, exported.blocks, hashes)
+                        check_names(lease.layout.groups, exported.blocks, hashes)
                     reply.path = await self._read(offer, source, exported.blocks, arrivals)
                     self._seal(lease.key, exported.blocks)
                 read_seconds += time.monotonic() - named

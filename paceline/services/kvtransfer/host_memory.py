@@ -80,7 +80,7 @@ class HostMemory:
         self.disk = promotions = None
         if options.disk is not None:
             find, policy = self.ledger.slot_of, options.cache_policy
-            self.disk = DiskTier(options.disk, len(layout.groups), blocks, find, policy)
+            self.disk = DiskTier(options.disk, len(layout.all_groups), blocks, find, policy)
             promotions = Promotions(layout, self.ledger, self.disk, options.clock)
         self.exports = Exports(layout, self.ledger, blocks, options.clock, offer)
         self.adoptions = Adoptions(self.ledger, options.clock)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import StaleError
-from paceline.core.kv_layout import NO_SLOT
+from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key
 
 NOBODY = 0
@@ -50,6 +50,8 @@ class Lease:
 
     key: Key
     """The key with the newest generation."""
+    layout: KVLayout
+    """The part of the arena's layout to which the blocks belong: KV, or encodings."""
     first_generation: int
     state: State
     owner: int
@@ -58,9 +60,9 @@ class Lease:
     """The only session that may touch the blocks now, or NOBODY."""
     token_count: int
     filled_tokens: int
-    """Number of the context's first tokens whose KV is already in the blocks."""
+    """Number of the context's first tokens whose content is already in the blocks."""
     tables: list[list[int]]
-    """One block table for each group, with NO_SLOT for each block that was given back or never needed."""
+    """One block table for each group of `layout`, with NO_SLOT for each block that was given back or never needed."""
     created: float
     deadline: float
     priority: int = 0
@@ -71,6 +73,11 @@ class Lease:
     @property
     def in_flight(self) -> bool:
         return self.state in _IN_FLIGHT
+
+    @property
+    def encoding(self) -> bool:
+        """Whether the blocks have an encoding rather than KV."""
+        return self.layout.first_group > 0
 
     def slots(self) -> list[int]:
         return held_slots(self.tables)

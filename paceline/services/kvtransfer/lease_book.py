@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from paceline.core.block_pool import BlockPool
 from paceline.core.errors import InvalidRequestError, StaleError
-from paceline.core.kv_layout import KVLayout, slots_tail_first
+from paceline.core.kv_layout import slots_tail_first
 from paceline.core.types import Key
 from paceline.services.kvtransfer.lease import NOBODY, Lease, State, UnknownLeaseError
 
@@ -27,11 +27,10 @@ class LeaseBook:
     than a lease, or whose renewals this service did not read for so long, must not write into blocks of others.
     """
 
-    def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.expired = 0
         """Number of leases so far whose deadline passed or whose session ended before they were released."""
         self._overdue: list[Key] = []  # keys of the leases that ended in this way since `take_overdue`
-        self._groups = layout.groups
         self._pool = pool
         self._live: dict[tuple[str, int], Lease] = {}  # by (request, attempt)
         self._draining: dict[Key, Lease] = {}
@@ -201,7 +200,7 @@ class LeaseBook:
     def _give_back(self, lease: Lease) -> None:
         if lease.in_flight:
             self._pool.leave_flight(lease.slots())
-        self._pool.give_back(slots_tail_first(self._groups, lease.tables))
+        self._pool.give_back(slots_tail_first(lease.layout.groups, lease.tables))
 
     def check(self) -> list[str]:
         """Check leases and pool against each other. Return one sentence for each fault."""
@@ -213,7 +212,7 @@ class LeaseBook:
                 references[slot] += 1
                 flights[slot] += lease.in_flight
             if [len(table) for table in lease.tables] != [
-                group.blocks_for(lease.token_count) for group in self._groups
+                group.blocks_for(lease.token_count) for group in lease.layout.groups
             ]:
                 wrong.append(f"the tables of lease {lease.key} do not cover its {lease.token_count} tokens")
             if (lease.state is State.DRAINING) != (self._draining.get(lease.key) is lease):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.block_pool import BlockEvent, BlockPool, Counts
-from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.base import CachePolicy, Name
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.prefix import match_prefix
@@ -28,6 +28,7 @@ from paceline.services.kvtransfer import block_tables
 from paceline.services.kvtransfer.claim import Claim, claimed_places, claimed_slots, restored_lease
 from paceline.services.kvtransfer.lease import NOBODY, TRANSFER, Lease, State, UnknownLeaseError, held_slots
 from paceline.services.kvtransfer.lease_book import LeaseBook
+from paceline.services.kvtransfer.lookups import Lookups
 from paceline.services.kvtransfer.places import place_of
 
 
@@ -43,14 +44,12 @@ class Ledger:
     """
 
     def __init__(self, layout: KVLayout, slots: int, lease_seconds: float, policy: CachePolicy | None = None) -> None:
-        self.queried_tokens = 0
-        """Number of tokens of full blocks in all reservations so far: the most that could be cached."""
-        self.cached_tokens = 0
-        """Number of these tokens that were found in the cache."""
+        self.lookups = {False: Lookups(), True: Lookups()}
+        """Lookups in reservations of workers: under False those of KV, under True those of encodings."""
         self._layout = layout
         self._lease_seconds = lease_seconds
-        self._pool = BlockPool(slots, len(layout.groups), policy)
-        self._book = LeaseBook(layout, self._pool)
+        self._pool = BlockPool(slots, len(layout.all_groups), policy)
+        self._book = LeaseBook(self._pool)
 
     # ---- the life of a lease
 
@@ -63,6 +62,8 @@ class Ledger:
         max_cached_tokens: int,
         now: float,
         priority: int = 0,
+        encoding: bool = False,
+        is_lookup: bool = True,
     ) -> Lease:
         """Make a lease of the cached blocks of the longest cached prefix and new blocks up to `token_count` tokens.
 
@@ -73,15 +74,18 @@ class Ledger:
             hashes: chain of the context, one hash for each BASE_TOKENS tokens.
             max_cached_tokens: reuse at most this many tokens.
             priority: priority of the request; lower is more urgent. Some policies cache urgent blocks longer.
+            encoding: whether the context is an encoding, rather than the tokens of a request.
+            is_lookup: whether to count the reservation in the rate of cache hits.
         """
+        layout = self._layout.part(encoding)
         self._book.check_new(key, now)
         block_tables.check_hashes(hashes)
         if len(hashes) * BASE_TOKENS > token_count:
             raise InvalidRequestError(f"{len(hashes)} hashes cover more than the {token_count} tokens to reserve")
-        block_tables.check_fits(self._pool, self._layout.slots_for(token_count), token_count)
-        cached, tables = match_prefix(self._layout, self._pool.find, hashes, max_cached_tokens)
+        block_tables.check_fits(self._pool, layout.slots_for(token_count), token_count)
+        cached, tables = match_prefix(layout, self._pool.find, hashes, max_cached_tokens)
         reused = held_slots(tables)
-        missing = block_tables.missing_blocks(self._layout, tables, token_count)
+        missing = block_tables.missing_blocks(layout, tables, token_count)
         try:
             block_tables.check_available(self._pool, sum(missing), reused)
         except BusyError:
@@ -89,11 +93,11 @@ class Ledger:
             raise
         self._pool.reuse(reused, priority)
         block_tables.grow(self._pool, tables, missing)
-        if session != TRANSFER:
-            self.queried_tokens += len(hashes) * BASE_TOKENS
-            self.cached_tokens += cached
+        if is_lookup and session != TRANSFER:
+            self.lookups[encoding].add(len(hashes) * BASE_TOKENS, cached)
         lease = Lease(
             key=key,
+            layout=layout,
             first_generation=key.generation,
             state=State.RESERVED,
             owner=session,
@@ -109,11 +113,13 @@ class Ledger:
         self._book.add(lease)
         return lease
 
-    def pin(self, session: int, key: Key, hashes: Sequence[bytes], now: float) -> Lease:
+    def pin(self, session: int, key: Key, hashes: Sequence[bytes], now: float, encoding: bool = False) -> Lease:
         """Make a lease of only the cached blocks of a context's longest cached prefix, so that they can be read."""
         block_tables.check_hashes(hashes)
-        cached, _ = match_prefix(self._layout, self._pool.find, hashes, len(hashes) * BASE_TOKENS)
-        return self.reserve(session, key, hashes[: cached // BASE_TOKENS], cached, cached, now)
+        most = len(hashes) * BASE_TOKENS
+        cached, _ = match_prefix(self._layout.part(encoding), self._pool.find, hashes, most)
+        links = hashes[: cached // BASE_TOKENS]
+        return self.reserve(session, key, links, cached, cached, now, encoding=encoding, is_lookup=False)
 
     def open(self, session: int, key: Key, now: float) -> Lease:
         """Make the caller the writer of a reserved lease, with the next generation."""
@@ -128,24 +134,11 @@ class Ledger:
     def seal(self, session: int, key: Key, group: int, first_block: int, hashes: Sequence[bytes], now: float) -> Lease:
         """Publish full blocks. hashes[i] names the context up to the end of block `first_block` + i."""
         lease = self._book.find_written(session, key, now)
-        table = block_tables.table_of(lease, group)
-        block_tables.check_hashes(hashes)
-        if first_block + len(hashes) > len(table):
-            raise InvalidRequestError(
-                f"lease {key} has {len(table)} blocks in group {group}: "
-                f"[{first_block}, {first_block + len(hashes)}) cannot be sealed"
-            )
-        slots = table[first_block : first_block + len(hashes)]
-        for block, (slot, digest) in enumerate(zip(slots, hashes), first_block):
-            if slot == NO_SLOT:
-                raise InvalidRequestError(f"lease {key} has given back block {block} of group {group}")
-            if self._pool.name(slot) not in (None, (group, digest)):
-                raise InvalidRequestError(f"lease {key}: block {block} of group {group} is sealed with another hash")
-        before = block_tables.names_of(self._pool, table[max(0, first_block - 1) : first_block]) or [b""]
-        for block, (slot, digest, parent) in enumerate(zip(slots, hashes, [*before, *hashes]), first_block):
+        slots, before = block_tables.slots_to_seal(self._pool, lease, group, first_block, hashes)
+        for block, (slot, digest, parent) in enumerate(zip(slots, hashes, [before, *hashes]), first_block):
             if self._pool.name(slot) is None:
-                place = place_of(self._layout, group, block, digest, parent, lease.priority)
-                self._pool.seal(slot, group, digest, place)
+                place = place_of(lease.layout, group, block, digest, parent, lease.priority)
+                self._pool.seal(slot, lease.layout.first_group + group, digest, place)
         return self._renewed(lease, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Lease:
@@ -176,7 +169,7 @@ class Ledger:
     def extend(self, session: int, key: Key, token_count: int, now: float) -> Lease:
         """Add blocks to cover `token_count` tokens, in all groups or in none."""
         lease = self._book.find_written(session, key, now)
-        missing = block_tables.missing_blocks(self._layout, lease.tables, token_count)
+        missing = block_tables.missing_blocks(lease.layout, lease.tables, token_count)
         block_tables.check_fits(self._pool, sum(missing) + len(lease.slots()), token_count)
         block_tables.check_available(self._pool, sum(missing))
         fresh = block_tables.grow(self._pool, lease.tables, missing)
@@ -189,7 +182,7 @@ class Ledger:
         """Give back the blocks of a windowed group before `first_kept_block`."""
         lease = self._book.find_written(session, key, now)
         table = block_tables.table_of(lease, group)
-        if self._layout.groups[group].shape.window == 0:
+        if lease.layout.groups[group].shape.window == 0:
             raise InvalidRequestError(f"group {group} has full attention: none of its blocks can be given back")
         if first_kept_block > len(table):
             raise InvalidRequestError(f"lease {key} has only {len(table)} blocks in group {group}")
@@ -233,7 +226,7 @@ class Ledger:
         slots = claimed_slots(self._layout, self._pool.counts().total, claims)
         self._pool.restore(slots, claimed_places(self._layout, claims))
         for claim in claims:
-            self._book.restore(restored_lease(claim, now, self._lease_seconds))
+            self._book.restore(restored_lease(self._layout, claim, now, self._lease_seconds))
 
     # ---- leases that end without a release
 
@@ -262,13 +255,17 @@ class Ledger:
         return self._book.find(key, now)
 
     def slot_of(self, group: int, digest: bytes) -> int | None:
-        """Return the slot of the reusable block with this hash, or None."""
+        """Return the slot of the reusable block of the group with this number and hash, or None."""
         return self._pool.find(group, digest)
 
     def hash_of(self, slot: int) -> bytes | None:
         """Return the hash of the block in a slot, or None if it is not sealed."""
         name = self._pool.name(slot)
         return None if name is None else name[1]
+
+    def cached(self) -> list[Name]:
+        """Return (group number, hash) of each cached block."""
+        return self._pool.cached()
 
     def counts(self) -> Counts:
         return self._pool.counts()
@@ -299,8 +296,12 @@ class Ledger:
         return self._pool.take_events()
 
     def reusable(self) -> list[list[bytes]]:
-        """Return, for each group, the hashes of all blocks that a reservation could reuse now."""
+        """Return, by the number of the group, the hashes of all blocks that a reservation could reuse now."""
         return self._pool.reusable()
+
+    def reusable_counts(self) -> list[int]:
+        """Return the numbers of these blocks."""
+        return self._pool.reusable_counts()
 
     def check(self) -> list[str]:
         """Check counts, owners, references and index. Return one sentence for each fault."""

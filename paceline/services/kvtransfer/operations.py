@@ -110,15 +110,11 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
     match operation.WhichOneof("op"):
         case "reserve":
             reserve = operation.reserve
-            return ledger.reserve(
-                session,
-                key_of(reserve.key),
-                reserve.hashes,
-                reserve.token_count,
-                reserve.max_cached_tokens,
-                now,
-                reserve.priority,
-            )
+            key, hashes, encoding = key_of(reserve.key), reserve.hashes, reserve.encoding
+            if reserve.only_cached:
+                return ledger.pin(session, key, hashes, now, encoding)
+            limits = (reserve.token_count, reserve.max_cached_tokens)
+            return ledger.reserve(session, key, hashes, *limits, now, reserve.priority, encoding)
         case "open":
             return ledger.open(session, key_of(operation.open.key), now)
         case "fill":
@@ -185,7 +181,11 @@ def lease_to_pb(lease: Lease, names: list[list[bytes]] | None) -> pb.Lease:
     for table, hashes in zip(tables, names or ()):
         table.hashes.extend(hashes)
     return pb.Lease(
-        key=key_to_pb(lease.key), filled_tokens=lease.filled_tokens, tables=tables, context_hash=lease.context_hash
+        key=key_to_pb(lease.key),
+        filled_tokens=lease.filled_tokens,
+        tables=tables,
+        context_hash=lease.context_hash,
+        encoding=lease.encoding,
     )
 
 
@@ -199,4 +199,5 @@ def claim_from_pb(message: pb.Claim, session: int) -> Claim:
         tables=[list(table.slots) for table in message.tables],
         names=[list(table.hashes) for table in message.tables],
         active=message.active,
+        encoding=message.encoding,
     )

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from paceline.core.cache_policy.base import Name
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_to_pb
 from paceline.services.kvtransfer.lease import NOBODY, Lease
 
 
-def describe_leases(
-    leases: Sequence[Lease], layout: KVLayout, workers: Mapping[int, str], most: int, now: float
-) -> pb.LedgerReply:
+def count_groups(leases: Iterable[Lease], cached: Iterable[Name], layout: KVLayout) -> pb.LedgerReply:
+    """Return the part of a ledger reply that counts the used and the cached blocks of each group.
+
+    Args:
+        leases: all leases.
+        cached: names of the cached blocks.
+        layout: layout of the arena.
+    """
+    reply = pb.LedgerReply()
+    groups = [group.shape.name for group in layout.all_groups]
+    used: list[set[int]] = [set() for _ in groups]
+    for lease in leases:
+        for number, table in enumerate(lease.tables, lease.layout.first_group):
+            used[number].update(table)
+    # Added up, because a group of a draft model may have the same name as a group of the target.
+    for name, slots in zip(groups, used):
+        reply.used_by_group[name] += len(slots - {NO_SLOT})
+        reply.cached_by_group[name] += 0
+    for number, _ in cached:
+        reply.cached_by_group[groups[number]] += 1
+    return reply
+
+
+def describe_leases(leases: Sequence[Lease], workers: Mapping[int, str], most: int, now: float) -> pb.LedgerReply:
     """Return the part of a ledger reply that names the owner of every block that is held or in flight.
 
     A block that several leases share is counted for the oldest of them, so that the sums agree with the counts.
@@ -34,11 +56,11 @@ def describe_leases(
             reply.leases_left_out += 1
             reply.blocks_left_out += own
         else:
-            reply.leases.append(_describe(lease, layout, workers, len(slots) - own, now))
+            reply.leases.append(_describe(lease, workers, len(slots) - own, now))
     return reply
 
 
-def _describe(lease: Lease, layout: KVLayout, workers: Mapping[int, str], shared: int, now: float) -> pb.LeaseInfo:
+def _describe(lease: Lease, workers: Mapping[int, str], shared: int, now: float) -> pb.LeaseInfo:
     info = pb.LeaseInfo(
         key=key_to_pb(lease.key),
         state=lease.state.value,
@@ -51,7 +73,6 @@ def _describe(lease: Lease, layout: KVLayout, workers: Mapping[int, str], shared
         filled_tokens=lease.filled_tokens,
         token_count=lease.token_count,
     )
-    for group, table in zip(layout.groups, lease.tables):
-        # Added up, because a group of a draft model may have the same name as a group of the target.
+    for group, table in zip(lease.layout.groups, lease.tables):
         info.blocks_by_group[group.shape.name] += len(table) - table.count(NO_SLOT)
     return info

@@ -14,7 +14,8 @@ def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: by
     needs no other block.
 
     Args:
-        group: index of the block's group.
+        layout: the layout of KV or of encodings.
+        group: index of the block's group in `layout`.
         block: index of the block in its block table.
         digest: hash of the block.
         before: hash of the block before it in its group; empty if there is none or it is unknown.
@@ -23,7 +24,7 @@ def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: by
     tokens = layout.groups[group].block_tokens
     end = (block + 1) * tokens
     if layout.groups[group].shape.window == 0:
-        parent = (group, before) if before else None
+        parent = (layout.first_group + group, before) if before else None
     else:
         parent = _full_attention(layout, end, digest)
     return Place(parent, end, priority)

@@ -36,26 +36,27 @@ class Prefixes:
         self._flights: Flights[asyncio.Event] = Flights()
         """The calls of `bring`, each identified by the event that wakes it."""
 
-    async def bring(self, key: Key, source: str, hashes: Sequence[bytes]) -> pb.FetchReply:
+    async def bring(self, key: Key, source: str, hashes: Sequence[bytes], encoding: bool = False) -> pb.FetchReply:
         """Cache the blocks of a context that the disk or another host has. Return what came from the other host.
 
         Args:
             key: key of the request that waits for the prefix.
             source: address of the service that has the prefix; empty if only the disk shall be read.
             hashes: chain of the part of the context that may be reused, one hash for each BASE_TOKENS tokens.
+            encoding: whether the context is an encoding.
 
         Raises:
             BusyError: too few blocks are available here.
             TransferError: the blocks could not be read from the other host.
         """
-        is_asked = False
+        is_asked, layout = False, self._layout.part(encoding)
         try:
-            async with asyncio.timeout(PREFIX_SECONDS), self._flight(hashes) as is_needed:
+            async with asyncio.timeout(PREFIX_SECONDS), self._flight(layout, hashes) as is_needed:
                 if is_needed and self._promotions is not None:
-                    await self._promotions.run(key, hashes)
+                    await self._promotions.run(key, hashes, encoding)
                 if is_needed and source:
                     is_asked = True
-                    return await self._fetches.run_prefix(key, source, hashes)
+                    return await self._fetches.run_prefix(key, source, hashes, encoding)
         except TimeoutError:
             if not is_asked:  # the time passed before the source was asked: it has not failed
                 return pb.FetchReply()
@@ -64,11 +65,11 @@ class Prefixes:
         return pb.FetchReply()
 
     @contextlib.asynccontextmanager
-    async def _flight(self, hashes: Sequence[bytes]) -> AsyncIterator[bool]:
+    async def _flight(self, layout: KVLayout, hashes: Sequence[bytes]) -> AsyncIterator[bool]:
         """Wait while another call brings the first block that is missing here. Yield whether any is missing then."""
         woken = asyncio.Event()
         try:
-            while not self._flights.ask(woken, lacking := lacking_links(self._layout, self._ledger.slot_of, hashes)):
+            while not self._flights.ask(woken, lacking := lacking_links(layout, self._ledger.slot_of, hashes)):
                 woken.clear()
                 await woken.wait()
             yield bool(lacking)

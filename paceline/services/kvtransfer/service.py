@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
-from paceline.core.block_pool import Counts
 from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
     UnavailableError,
 )
-from paceline.core.metrics import Sample
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.adoptions import Waiter
-from paceline.services.kvtransfer.fetches import Totals
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.lease import TRANSFER, Lease
 from paceline.services.kvtransfer.operations import adopted, apply, changed_leases, key_of
-from paceline.services.kvtransfer.owners import describe_leases
+from paceline.services.kvtransfer.owners import count_groups, describe_leases
 from paceline.services.kvtransfer.sessions import Sessions
+from paceline.services.kvtransfer.snapshot import Snapshot, snapshot_of
 
 _MAX_OPERATIONS = 4096
 """Most operations in one batch. The service does nothing else while it applies a batch."""
@@ -44,54 +40,6 @@ _MAX_NAMES = 1 << 15
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state of a host's KV memory, for load reports and metrics."""
-
-    counts: Counts = Counts(0, 0, 0, 0, 0)
-    """Numbers of blocks by state. All are 0 before the first worker has attached."""
-    slot_bytes: int = 0
-    fingerprint: str = ""
-    """Fingerprint of the KV layout; empty before the first worker has attached."""
-    workers: int = 0
-    leases: int = 0
-    expired_leases: int = 0
-    evicted_blocks: int = 0
-    block_events: int = 0
-    """Number of block events so far, which is also the number of the next event."""
-    token_bytes: float = 0.0
-    """Bytes that one token of a context takes in all KV groups together."""
-    prefix_queries_tokens: int = 0
-    prefix_hits_tokens: int = 0
-    transfers: Totals = dataclasses.field(default_factory=Totals)
-    """Totals of the transfers from other hosts."""
-    disk: Sequence[Sample] = ()
-    """Counters of the disk tier; empty without one."""
-
-    def report(self) -> HostReport:
-        """Return what gateways need to place requests and to follow the cache."""
-        return HostReport(
-            next_block_event=self.block_events,
-            fetched_bytes=self.transfers.bytes,
-            fetch_seconds=self.transfers.read_seconds,
-            token_bytes=self.token_bytes,
-        )
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield all figures for metrics."""
-        yield from self.counts.samples()
-        yield Sample("slot_bytes", self.slot_bytes)
-        yield Sample("leases", self.leases)
-        yield Sample("expired_leases", self.expired_leases)
-        yield Sample("evicted_blocks", self.evicted_blocks)
-        yield Sample("block_events", self.block_events)
-        yield Sample("token_bytes", self.token_bytes)
-        yield Sample("prefix_queries_tokens", self.prefix_queries_tokens)
-        yield Sample("prefix_hits_tokens", self.prefix_hits_tokens)
-        yield from self.transfers.samples()
-        yield from self.disk
 
 
 class KVTransferService(pb_grpc.KVTransferServicer):
@@ -131,23 +79,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
     def snapshot(self) -> Snapshot:
         memory = self.sessions.memory
-        if memory is None:
-            return Snapshot()
-        return Snapshot(
-            counts=memory.ledger.counts(),
-            slot_bytes=memory.layout.slot_bytes,
-            fingerprint=memory.layout.fingerprint,
-            workers=len(self.sessions.workers),
-            leases=len(memory.ledger.leases()),
-            expired_leases=memory.ledger.expired_leases,
-            evicted_blocks=memory.ledger.evicted_blocks,
-            block_events=memory.ledger.event_count,
-            token_bytes=memory.layout.token_bytes,
-            prefix_queries_tokens=memory.ledger.queried_tokens,
-            prefix_hits_tokens=memory.ledger.cached_tokens,
-            transfers=memory.fetches.totals,
-            disk=() if memory.disk is None else tuple(memory.disk.samples()),
-        )
+        return Snapshot() if memory is None else snapshot_of(memory, len(self.sessions.workers))
 
     def take_events(self) -> BlockBatch | None:
         """Return the block events since the last call, or None. Also offer the blocks to the disk tier."""
@@ -235,7 +167,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             memory = self.sessions.check(request.session)
             key = key_of(request.key)
             with request_span("fetch prefix", key.request_id, carrier_of(context.invocation_metadata())) as span:
-                reply = await memory.prefixes.bring(key, request.source, request.hashes)
+                reply = await memory.prefixes.bring(key, request.source, request.hashes, request.encoding)
                 span.set_attributes({"paceline.path": reply.path, "paceline.bytes": reply.bytes})
                 if reply.blocks:
                     log.info("%d blocks of a prefix came from %s over %s", reply.blocks, request.source, reply.path)
@@ -246,7 +178,8 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         async with mapped_errors(context):
             memory, key = self._exporting(request.fingerprint), key_of(request.key)
             with request_span("export prefix", key.request_id, carrier_of(context.invocation_metadata())):
-                await memory.exports.run_prefix(key, request.hashes, request.cached_tokens, context.write)
+                cached_tokens, encoding = request.cached_tokens, request.encoding
+                await memory.exports.run_prefix(key, request.hashes, cached_tokens, context.write, encoding)
 
     async def Export(self, request: pb.ExportRequest, context: Context) -> None:  # type: ignore[override]
         # It writes to the context rather than yield, so that a cancellation arrives wherever this waits.
@@ -299,11 +232,16 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             balanced=self._keeper.check_balance(),
             expired_leases=snapshot.expired_leases,
             evicted_blocks=snapshot.evicted_blocks,
-            prefix_queries_tokens=snapshot.prefix_queries_tokens,
-            prefix_hits_tokens=snapshot.prefix_hits_tokens,
+            prefix_queries_tokens=snapshot.prefixes.queried_tokens,
+            prefix_hits_tokens=snapshot.prefixes.cached_tokens,
+            encoding_queries_rows=snapshot.encodings.queried_tokens,
+            encoding_hits_rows=snapshot.encodings.cached_tokens,
             slot_bytes=snapshot.slot_bytes,
         )
-        if (memory := self.sessions.memory) is not None and request.with_leases:
-            leases, names = memory.ledger.leases(), {TRANSFER: "kvtransfer", **self.sessions.workers}
-            reply.MergeFrom(describe_leases(leases, memory.layout, names, request.max_leases, self._options.clock()))
+        if (memory := self.sessions.memory) is not None:
+            leases = memory.ledger.leases()
+            reply.MergeFrom(count_groups(leases, memory.ledger.cached(), memory.layout))
+            if request.with_leases:
+                names = {TRANSFER: "kvtransfer", **self.sessions.workers}
+                reply.MergeFrom(describe_leases(leases, names, request.max_leases, self._options.clock()))
         return reply

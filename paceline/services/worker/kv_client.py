@@ -50,7 +50,13 @@ class KVClient:
         self._leases.use(key)
 
     async def reserve(
-        self, key: Key, hashes: Sequence[bytes], token_count: int, max_cached_tokens: int, priority: int = 0
+        self,
+        key: Key,
+        hashes: Sequence[bytes],
+        token_count: int,
+        max_cached_tokens: int,
+        priority: int = 0,
+        encoding: bool = False,
     ) -> Reservation:
         """Reserve blocks for `token_count` tokens, with the longest cached prefix among them.
 
@@ -58,6 +64,7 @@ class KVClient:
             hashes: links of the context.
             max_cached_tokens: the largest number of tokens that may come from the cache.
             priority: the request's priority; lower is more urgent.
+            encoding: whether the context is an encoding.
 
         Raises:
             BusyError: there are not enough free blocks.
@@ -68,7 +75,13 @@ class KVClient:
             token_count=token_count,
             max_cached_tokens=max_cached_tokens,
             priority=priority,
+            encoding=encoding,
         )
+        return await self._obtain(pb.Operation(reserve=operation), key)
+
+    async def pin(self, key: Key, hashes: Sequence[bytes], encoding: bool = False) -> Reservation:
+        """Reserve only the cached blocks of a context, to read them. See `reserve`."""
+        operation = pb.Reserve(key=key_to_pb(key), hashes=hashes, encoding=encoding, only_cached=True)
         return await self._obtain(pb.Operation(reserve=operation), key)
 
     async def open(self, key: Key) -> Reservation:
@@ -134,19 +147,22 @@ class KVClient:
         log.info("%d blocks came over %s", reply.blocks, reply.path, extra={"request_id": key.request_id})
         return Fetched(reply.bytes, reply.path)
 
-    async def fetch_prefix(self, key: Key, source: str, hashes: Sequence[bytes]) -> None:
+    async def fetch_prefix(self, key: Key, source: str, hashes: Sequence[bytes], encoding: bool = False) -> None:
         """Bring blocks of a context from the disk tier or from another host into this host's cache, for `reserve`.
 
         Args:
             key: key under which the blocks will be reserved.
             source: address of the other host's kvtransfer service; empty to ask only the disk.
             hashes: links of the context, as many as can be reused.
+            encoding: whether the context is an encoding.
 
         Raises:
             BusyError: there are not enough free blocks.
             TransferError: the blocks could not be fetched.
         """
-        request = pb.FetchPrefixRequest(session=self.session.id, key=key_to_pb(key), source=source, hashes=hashes)
+        request = pb.FetchPrefixRequest(
+            session=self.session.id, key=key_to_pb(key), source=source, hashes=hashes, encoding=encoding
+        )
         reply = await self._answer(self.session.stub.FetchPrefix(request, metadata=trace_headers()))
         if source:
             extra = {"request_id": key.request_id}
@@ -172,6 +188,15 @@ class KVClient:
         self._leases.seal(key, group, first_block, hashes)
         seal = pb.Seal(key=key_to_pb(key), group=group, first_block=first_block, hashes=hashes)
         self._submit(pb.Operation(seal=seal), self._may_linger)
+
+    async def publish(self, key: Key, hashes: Sequence[bytes]) -> None:
+        """Publish all blocks of an encoding under their names. Other workers find them when this returns.
+
+        Raises StaleError if the lease has ended, UnavailableError if kvtransfer does not answer.
+        """
+        self._leases.seal(key, 0, 0, hashes)
+        seal = pb.Operation(seal=pb.Seal(key=key_to_pb(key), hashes=hashes), traceparent=traceparent())
+        checked(await asyncio.shield(self.session.sender.submit(seal)))
 
     def seal_adopted(self, adopted: Adopted, hashes: Sequence[Sequence[bytes]]) -> None:
         """Publish full blocks that the prefill worker has left unsealed.

@@ -39,6 +39,11 @@ class KVMemory:
     peers: SharedPools | None = None
 
     @property
+    def arena(self) -> torch.Tensor:
+        """The host's arena, a flat tensor of the cache's dtype."""
+        return self.pool if self.copies is None else self.copies.arena.view(-1)
+
+    @property
     def slots(self) -> int:
         return self.pool.nbytes // self.layout.slot_bytes
 

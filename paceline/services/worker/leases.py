@@ -22,7 +22,7 @@ class Reservation:
     filled_tokens: int
     """Number of tokens, from the first one on, whose KV is in the blocks."""
     tables: list[list[int]]
-    """One block table for each group."""
+    """One block table for each group of KV, or one of the group of encodings."""
     context_hash: bytes = b""
     """Name of the filled tokens, given by the cache or by the prefill worker that filled the blocks."""
 
@@ -77,6 +77,8 @@ class _Blocks:
 
     filled_tokens: int
     tables: list[list[int]]
+    encoding: bool = False
+    """Whether the blocks have an encoding rather than KV."""
     names: dict[int, bytes] = field(default_factory=dict)
     """Names of sealed blocks, by slot."""
     first_kept: dict[int, int] = field(default_factory=dict)
@@ -98,9 +100,14 @@ class _Blocks:
             for table in self.tables
         ]
         # Any token count that needs as many blocks as the tables have will do.
-        tokens = min(len(table) * group.block_tokens for group, table in zip(layout.groups, self.tables))
+        groups = layout.part(self.encoding).groups
         return pb.Claim(
-            key=key_to_pb(key), token_count=tokens, filled_tokens=self.filled_tokens, tables=tables, active=active
+            key=key_to_pb(key),
+            token_count=min(len(table) * group.block_tokens for group, table in zip(groups, self.tables)),
+            filled_tokens=self.filled_tokens,
+            tables=tables,
+            active=active,
+            encoding=self.encoding,
         )
 
 
@@ -110,7 +117,8 @@ class Leases:
     A kvtransfer service that was started again knows no lease and no block. It learns them from `claims`.
 
     Args:
-        on_lost: called for a lease that ended although this worker did not release it.
+        on_lost: called for a lease of KV that ended although this worker did not release it. Nobody is told of a lost
+            encoding, which stays as it is until its user has released it.
     """
 
     def __init__(self, on_lost: Callable[[Key], None]) -> None:
@@ -129,7 +137,7 @@ class Leases:
         """Note a lease that kvtransfer has given."""
         key = key_from_pb(message.key)
         self._forget_unused(key)
-        blocks = _Blocks(message.filled_tokens, [list(table.slots) for table in message.tables])
+        blocks = _Blocks(message.filled_tokens, [list(table.slots) for table in message.tables], message.encoding)
         for table in message.tables:
             blocks.names |= {slot: digest for slot, digest in zip(table.slots, table.hashes) if digest}
         self._newest[key[:2]] = key
@@ -172,7 +180,8 @@ class Leases:
     def lose(self, key: Key) -> None:
         """Note that a lease has ended. The engine may touch the blocks until they are released."""
         self._stop_renewing(key)
-        self._on_lost(key)
+        if not (key in self._blocks and self._blocks[key].encoding):
+            self._on_lost(key)
 
     def lose_all(self, keep_used: bool) -> None:
         """Note that the service has ended, and lose leases.

@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.kv_layout import GroupShape, divide_groups, make_layout, state_groups
+from paceline.core.kv_groups import divide_groups, state_groups
+from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.turns import PAGE_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.layout import layout_from_pb

@@ -8,6 +8,7 @@ from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.lease import TRANSFER
+from paceline.services.kvtransfer.lookups import Lookups
 from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk, chain
 
 # ---- capacity
@@ -322,4 +323,4 @@ def test_prefix_hits_are_counted_when_a_reservation_succeeds() -> None:
     desk.reserve("r", "abx", cached=40)
     with pytest.raises(BusyError):
         desk.reserve("refused", "abxy")
-    assert (desk.ledger.queried_tokens, desk.ledger.cached_tokens) == (2 * 16 + 3 * 16, 32)
+    assert desk.ledger.lookups == {False: Lookups(2 * 16 + 3 * 16, 32), True: Lookups()}

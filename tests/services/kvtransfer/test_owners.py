@@ -12,7 +12,7 @@ WORKERS = {DECODE: "decode-0", PREFILL: "prefill-0"}
 
 
 def describe(desk: Desk, most: int = 0) -> pb.LedgerReply:
-    return describe_leases(desk.leases(), desk.layout, WORKERS, most, desk.now)
+    return describe_leases(desk.leases(), WORKERS, most, desk.now)
 
 
 def owned(reply: pb.LedgerReply) -> int:
@@ -71,5 +71,5 @@ def test_who_is_gone_is_said_to_be() -> None:
     desk = Desk(8)
     desk.reserve("r", tokens=16)
     desk.ledger.lose_session(DECODE, desk.now)
-    (shown,) = describe_leases(desk.leases(), desk.layout, {}, 0, desk.now).leases
+    (shown,) = describe_leases(desk.leases(), {}, 0, desk.now).leases
     assert (shown.state, shown.owner, shown.writer) == ("draining", "gone", "gone")
