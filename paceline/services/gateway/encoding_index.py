@@ -24,8 +24,8 @@ class EncodingIndex:
 
     def hosts(self, span: MediaSpan, cache_salt: str) -> frozenset[str]:
         """Return the ids of hosts that have the encoding of a span, or compute it now."""
-        under_way = self._under_way.get((cache_salt, span.digest), Counter[str]())
-        return self._prefixes.hosts_with_encoding(span.digest, span.length, cache_salt) | under_way.keys()
+        cached = self._prefixes.encoding_hosts(span.digest, span.length, cache_salt)
+        return frozenset(cached).union(self._under_way.get((cache_salt, span.digest), ()))
 
     @contextlib.contextmanager
     def under_way(self, span: MediaSpan, cache_salt: str, host_id: str) -> Iterator[None]:

@@ -97,15 +97,6 @@ class PrefixIndex:
         """Return the layout fingerprint of each host's blocks."""
         return {name: host.fingerprint for name, host in self._hosts.items()}
 
-    def hosts_with_encoding(self, digest: bytes, length: int, cache_salt: str) -> frozenset[str]:
-        """Return the ids of the hosts that have all blocks of an encoding.
-
-        Args:
-            digest: name of the encoder's input.
-            length: rows of the encoding.
-        """
-        return frozenset(name for name, host in self._hosts.items() if host.has_encoding(digest, length, cache_salt))
-
     def cached_tokens(self, context: Context, most: int) -> Mapping[str, int]:
         """Return for each host how many of a context's first `most` tokens it has cached. Omit hosts with none."""
         found = {name: host.cached_tokens(context, most) for name, host in self._hosts.items()}

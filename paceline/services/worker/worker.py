@@ -147,6 +147,11 @@ class Worker:
         if not self.failed.done():
             self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest context."""
+        return self.limits.max_model_len
+
     def load(self) -> LoadReport:
         """Return how much work the worker has. The gateway places requests by it."""
         return LoadReport(
