@@ -254,7 +254,9 @@ def write_gemma3_with_vision(folder: Path, **changes: object) -> transformers.Pr
     """Save a tiny random Gemma 3 with an encoder of images to a folder and return the `transformers` model."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**_SMALL, **FAMILIES["gemma3"][1], **changes}
-    config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    # Squares of 2 x 2 patches become one row of an encoding.
+    vision |= {"image_size": 56, "patch_size": 14, "vision_use_head": False}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     return _save(transformers.Gemma3ForConditionalGeneration, config, folder)
 
 
@@ -275,12 +277,24 @@ def write_mistral3_with_vision(folder: Path, family: str, **changes: object) -> 
 def write_gemma4_with_media(
     folder: Path, kind: str, max_shard_size: str = "1GB", **changes: object
 ) -> transformers.PreTrainedModel:
-    """Save a tiny random Gemma 4 for text, images and audio to a folder and return the `transformers` model."""
-    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    vision = {**tower, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 16, "position_embedding_size": 9}
-    audio = {**tower, "subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
+    """Save a tiny random Gemma 4 for text and media to a folder and return the `transformers` model.
+
+    As in the released sizes, "edge" has audio and bounds of linear layers, and other kinds standardize rows of images.
+    """
+    tower = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "use_clipped_linears": kind == "edge"}
+    vision = {
+        **tower,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "position_embedding_size": 30,
+        "standardize": kind != "edge",
+    }
+    audio = {**tower, "subsampling_conv_channels": [8, 4], "output_proj_dims": 20}
     config = transformers.Gemma4Config(
-        text_config={**GEMMA4, **GEMMA4_KINDS[kind], **changes}, vision_config=vision, audio_config=audio
+        text_config={**GEMMA4, **GEMMA4_KINDS[kind], **changes},
+        vision_config=vision,
+        audio_config=audio if kind == "edge" else None,
     )
     return _save(transformers.Gemma4ForConditionalGeneration, config, folder, max_shard_size=max_shard_size)
 
@@ -289,7 +303,7 @@ def write_gemma4_unified(folder: Path, **changes: object) -> transformers.PreTra
     """Save a tiny random unified Gemma 4 to a folder and return the `transformers` model."""
     text = {**GEMMA4, **GEMMA4_KINDS["dense"], **changes}
     del text["hidden_size_per_layer_input"]
-    vision = {"mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+    vision = {"patch_size": 4, "mm_embed_dim": 20, "mm_posemb_size": 8, "output_proj_dims": 20}
     config = transformers.Gemma4UnifiedConfig(
         text_config=text, vision_config=vision, audio_config={"audio_embed_dim": 16}
     )
@@ -341,6 +355,11 @@ def _save(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            if name.endswith(("std_bias", "std_scale")):
+                buffer.add_(torch.randn(buffer.shape, generator=generator))
+            if name.endswith(("_min", "_max")):
+                # Bounds of linear layers, of which each reaches some elements.
+                buffer.copy_((0.5 + torch.rand((), generator=generator)) * (1 if name.endswith("_max") else -1))
             if name.endswith("token_ordering"):
                 buffer.copy_(torch.randperm(len(buffer), generator=generator))
     model = model.to(dtype).eval()

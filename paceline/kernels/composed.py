@@ -1,5 +1,5 @@
-"""Defaults for the optional parts of a `Kernels` backend: fused operations as sequences of others, no chooser of
-tokens, and no check of packed matrices."""
+"""Defaults for the optional parts of a `Kernels` backend: fused operations as sequences of others, operations of
+encoders in plain torch, no chooser of tokens, and no check of packed matrices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import Tensor
 from paceline.kernels.batch import GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.encoding import TorchEncoding
 from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind, PackedWeight
 
 
-class Composed:
+class Composed(TorchEncoding):
     """Base class with the fused operations. A backend with kernels for them computes the same bits in fewer passes."""
 
     compiles_states = False

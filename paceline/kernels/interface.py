@@ -18,6 +18,7 @@ from paceline.core.turns import Turns
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.encoding import EncoderKernels
 from paceline.kernels.experts import ExpertKernels
 from paceline.kernels.heads import HeadKernels
 from paceline.kernels.quantized import QuantizedMatrix
@@ -102,7 +103,7 @@ class Forward(Protocol):
     ) -> Tensor: ...
 
 
-class Kernels(ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
+class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
     """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
 
     name: str

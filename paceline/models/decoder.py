@@ -27,7 +27,9 @@ _MEDIA = tuple(
         *("embed_vision", "embed_audio"),
     )
 )
-"""Beginnings of the names of tensors for images and audio, which are not read."""
+"""Beginnings of the names of tensors for images and audio, which only encoders read."""
+TEXT = ("model.language_model.", "language_model.", "lm_head.")
+"""Beginnings of the names of the text model's tensors in a model for several media, which encoders do not read."""
 
 
 def text_place(weights: Weights) -> str:

@@ -20,7 +20,10 @@ from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models import mxfp4
 from paceline.models.base import Architecture, FusedExperts, Model
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import implementation, read_assistant, read_config
+from paceline.models.config import implementation, read_assistant, read_config, read_encoders
+from paceline.models.decoder import TEXT
+from paceline.models.encoders.base import Encoders
+from paceline.models.encoders.registry import make_encoders
 from paceline.models.folder import weight_files
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import model_identity
@@ -91,13 +94,42 @@ def load_assistant(
     return _with_packed(build, path, dtype, kernels, packed_dir)
 
 
+def load_encoders(
+    path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None = None
+) -> Encoders | None:
+    """Load the encoders of a model for images, videos or audio, without its text model; None if it has none.
+
+    Encoders are never quantized. See `load_model`.
+    """
+    config = read_encoders(path)
+    if config is None:
+        return None
+
+    def build(pack: Pack) -> Encoders:
+        checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
+        encoders = make_encoders(config, dtype, device, checkpoint, kernels)
+        checkpoint.finish(TEXT)
+        return encoders
+
+    return _with_packed(build, path, dtype, kernels, packed_dir, "-encoders")
+
+
 def _with_packed(
-    build: Callable[[Pack], Built], path: Path, dtype: torch.dtype, kernels: Kernels, packed_dir: Path | None
+    build: Callable[[Pack], Built],
+    path: Path,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    packed_dir: Path | None,
+    part: str = "",
 ) -> Built:
-    """Build a model with packed weights, which processes share in `packed_dir` if it is given."""
+    """Build a model with packed weights, which processes share in `packed_dir` if it is given.
+
+    Args:
+        part: a name for this part of the checkpoint; parts do not share a file.
+    """
     pack: Pack = partial(_pack, kernels)
     if packed_dir is not None and kernels.packing:
-        pack = packed_weights(packed_dir, f"{path.name}-{model_identity(path, str(dtype))[:16]}", kernels, build)
+        pack = packed_weights(packed_dir, f"{path.name}{part}-{model_identity(path, str(dtype))[:16]}", kernels, build)
     return build(pack)
 
 

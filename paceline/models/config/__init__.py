@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
+from paceline.models.config.encoders import gemma3_encoders, gemma4_encoders, gemma4_unified_encoders
 from paceline.models.config.fields import Fields, Json, NotNativeError
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.gemma4 import gemma4
@@ -28,7 +29,10 @@ from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
 from paceline.models.config.transformers import read_transformers
+from paceline.models.encoder_config import EncodersConfig
 from paceline.models.model_config import ModelConfig, ModelFacts
+
+_Config = TypeVar("_Config", ModelConfig, EncodersConfig)
 
 _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
@@ -57,6 +61,12 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3_5MoeForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5,
+}
+
+_ENCODERS: Mapping[str, Callable[[Fields], EncodersConfig]] = {
+    "Gemma3ForConditionalGeneration": gemma3_encoders,
+    "Gemma4ForConditionalGeneration": gemma4_encoders,
+    "Gemma4UnifiedForConditionalGeneration": gemma4_unified_encoders,
 }
 
 _ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
@@ -106,12 +116,24 @@ def read_config(folder: Path) -> ModelConfig:
     return _read(folder, _READERS)
 
 
+def read_encoders(folder: Path) -> EncodersConfig | None:
+    """Return the configuration of a model's encoders; None if it has none that we compute.
+
+    Raises:
+        ModelError: config.json cannot be read, or describes encoders that we do not compute.
+    """
+    if _architecture(_read_json(folder / "config.json")) not in _ENCODERS:
+        return None
+    config = _read(folder, _ENCODERS)
+    return None if config.vision is config.audio is None else config
+
+
 def read_assistant(folder: Path) -> ModelConfig:
     """Return the configuration of an assistant; see `is_assistant`. Raises ModelError like `read_config`."""
     return _read(folder, dict.fromkeys(_ASSISTANTS, gemma4_assistant))
 
 
-def _read(folder: Path, readers: Mapping[str, Callable[[Fields], ModelConfig]]) -> ModelConfig:
+def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _Config:
     raw = _read_json(folder / "config.json")
     architecture = _architecture(raw)
     reader = readers.get(architecture)
@@ -122,7 +144,8 @@ def _read(folder: Path, readers: Mapping[str, Callable[[Fields], ModelConfig]]) 
         fields = Fields(raw, architecture)
         fields.refuse_unsupported()
         config = reader(fields)
-        _check_shapes(config)
+        if isinstance(config, ModelConfig):
+            _check_shapes(config)
     except NotNativeError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}; --model-impl transformers may compute it") from None
     except ModelError as error:

@@ -55,6 +55,11 @@ class Fields:
         part.refuse_unsupported()
         return part
 
+    def part(self, name: str) -> Fields | None:
+        """Return the fields of an object in config.json; None if it is missing or null."""
+        raw = self.raw.get(name)
+        return None if raw is None else Fields(raw, self.architecture)
+
     def with_rope(self, default: Json) -> Fields:
         """Return the same fields, with `default` as `rope_parameters` if none are given in the style of any version."""
         if self.raw.get("rope_parameters") or self.raw.get("rope_scaling"):

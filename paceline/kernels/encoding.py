@@ -1,0 +1,49 @@
+"""The operations that only encoders of images and audio have, as a part of `Kernels`, and their form in plain torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class EncoderKernels(Protocol):
+    """Operations over all rows of one image or audio clip. Nothing is cached, and nothing is recorded."""
+
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Return x with each element bounded to [low, high], in the same shape."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """Return gelu(x), elementwise, in its tanh form."""
+
+    def silu(self, x: Tensor) -> Tensor:
+        """Return silu(x), elementwise."""
+
+    def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Return attention of all rows to all rows: [rows, heads, head_dim] each -> the same shape."""
+
+
+class TorchEncoding:
+    """`EncoderKernels` in plain torch, for any device."""
+
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        return x.clamp(low, high)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+    def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        # torch's fused kernels need the leading dimension of 1.
+        by_head: list[Tensor] = [x.transpose(0, 1)[None] for x in (queries, keys, values)]
+        attended: Tensor = F.scaled_dot_product_attention(*by_head, scale=scale)
+        return attended[0].transpose(0, 1)

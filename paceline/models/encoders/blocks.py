@@ -1,0 +1,145 @@
+"""Building blocks of encoders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import InvalidRequestError
+from paceline.kernels.interface import Kernels, NormKind
+from paceline.models.base import Weights
+from paceline.models.blocks import Linear
+
+
+def media_place(weights: Weights, tensor: str, *names: str) -> str:
+    """Return the prefix of the tensors of a part beside the text model.
+
+    Args:
+        tensor: the name of any tensor of this part, after the prefix.
+        names: names that the part may have; checkpoints have them with and without "model." in front.
+    """
+    places = [f"{outer}{name}" for name in names for outer in ("model.", "")]
+    return next((place for place in places if weights.has(f"{place}.{tensor}")), places[0])
+
+
+def patch_grid(shape: Sequence[int], side: int, most: int) -> tuple[int, int]:
+    """Return the rows and columns of square patches of an image [height, width, 3].
+
+    Raises InvalidRequestError if a side of the image is no multiple of a patch's side, or has more than `most` patches.
+    """
+    if len(shape) != 3 or shape[2] != 3 or not all(0 < size <= most * side and size % side == 0 for size in shape[:2]):
+        raise InvalidRequestError(
+            f"an image for this model must be [height, width, 3] with sides that are multiples of {side} and at most "
+            f"{most * side}, not {list(shape)}"
+        )
+    return shape[0] // side, shape[1] // side
+
+
+def patches(image: Tensor, side: int) -> Tensor:
+    """Return the patches of uint8 image [height, width, 3], row by row, with elements from 0 to 1.
+
+    The result is fp32 [patches, side * side * 3]: rows, columns and colors of a patch, in this order.
+    """
+    height, width, colors = image.shape
+    tiles = image.view(height // side, side, width // side, side, colors).transpose(1, 2)
+    return tiles.reshape(-1, side * side * colors).float().div_(255.0)
+
+
+def signed_patches(image: Tensor, side: int) -> Tensor:
+    """Return the result of `patches` with elements from -1 to 1."""
+    return patches(image, side).mul_(2.0).sub_(1.0)
+
+
+def patch_positions(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the column and the row of each patch, row by row: int64 [patches] each."""
+    return (
+        torch.arange(columns, device=device).repeat(rows),
+        torch.arange(rows, device=device).repeat_interleave(columns),
+    )
+
+
+def pool(x: Tensor, columns: int, side: int) -> Tensor:
+    """Return the mean of each square of side x side patches, row by row.
+
+    Args:
+        x: [patches, size].
+        columns: patches of a row.
+
+    Returns:
+        fp32 [squares, size]. Sums of many patches may be too large for fp16.
+    """
+    squares = x.view(-1, side, columns // side, side, x.shape[1])
+    return squares.float().mean(dim=(1, 3)).flatten(0, 1)
+
+
+class LayerNorm:
+    """Layer norm over the last dimension."""
+
+    def __init__(
+        self, weights: Weights, place: str, size: int, eps: float, kernels: Kernels, bias: bool = True
+    ) -> None:
+        self._weight = weights.take(f"{place}.weight", size)
+        self._bias = weights.take(f"{place}.bias", size) if bias else None
+        self._eps = eps
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+
+
+class ClippedLinear:
+    """A linear layer of Gemma 4's towers. If it is `clipped`, the checkpoint has bounds of its inputs and outputs."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        place: str,
+        size_in: int,
+        size_out: int,
+        clipped: bool,
+        kernels: Kernels,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self._linear = Linear.take(weights, f"{place}.linear", size_in, size_out, False, kernels, order)
+        self._kernels = kernels
+
+        def bounds(name: str) -> tuple[float, float]:
+            if not clipped:
+                return -math.inf, math.inf
+            low, high = (weights.take(f"{place}.{name}_{end}", dtype=torch.float32) for end in ("min", "max"))
+            # On meta: missing, which the loader reports.
+            return (0.0, 0.0) if low.is_meta or high.is_meta else (float(low), float(high))
+
+        self._of_input, self._of_output = bounds("input"), bounds("output")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._clip(self._linear(self._clip(x, self._of_input)), self._of_output)
+
+    def _clip(self, x: Tensor, bounds: tuple[float, float]) -> Tensor:
+        return x if bounds == (-math.inf, math.inf) else self._kernels.clamp(x, *bounds)
+
+
+class Projection:
+    """The last step of Gemma 4's encoders: a norm without weight, and a linear layer to the text model's hidden size.
+
+    The norm is in fp32, because elements may be too large for fp16 before it.
+    """
+
+    def __init__(
+        self, weights: Weights, names: Sequence[str], size_in: int, size_out: int, eps: float, kernels: Kernels
+    ) -> None:
+        matrix = "embedding_projection.weight"
+        weight = weights.take_packed(f"{media_place(weights, matrix, *names)}.{matrix}", size_out, size_in)
+        self._linear = Linear(weight, None, kernels)
+        self._dtype = weight.dtype
+        self._eps = eps
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the rows of an encoding [rows, size_out] in the model's dtype, from x [rows, size_in] in any dtype."""
+        wide = x.float()
+        ones = torch.ones(wide.shape[1], device=wide.device)
+        return self._linear(self._kernels.rms_norm(wide, ones, self._eps, NormKind.WIDE).to(self._dtype))
