@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Between = Callable[[], None]
-"""A function that an encoder calls between two pieces of its work, so that steps do not wait for all of it."""
+from paceline.models.encoders.base import Between
 
 
 class EncodingStoppedError(Exception):

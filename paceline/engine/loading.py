@@ -157,7 +157,8 @@ def load_encoders_alone(
             f"{folder.name} has no encoders that Paceline computes, so an encode worker has nothing to do; start "
             "prefill and decode workers only"
         )
-    config, draft_shapes = read_config(folder), ()
+    config = read_config(folder)
+    draft_shapes: tuple[GroupShape, ...] = ()
     shapes, layer_groups = kv_groups(config)
     longest = config.max_position
     draft_folder, has_assistant = _draft(speculative)

@@ -62,7 +62,7 @@ class EncodeWorker:
             Scheduler(Limits(max_batched_tokens=1, max_model_len=1, max_seqs=1)),
             _NoModel(),
             on_events=lambda events: None,
-            on_failure=lambda error: self._loop.call_soon_threadsafe(self._fail, error) and None,
+            on_failure=self._pass_failure,
             turns=place.turns,
         )
         encodings = Encodings(site.kv, loaded.layout, place.arena)
@@ -96,6 +96,10 @@ class EncodeWorker:
     def _goes_on(self) -> bool:
         """Whether the encoder is idle or its piece under way began less than ALIVE_SECONDS ago."""
         return self.engine.step_seconds < ALIVE_SECONDS
+
+    def _pass_failure(self, error: BaseException) -> None:
+        """Pass the engine's error on to the event loop. Called on the engine's threads."""
+        self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():

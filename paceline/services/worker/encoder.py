@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
-from paceline.core.media import MediaInput, MediaKind
+from paceline.core.media import MediaInput
 from paceline.core.metrics import Family, Sample
-from paceline.engine.encode_job import Between, EncodeJob
+from paceline.engine.encode_job import EncodeJob
+from paceline.models.encoders.base import Between, Encoders
 from paceline.services.worker.fair_turns import FairTurns
 
 ENCODINGS = Family("encodings", "Encodings that were asked for; cached: the host had them already")
@@ -35,16 +35,6 @@ _DTYPES = {
     "int64": torch.int64,
     "bool": torch.bool,
 }
-
-
-class Encoders(Protocol):
-    """The encoders of a model, one for each kind of media."""
-
-    def encode(self, kind: MediaKind, inputs: torch.Tensor, between: Between) -> torch.Tensor:
-        """Return the encoding of one input: [rows, hidden]. Calls `between` every few milliseconds.
-
-        Raises InvalidRequestError if the model has no encoder of this kind, or if it cannot read the input.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +123,11 @@ class Encoder:
         self, encoders: Encoders, media: MediaInput, write: Callable[[torch.Tensor], None], abandoned: asyncio.Event
     ) -> None:
         inputs = tensor_of(media)
+        if (rows := encoders.rows(media.kind, inputs.shape)) != media.length:
+            raise InvalidRequestError(
+                f"the encoder gives {rows} rows for an input of {media.length} tokens: gateway and workers must be of "
+                "one release"
+            )
         ended: asyncio.Future[None] = self._loop.create_future()
 
         @torch.inference_mode()
@@ -143,11 +138,6 @@ class Encoder:
                 between()
 
             rows = encoders.encode(media.kind, inputs, pause)
-            if rows.dim() != 2 or len(rows) != media.length:
-                raise InvalidRequestError(
-                    f"the encoder gives {len(rows)} rows for an input of {media.length} tokens: gateway and workers "
-                    "must be of one release"
-                )
             write(rows)
             self._bytes += rows.nbytes
 
@@ -161,7 +151,10 @@ class Encoder:
             else:
                 ended.set_exception(UnavailableError(f"the encoder failed: {type(error).__name__}: {error}"))
 
-        self._launch(EncodeJob(run, lambda error: self._loop.call_soon_threadsafe(tell, error)))
+        def end(error: Exception | None) -> None:
+            self._loop.call_soon_threadsafe(tell, error)
+
+        self._launch(EncodeJob(run, end))
         await ended
 
 

@@ -182,9 +182,7 @@ class MediaService(worker_pb2_grpc.MediaServicer):
     def __init__(self, desk: MediaDesk) -> None:
         self._desk = desk
 
-    async def Ready(  # type: ignore[override]
-        self, request: worker_pb2.ReadyRequest, context: CallContext
-    ) -> worker_pb2.ReadyReply:
+    async def Ready(self, request: worker_pb2.ReadyRequest, context: CallContext) -> worker_pb2.ReadyReply:
         async with mapped_errors(context):
             moved = await self._desk.ready(key_from_pb(request.key), request.digest, request.source)
             return worker_pb2.ReadyReply(bytes_moved=moved)
