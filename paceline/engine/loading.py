@@ -23,7 +23,7 @@ from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, kv_groups
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import implementation, is_assistant, read_assistant, read_config, read_encoders
+from paceline.models.config import encoding_size, is_assistant, read_assistant, read_config
 from paceline.models.draft import check_speculative, check_vocabularies
 from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
@@ -114,7 +114,7 @@ def load(
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir, "none", *code)
         check_vocabularies(draft_model.config, model.config)
     shapes, draft_shapes = model.group_shapes, () if draft_model is None else draft_model.group_shapes
-    has_encoders = _encoding_size(folder, model_impl) > 0
+    has_encoders = encoding_size(folder, model_impl) > 0
     return Loaded(
         model,
         draft_model,
@@ -152,7 +152,7 @@ def load_encoders_alone(
     Raises ConfigError if the model has no encoders.
     """
     check_speculative(speculative, folder, model_impl)
-    if not _encoding_size(folder, model_impl):
+    if not encoding_size(folder, model_impl):
         raise ConfigError(
             f"{folder.name} has no encoders that Paceline computes, so an encode worker has nothing to do; start "
             "prefill and decode workers only"
@@ -203,14 +203,7 @@ def _layout(
         shapes += tuple(shape.of_drafter(layers) for shape in draft_shapes)
         identity += model_identity(draft_folder, str(dtype), "none", implementation_name(draft_folder, model_impl))
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    return make_layout(shapes, dtype.itemsize, identity, drafts, _encoding_size(folder, model_impl))
-
-
-def _encoding_size(folder: Path, model_impl: ModelImpl) -> int:
-    """Return the elements of a row of an encoding; 0 if the model has no encoders. Only native models have some."""
-    if implementation(folder, model_impl) != "native" or (encoders := read_encoders(folder)) is None:
-        return 0
-    return encoders.hidden_size
+    return make_layout(shapes, dtype.itemsize, identity, drafts, encoding_size(folder, model_impl))
 
 
 def _load_encoders(

@@ -12,7 +12,7 @@ from paceline.models.hub_name import parse_hub_name
 
 _GATEWAY = ("host", "port", "api_key", "response_store")
 """Options of `serve` that only the gateway has."""
-_SERVE = ("prefill", "decode", "cache_dir", "revision")
+_SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")
 """Options of `serve` that no service has."""
 
 

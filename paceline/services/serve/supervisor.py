@@ -132,7 +132,9 @@ class Supervisor:
             partial(self._check_room, model),
             say,
         )
-        await workers.scale({"prefill": self._config.prefill, "decode": self._config.decode})
+        await workers.scale(
+            {"prefill": self._config.prefill, "decode": self._config.decode, "encode": self._config.encode}
+        )
         scaling = ScalingSocket(folder / "scale.sock", workers)
         await scaling.start()
         self._scaling = scaling

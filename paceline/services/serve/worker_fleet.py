@@ -1,4 +1,4 @@
-"""The prefill and decode workers of a stack, which may be added and removed while it serves."""
+"""The workers of a stack, which may be added and removed while it serves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Literal, get_args
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.services.serve.managed_process import ManagedProcess
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 
-LEAST: Mapping[Role, int] = {"prefill": 0, "decode": 1}
-"""Smallest number of workers of each role. Without a prefill worker, decode workers compute prompts."""
+LEAST: Mapping[Role, int] = {"prefill": 0, "decode": 1, "encode": 0}
+"""Smallest number of workers of each role. Without a prefill worker, decode workers compute prompts; without an encode
+worker, the workers that compute prompts encode."""
 MOST = 64
 """Largest number of workers of one role."""
 
