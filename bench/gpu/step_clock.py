@@ -16,7 +16,7 @@ from paceline.engine.step import Step, StepResult
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Logits, Taps
-from paceline.models.base import Model
+from paceline.models.base import EncodedRows, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,10 @@ class WatchedModel:
         layers: int | None = None,
         taps: Taps | None = None,
         wanted: Sequence[int] | None = None,
+        encoded: EncodedRows | None = None,
     ) -> Tensor:
         self._clock.mark_forward()
-        hidden = self._model.forward(token_ids, positions, caches, batch, layers, taps, wanted)
+        hidden = self._model.forward(token_ids, positions, caches, batch, layers, taps, wanted, encoded)
         self._clock.mark_forward()
         return hidden
 

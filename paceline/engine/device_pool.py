@@ -164,6 +164,8 @@ class DevicePool:
         """Return whether computing the context again is faster than loading `loads` blocks."""
         if any(group.shape.window for group in self._groups) or request.sampling.prompt_logprobs is not None:
             return False  # the request has no blocks before a window any more, or would report logprobs twice
+        if request.context.media:
+            return False  # the request may have given back its encodings
         if request.computed_len >= loads * self._block_seconds * tokens_per_second:
             return False
         # While requests compute instead, no load is measured. The estimate sinks, so that loads are tried again.

@@ -9,12 +9,14 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from paceline.core.media import MediaSpan
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import Draft, SamplingRow, propose
 from paceline.engine.step import Chunk
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.choosing import TokenChooser
-from paceline.models.base import Model
+from paceline.models.base import EncodedRows, Model
+from paceline.models.model_config import ModelConfig
 
 _CATCH_UP_TOKENS = 128
 
@@ -75,11 +77,15 @@ class PromptLookup:
 
     def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
         for row, count in wanted.items():
-            rows.draft(row, [Draft(token) for token in self.lookup(rows.context(row), count)])
+            rows.draft(row, [Draft(token) for token in self.lookup(rows.context(row), count, rows.media.spans[row])])
         return sum(rows.drafts[row] for row in wanted)
 
-    def lookup(self, context: np.ndarray, count: int) -> list[int]:
-        """Return up to `count` token ids that may follow a context int32 [tokens]; none without a match."""
+    def lookup(self, context: np.ndarray, count: int, media: Sequence[MediaSpan] = ()) -> list[int]:
+        """Return up to `count` token ids that may follow a context int32 [tokens]; none without a match.
+
+        Args:
+            media: spans of the context. Their tokens are never drafted.
+        """
         last = len(context) - 1
         # Begin with all earlier places of the last token, and keep only the places where more and more tokens match.
         places = np.flatnonzero(context[:last] == context[last])
@@ -93,7 +99,8 @@ class PromptLookup:
         if len(places) == 0:
             return []
         begin = int(places[-1]) + 1
-        return [int(token) for token in context[begin : begin + count]]
+        end = min((max(begin, span.start) for span in media if span.end > begin), default=len(context))
+        return [int(token) for token in context[begin : min(begin + count, end)]]
 
 
 def draft_next(
@@ -190,4 +197,12 @@ class ModelDrafter:
         """Return the hidden states of the last `wanted_of_each` tokens of each row."""
         batch = inputs.batch.from_group(self._first_group)
         wanted = (wanted_of_each,) * len(batch.context_len)
-        return self._model.forward(inputs.token_ids, inputs.positions, self._caches, batch, self._layers, wanted=wanted)
+        own = (inputs.token_ids, inputs.positions, self._caches, batch, self._layers)
+        return self._model.forward(*own, wanted=wanted, encoded=self._fitting(inputs.encoded))
+
+    def _fitting(self, encoded: EncodedRows | None) -> EncodedRows | None:
+        """Return the target's rows if the draft model has hidden states of their size. Otherwise it embeds the
+        placeholder tokens, which makes its drafts worse."""
+        config = self._model.config
+        fits = encoded is not None and isinstance(config, ModelConfig)
+        return encoded if fits and config.hidden_size == encoded.values.shape[1] else None

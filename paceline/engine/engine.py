@@ -122,6 +122,10 @@ class Engine:
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:
         self._inbox.put(lambda: self._scheduler.grow(key, tables))
 
+    def provide(self, key: Key, span: int, slots: Sequence[int]) -> None:
+        """Tell a request where the encoding of a span is; see `Scheduler.provide`."""
+        self._inbox.put(lambda: self._scheduler.provide(key, span, slots))
+
     def starve(self, key: Key) -> None:
         self._inbox.put(lambda: self._scheduler.starve(key))
 

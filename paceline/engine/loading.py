@@ -58,11 +58,15 @@ class Loaded:
     def max_drafts(self) -> int:
         return self.speculative.num_speculative_tokens if self.speculative is not None else 0
 
-    def runner(self, pool: Tensor, limits: Limits) -> ModelRunner:
-        """Return a runner of the model over `pool`, a flat tensor of the KV's dtype."""
+    def runner(self, pool: Tensor, limits: Limits, encodings: Tensor | None = None) -> ModelRunner:
+        """Return a runner of the model over `pool`, a flat tensor of the KV's dtype.
+
+        Args:
+            encodings: see `ModelRunner`.
+        """
         probabilistic = self.speculative is not None and self.speculative.is_probabilistic
-        drafter = self._drafter(pool)
-        return ModelRunner(self.model, self.layout, pool, limits, self.grammars, drafter, probabilistic, self.chooser)
+        own = (self.model, self.layout, pool, limits, self.grammars, self._drafter(pool), probabilistic, self.chooser)
+        return ModelRunner(*own, encodings)
 
     def _drafter(self, pool: Tensor) -> Drafter | None:
         config = self.speculative

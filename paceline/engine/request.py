@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, KVLayout
+from paceline.core.media import MediaKind
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.engine.constraint import Grammar
 from paceline.engine.speculation import Acceptance
@@ -59,6 +61,11 @@ class Request:
     grammar: Grammar | None = None
     """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
     stats: RequestStats = field(default_factory=RequestStats)
+    encodings: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
+    """Slots of the arena with the encoding of a span, by the index of the span in the context. A span whose encoding is
+    not computed yet is missing."""
+    media_end: int = field(init=False)
+    """End of the last span of media; 0 if there is none."""
     sealed_blocks: list[int] = field(init=False)
     """[groups]: number of blocks at the front that are sealed."""
     pool_tables: list[list[int]] | None = field(default=None, init=False)
@@ -89,6 +96,9 @@ class Request:
     Each gives at least one."""
 
     def __post_init__(self) -> None:
+        self.media_end = self.context.media[-1].end if self.context.media else 0
+        if self.media_end > len(self.token_ids):
+            raise ValueError(f"{self.key}: a span of media ends at {self.media_end}, after the context's last token")
         self.joined_len = len(self.token_ids)
         self.planned_len = self.drafter_len = self.computed_len
         self.sealed_blocks = [self.computed_len // group.block_tokens for group in self.layout.groups]
@@ -115,7 +125,27 @@ class Request:
     def decodes(self) -> bool:
         """Whether all known tokens but the newest one are computed or in flight, so that the device continues by
         itself."""
-        return bool(self.unknown) or len(self.token_ids) - self.planned_len <= 1
+        if self.unknown:
+            return True
+        return len(self.token_ids) - self.planned_len <= 1 and self.planned_len >= self.media_end
+
+    @property
+    def ready_len(self) -> int:
+        """Tokens at the front of the context that have no span, or whose encodings are there."""
+        for index, span in enumerate(self.context.media):
+            if span.end > self.planned_len and index not in self.encodings:
+                return span.start
+        return len(self.token_ids)
+
+    def chunk_end(self, end: int, whole: Collection[MediaKind]) -> int:
+        """Return where a chunk from `planned_len` to about `end` ends without cutting a span of one of these kinds.
+
+        It ends before the span if it computes anything before it. Otherwise it ends after the span.
+        """
+        for span in self.context.media:
+            if span.start < end < span.end and span.kind in whole:
+                return span.start if span.start > self.planned_len else span.end
+        return end
 
     def limit(self, max_model_len: int) -> int:
         """Return the most tokens that the context may have."""

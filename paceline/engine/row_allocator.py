@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.engine.request import Request
-from paceline.engine.step import RowAssigned, RowExtended
+from paceline.engine.step import RowAssigned, RowEncoded, RowExtended, RowUpdate
 
 
 class RowAllocator:
@@ -17,7 +17,7 @@ class RowAllocator:
     def __init__(self, rows: int, max_model_len: int) -> None:
         self._free = list(range(rows))
         self._max_model_len = max_model_len
-        self._updates: list[RowAssigned | RowExtended] = []
+        self._updates: list[RowUpdate] = []
 
     def assign(self, request: Request) -> bool:
         """Give a request, which has blocks in the pool, a row if it has none. Return whether it has one."""
@@ -34,9 +34,17 @@ class RowAllocator:
                     request.limit(self._max_model_len),
                     _copied(request.pool_tables),
                     request.pool_capacity,
+                    request.context.media,
                 )
             )
+            for span in request.encodings:
+                self.encode(request, span)
         return request.row is not None
+
+    def encode(self, request: Request, span: int) -> None:
+        """Note that the encoding of a span is known."""
+        if request.row is not None:
+            self._updates.append(RowEncoded(request.row, span, request.encodings[span]))
 
     def extend(self, request: Request) -> None:
         """Note that a request has more blocks in the pool."""
@@ -49,7 +57,7 @@ class RowAllocator:
             self._free.append(request.row)
             request.row, request.drafts = None, 0
 
-    def take_updates(self) -> tuple[RowAssigned | RowExtended, ...]:
+    def take_updates(self) -> tuple[RowUpdate, ...]:
         """Return the changes since the last call, in order, for the next step."""
         updates, self._updates = tuple(self._updates), []
         return updates

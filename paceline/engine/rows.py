@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import KVLayout
+from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
+from paceline.engine.row_media import Piece, RowMedia
 from paceline.engine.sampler import Draft, takes_best
-from paceline.engine.step import Chunk, RowAssigned, RowExtended
+from paceline.engine.step import Chunk, RowAssigned, RowEncoded, RowUpdate
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
+from paceline.models.base import EncodedRows
 
 Span = tuple[int, int, int]
 """(row, start, end): tokens [start, end) of a row."""
@@ -52,6 +55,8 @@ class Inputs:
     starts: list[int]
     """[chunks]: position of each chunk's first token."""
     batch: AttentionBatch
+    encoded: EncodedRows | None = None
+    """Rows in place of the embeddings of placeholder tokens; None if there are no such tokens."""
 
 
 class Rows:
@@ -68,15 +73,26 @@ class Rows:
     Args:
         max_len: tokens of the longest context.
         max_drafts: most draft tokens after a context.
+        whole_media, encodings: see `RowMedia`.
     """
 
-    def __init__(self, count: int, max_len: int, max_drafts: int, layout: KVLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        count: int,
+        max_len: int,
+        max_drafts: int,
+        layout: KVLayout,
+        device: torch.device,
+        whole_media: frozenset[MediaKind] = frozenset(),
+        encodings: Tensor | None = None,
+    ) -> None:
         self.token_ids = np.zeros((count, max_len + max_drafts), dtype=np.int32)
         self.lengths = [0] * count
         self.drafts = [0] * count
         self.limits = [0] * count
         self.capacities = [0] * count
         self.drafter_lengths = [0] * count
+        self.media = RowMedia(count, whole_media, encodings, device)
         self._rows: list[Row | None] = [None] * count
         self._drafts: list[Sequence[Draft]] = [()] * count
         self._layout = layout
@@ -88,16 +104,20 @@ class Rows:
         self._places = [np.divmod(self._positions, group.block_tokens) for group in layout.groups]
         self._vectors = lru_cache(_SIZES)(self._make_vectors)
 
-    def update(self, updates: Sequence[RowAssigned | RowExtended]) -> None:
+    def update(self, updates: Sequence[RowUpdate]) -> None:
         """Apply changes of rows, in order."""
         for update in updates:
             row = update.row
+            if isinstance(update, RowEncoded):
+                self.media.provide(update)
+                continue
             if isinstance(update, RowAssigned):
                 self._rows[row] = Row(update.sampling, update.prompt_len, takes_best(update.sampling))
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
                 self.drafts[row], self._drafts[row] = 0, ()
                 self.drafter_lengths[row] = update.drafter_len
+                self.media.assign(update)
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots
             self.capacities[row] = update.capacity
@@ -124,6 +144,7 @@ class Rows:
         """
         arrays, tensors = self._vectors(sum([end - start for _, start, end in spans]))
         tokens, positions, *placed = arrays
+        ends = self.media.ends
         begin, query_start = 0, [0]
         for row, start, end in spans:
             own = slice(begin, begin := begin + end - start)
@@ -148,8 +169,13 @@ class Rows:
         ]
         final_len = tuple([min(end, self.lengths[row] - comes_again) for row, _, end in spans])
         context_len = tuple([end for _, _, end in spans])
-        batch = AttentionBatch(tuple(query_start), context_len, tuple(groups), final_len=final_len)
-        return Inputs(tensors[0], tensors[1], [start for _, start, _ in spans], batch)
+        encoded = last_keys = None
+        if pieces := [Piece(*span, first) for span, first in zip(spans, query_start) if span[1] < ends[span[0]]]:
+            encoded, last_keys = self.media.encoded(pieces), self.media.last_keys(pieces, positions)
+        batch = AttentionBatch(
+            tuple(query_start), context_len, tuple(groups), final_len=final_len, last_keys=last_keys
+        )
+        return Inputs(tensors[0], tensors[1], [start for _, start, _ in spans], batch, encoded)
 
     def _gather(self, index: int, spans: Sequence[Span]) -> Tensor:
         """Return a group's block tables for spans: int32 [spans, blocks]. They are reused if nothing has changed."""

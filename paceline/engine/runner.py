@@ -37,6 +37,7 @@ class ModelRunner:
         probabilistic: accept drafts as often as the distribution allows, by random numbers of their own. Otherwise,
             accept only the tokens that would have been sampled without drafts, so that outputs are the same.
         chooser: chooses tokens of all rows in one call, if they depend on logits alone.
+        encodings: the host's arena as blocks of encodings, see `view_encodings`; None if the model reads none.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class ModelRunner:
         drafter: Drafter | None = None,
         probabilistic: bool = False,
         chooser: TokenChooser | None = None,
+        encodings: Tensor | None = None,
     ) -> None:
         self._model = model
         self._drafter = drafter
         self._probabilistic = probabilistic
         self._chooser = chooser
-        self._rows = Rows(limits.max_seqs, limits.max_model_len, limits.max_drafts, layout, pool.device)
+        sizes = (limits.max_seqs, limits.max_model_len, limits.max_drafts)
+        self._rows = Rows(*sizes, layout, pool.device, model.config.whole_media, encodings)
         self._constraints = Constraints(limits.max_seqs, grammars)
         self._caches = layer_caches(layout, pool)
         self._gpu = pool.device if pool.is_cuda else None
@@ -71,9 +74,8 @@ class ModelRunner:
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
             wanted = _wanted(step.chunks, inputs)
             with self._in_model():
-                hidden = self._model.forward(
-                    inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps, wanted=wanted
-                )
+                own = (inputs.token_ids, inputs.positions, self._caches, inputs.batch)
+                hidden = self._model.forward(*own, taps=taps, wanted=wanted, encoded=inputs.encoded)
             results = self._sample(hidden, step.chunks, inputs, wanted)
             verified = time.perf_counter()
             drafted, drafter_lengths = 0, []

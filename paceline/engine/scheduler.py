@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.core.media import MediaKind
 from paceline.core.types import Key
 from paceline.engine.compute_pool import ArenaPool, ComputePool, CopyBatch
 from paceline.engine.request import Request
@@ -42,12 +43,14 @@ has to wait only for this chunk."""
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_batched_tokens: int
-    """Most tokens of one step; at least max_seqs."""
+    """Most tokens of one step; at least max_seqs. A step has more only if a span of `whole_media` does not fit."""
     max_model_len: int
     max_seqs: int
     """Number of rows: most requests that run at the same time."""
     max_drafts: int = 0
     """Most draft tokens of one request in one step."""
+    whole_media: frozenset[MediaKind] = frozenset()
+    """Kinds of media whose spans are computed in one step each; see `ModelFacts`."""
 
 
 class Scheduler:
@@ -103,6 +106,19 @@ class Scheduler:
             self._leave(victim, Preempted(victim.key))
         self._ask_again()
 
+    def provide(self, key: Key, span: int, slots: Sequence[int]) -> None:
+        """Tell a request where the encoding of one of its spans is. Until then, no token of the span is computed.
+
+        The encoding must stay there until the span is computed, or `Removed` or `Preempted` has come.
+
+        Args:
+            span: index of the span in the request's context.
+            slots: slots of the arena with the blocks of the encoding, in order.
+        """
+        if request := self._requests.get(key):
+            request.encodings[span] = tuple(slots)
+            self._rows.encode(request, span)
+
     def forget(self) -> int:
         """Forget the blocks of the device's own pool that no request uses. Return how many there were."""
         return self._pool.forget()
@@ -113,7 +129,8 @@ class Scheduler:
         """Return the next step, or None if no request can continue now.
 
         Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts,
-        in order of arrival, get the rest. When they have used half of that, the step takes no further prompt.
+        in order of arrival, get the rest. When they have used half of that, the step takes no further prompt. A prompt
+        waits before a span of media whose encoding is not there.
         """
         self._made_room = False
         self._settle_in()
@@ -129,7 +146,7 @@ class Scheduler:
                 budget -= chunk.length - 1
         room = budget
         for request in prompts:
-            if budget == 0:
+            if budget <= 0:
                 break
             if self._can_run(request) and (chunk := self._next_piece(request, budget)):
                 chunks.append(chunk)
@@ -186,17 +203,19 @@ class Scheduler:
         """Launch as much of a prompt as fits. If it has readers, its tail is left to a chunk of its own."""
         self._ask_for_blocks(request)
         start = request.planned_len
-        left = len(request.token_ids) - start
+        left = request.ready_len - start
         if request.has_readers and left > 2 * TAIL_TOKENS:  # for less, another pass over the weights costs too much
             left -= TAIL_TOKENS
         if budget < left < 2 * budget:
             # Two pieces of about the same size: a small last piece would share its step with the next prompt.
             budget = (left + 1) // 2
-        length = min(left, budget, request.pool_capacity - start)
-        if length <= 0:
+        capacity = request.pool_capacity
+        end = request.chunk_end(min(start + min(left, budget), capacity), self._limits.whole_media)
+        length = end - start
+        if length <= 0 or end > capacity:
             return None
-        request.planned_len = start + length
-        samples = request.planned_len == len(request.token_ids)
+        request.planned_len = end
+        samples = end == len(request.token_ids)
         return self._launch(request, start, length, follows=False, samples=samples)
 
     def _launch(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.core.media import MediaSpan
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
 
 
@@ -64,6 +65,19 @@ class RowAssigned:
     """[groups][blocks]: slots of the pool."""
     capacity: int
     """Tokens that fit into the blocks."""
+    media: tuple[MediaSpan, ...] = ()
+    """Spans of the context. Encodings follow in a `RowEncoded` each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowEncoded:
+    """The encoding of a span is there."""
+
+    row: int
+    span: int
+    """Index of the span in the context."""
+    slots: tuple[int, ...]
+    """Slots of the arena with the blocks of the encoding, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +91,15 @@ class RowExtended:
     """Tokens that fit into the blocks."""
 
 
+RowUpdate = RowAssigned | RowExtended | RowEncoded
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass, and the changes to rows that come before it."""
 
     chunks: tuple[Chunk, ...]
-    updates: tuple[RowAssigned | RowExtended, ...] = ()
+    updates: tuple[RowUpdate, ...] = ()
     """Changes of the device's rows, to be made in this order before the chunks are computed."""
 
 

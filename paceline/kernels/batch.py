@@ -37,6 +37,10 @@ class AttentionBatch:
     final_len: tuple[int, ...] = field(default=(), kw_only=True)
     """[requests]: tokens at the front of each context that no later step takes back; empty if all queries are final.
     The tokens after them are drafts, or will be computed again. Only layers with a state read this."""
+    last_keys: Tensor | None = field(default=None, kw_only=True)
+    """int64 [tokens], on the device of the tables: position of the last key that each query sees in attention that
+    looks ahead. It never decreases within a request, and is below `context_len`. None if each query sees no key after
+    its own."""
 
     def final_lengths(self) -> tuple[int, ...]:
         """Return [requests]: `final_len`, or `context_len` if all tokens are final."""

@@ -210,6 +210,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         scale: float,
         softcap: float,
         sinks: Tensor | None = None,
+        looks_ahead: bool = False,
     ) -> Tensor:
         """Return causal attention of queries [tokens, heads, head_dim] over their paged contexts, in the same shape.
 
@@ -217,6 +218,8 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
 
         Args:
             sinks: fp32 [heads]: a further score of each query, for a key whose value is 0.
+            looks_ahead: whether queries see keys up to `batch.last_keys`, if the batch has it, instead of up to their
+                own position. A window bounds only the keys before a query.
         """
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -93,8 +93,10 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
         scale: float,
         softcap: float,
         sinks: Tensor | None = None,
+        looks_ahead: bool = False,
     ) -> Tensor:
         out = torch.empty_like(queries)
+        last_keys = batch.last_keys if looks_ahead else None
         # One request at a time, so that its result cannot depend on the batch.
         for request, context_len in enumerate(batch.context_len):
             start, end = batch.query_start[request], batch.query_start[request + 1]
@@ -102,7 +104,12 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
                 continue
             first_key = _first_visible_key(context_len - (end - start), group.window)
             keys, values = _gather_context(cache, group, request, first_key, context_len)
-            out[start:end] = _attend(queries[start:end], keys, values, group.window, scale, softcap, sinks)
+            mask = None
+            if end - start > 1:
+                positions = torch.arange(context_len - (end - start), context_len, device=queries.device)
+                last = positions if last_keys is None else last_keys[start:end]
+                mask = _mask(positions, last, first_key, context_len, group.window)
+            out[start:end] = _attend(queries[start:end], keys, values, mask, scale, softcap, sinks)
         return out
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -153,7 +160,7 @@ def _attend(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    window: int,
+    mask: Tensor | None,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
@@ -163,17 +170,18 @@ def _attend(
     Args:
         queries: [count, heads, head_dim].
         keys, values: [kv_heads, visible, head_dim]; the last `count` belong to the queries' tokens.
+        mask: bool [count, visible]: the keys that each query sees; None if it sees all.
         sinks: fp32 [heads].
 
     Returns:
         [count, heads, head_dim].
     """
     count, heads, head_dim = queries.shape
-    kv_heads, visible, _ = keys.shape
+    kv_heads = len(keys)
     per_kv_head = heads // kv_heads
     # The query heads that share a KV head become rows over the same keys, so that no key is copied.
     rows = queries.view(count, kv_heads, per_kv_head, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-    mask = None if count == 1 else _causal_mask(count, visible, window, queries.device).repeat(per_kv_head, 1)
+    mask = None if mask is None else mask.repeat(per_kv_head, 1)
     if softcap or sinks is not None:
         own = None if sinks is None else sinks.repeat_interleave(count).view(kv_heads, -1, 1)
         attended = _attention_by_scores(rows, keys, values, mask, scale, softcap, own)
@@ -183,11 +191,15 @@ def _attend(
     return attended.view(kv_heads, per_kv_head, count, head_dim).permute(2, 0, 1, 3).reshape(count, heads, head_dim)
 
 
-def _causal_mask(count: int, visible: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [count, visible]: the keys that each of the last `count` positions attends to."""
-    offset = visible - count
-    mask = torch.ones(count, visible, dtype=torch.bool, device=device).tril_(offset)
-    return mask.triu_(offset - window + 1) if window else mask
+def _mask(positions: Tensor, last_keys: Tensor, first_key: int, end_key: int, window: int) -> Tensor:
+    """Return which of the keys [first_key, end_key) each query sees: bool [queries, keys].
+
+    Args:
+        positions, last_keys: int64 [queries]: the query's position, and that of the last key that it sees.
+    """
+    keys = torch.arange(first_key, end_key, device=positions.device)
+    mask = keys <= last_keys.unsqueeze(1)
+    return mask & (keys > positions.unsqueeze(1) - window) if window else mask
 
 
 def _attention_by_scores(

@@ -86,6 +86,16 @@ class Weights(Protocol):
         """Return the matrix of this name as the checkpoint has it: mapped, in its own dtype, not on the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """Rows of encodings that a step reads in place of the embeddings of placeholder tokens."""
+
+    places: Tensor
+    """int64 [rows]: the placeholder tokens, as indices into the tokens of the step."""
+    values: Tensor
+    """[rows, hidden], in the model's dtype and on its device."""
+
+
 class _Parts(Protocol):
     """The attributes of a model that both the engine and the loader read."""
 
@@ -127,12 +137,15 @@ class Architecture(_Parts, Protocol):
         taps: Taps | None = None,
         begin: int = 0,
         inputs: Sequence[Tensor] = (),
+        embedded: bool = False,
     ) -> Tensor:
         """Compute the tokens of one step and store their KV. See `Model.forward`.
 
         Args:
             begin: first layer to run.
             inputs: the result of `lookups`, and, if `begin` is not 0, the hidden states after `begin` layers.
+            embedded: whether `inputs` begins with the first layer's input of the tokens, [tokens, hidden]. Otherwise it
+                is the result of `embed`.
 
         Returns:
             Hidden states after the final norm, [tokens, hidden] in the model's dtype.
@@ -151,6 +164,7 @@ class Model(_Parts, Protocol):
         layers: int | None = None,
         taps: Taps | None = None,
         wanted: Sequence[int] | None = None,
+        encoded: EncodedRows | None = None,
     ) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
@@ -161,6 +175,7 @@ class Model(_Parts, Protocol):
             taps: gets the hidden states of all tokens after chosen layers.
             wanted: [requests]: number of last tokens of each request whose result is wanted; None wants all tokens.
                 Other tokens stop before the layers at the model's end that have no KV of their own.
+            encoded: rows that some tokens have in place of their embeddings; None if all tokens have their own.
 
         Returns:
             Hidden states after the final norm, [wanted tokens, hidden] in the model's dtype.

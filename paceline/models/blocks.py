@@ -164,7 +164,9 @@ class Attention:
         else:
             assert self._norms is None
             kernels.store_kv(keys, values, cache, step.group)
-        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, own.softcap, self._sinks)
+        attended = kernels.attention(
+            queries, cache, step.batch, step.group, own.scale, own.softcap, self._sinks, own.looks_ahead
+        )
         rows = attended.flatten(1)
         return self._o(rows if gate is None else kernels.sigmoid_and_mul(gate, rows))
 

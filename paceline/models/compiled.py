@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Kernels, Taps
+from paceline.kernels.interface import Forward, Kernels, Taps
 from paceline.kernels.transfer import to_device
-from paceline.models.base import Architecture
+from paceline.models.base import Architecture, EncodedRows
+
+
+_PADDING = 0
+"""The token whose embedding, and row of any table, a placeholder token has until rows of encodings replace it."""
 
 
 class CompiledModel:
@@ -21,6 +26,8 @@ class CompiledModel:
 
     If the last layers of the model have no KV of their own, nothing is stored there. So tokens whose results nobody
     wants, such as those within a prompt, stop before these layers. The other tokens go on in a pass of their own.
+
+    A step with rows of encodings has other compiled passes, which do not embed the tokens.
     """
 
     def __init__(self, model: Architecture, kernels: Kernels) -> None:
@@ -33,7 +40,8 @@ class CompiledModel:
         self._layers = model.config.num_layers
         self._storing_layers = model.config.storing_layers
         compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
-        self._run = kernels.compile(model.forward) if compiles else model.forward
+        passes: list[Forward] = [model.forward, partial(model.forward, embedded=True)]
+        self._run, self._run_embedded = [kernels.compile(own) if compiles else own for own in passes]
 
     def forward(
         self,
@@ -44,42 +52,68 @@ class CompiledModel:
         layers: int | None = None,
         taps: Taps | None = None,
         wanted: Sequence[int] | None = None,
+        encoded: EncodedRows | None = None,
     ) -> Tensor:
+        embedded = None
+        if encoded is not None:
+            token_ids = token_ids.index_fill(0, encoded.places, _PADDING)
+            embedded = self.embed(token_ids).index_copy_(0, encoded.places, encoded.values)
+        tokens = _Tokens(token_ids, positions, batch, embedded)
         if wanted is None or sum(wanted) == len(token_ids) or not self._can_stop(layers, taps):
-            inputs = self._lookups(token_ids, 0, layers)
-            hidden = self._run(token_ids, positions, caches, batch, layers, taps, 0, inputs)
+            hidden = self._compute(tokens, caches, 0, layers, taps)
             return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
-        hidden = self._store(token_ids, positions, caches, batch, taps)
+        hidden = self._store(tokens, caches, taps)
         if not any(wanted):
             return hidden[:0]
         rows = to_device(_last(batch, wanted), hidden.device)
-        token_ids, positions, hidden = token_ids[rows], positions[rows], hidden[rows]
-        begin = self._storing_layers
-        inputs = (*self._lookups(token_ids, begin, None), hidden)
-        return self._run(token_ids, positions, caches, _only(batch, wanted, rows), None, None, begin, inputs)
+        return self._compute(tokens.only(wanted, rows), caches, self._storing_layers, None, None, (hidden[rows],))
 
     def _can_stop(self, layers: int | None, taps: Taps | None) -> bool:
         """Return whether tokens may stop before the layers without KV of their own."""
         last = self._storing_layers
         return layers is None and last < self._layers and all(depth <= last for depth in (taps or Taps()).depths)
 
-    def _store(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        taps: Taps | None,
-    ) -> Tensor:
+    def _store(self, tokens: _Tokens, caches: Sequence[AnyCache], taps: Taps | None) -> Tensor:
         """Run the layers up to the last one that stores KV. Return the hidden states after it, [tokens, hidden]."""
         last = self._storing_layers
         depths = taps.depths if taps is not None else ()
         own = Taps(tuple(dict.fromkeys((*depths, last))))
-        inputs = self._lookups(token_ids, 0, last)
-        self._run(token_ids, positions, caches, batch, last, own, 0, inputs)
+        self._compute(tokens, caches, 0, last, own)
         if taps is not None:
             taps.states.update({depth: own.states[depth] for depth in depths})
         return own.states[last]
+
+    def _compute(
+        self,
+        tokens: _Tokens,
+        caches: Sequence[AnyCache],
+        begin: int,
+        layers: int | None,
+        taps: Taps | None,
+        further: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Run layers [begin, layers) in one compiled pass. `further` is the hidden states after `begin` layers."""
+        inputs = (*self._lookups(tokens.token_ids, begin, layers), *further)
+        run = self._run
+        if tokens.embedded is not None:
+            run, inputs = self._run_embedded, (tokens.embedded, *inputs)
+        return run(tokens.token_ids, tokens.positions, caches, tokens.batch, layers, taps, begin, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of one pass."""
+
+    token_ids: Tensor
+    positions: Tensor
+    batch: AttentionBatch
+    embedded: Tensor | None
+    """[tokens, hidden]: the first layer's input; None if the pass embeds the tokens itself."""
+
+    def only(self, wanted: Sequence[int], rows: Tensor) -> _Tokens:
+        """Return the tokens at `rows`: the last wanted[r] of each request r."""
+        embedded = None if self.embedded is None else self.embedded[rows]
+        return _Tokens(self.token_ids[rows], self.positions[rows], _only(self.batch, wanted, rows), embedded)
 
 
 def wanted_rows(x: Tensor, batch: AttentionBatch, wanted: Sequence[int]) -> Tensor:
@@ -99,4 +133,5 @@ def _only(batch: AttentionBatch, wanted: Sequence[int], rows: Tensor) -> Attenti
         replace(group, write_slots=group.write_slots[rows], write_offsets=group.write_offsets[rows])
         for group in batch.groups
     )
-    return replace(batch, query_start=(0, *accumulate(wanted)), groups=groups)
+    last_keys = None if batch.last_keys is None else batch.last_keys[rows]
+    return replace(batch, query_start=(0, *accumulate(wanted)), groups=groups, last_keys=last_keys)

@@ -84,10 +84,11 @@ class Decoder:
         taps: Taps | None = None,
         begin: int = 0,
         inputs: Sequence[Tensor] = (),
+        embedded: bool = False,
     ) -> Tensor:
-        embedded = self.embed(token_ids)
-        x = inputs[-1] if begin else embedded
-        steps = self._steps(embedded, positions, batch, begin, layers, inputs)
+        first = inputs[0] if embedded else self.embed(token_ids)
+        x = inputs[-1] if begin else first
+        steps = self._steps(first, positions, batch, begin, layers, inputs[1:] if embedded else inputs)
         own = slice(begin, layers)
         return run_layers(self._layers[own], self._norm, x, caches[own], steps, taps, begin)
 
@@ -103,8 +104,8 @@ class Decoder:
         """Return the attention inputs of layers [begin, layers).
 
         Args:
-            embedded: [tokens, hidden], the embedded tokens.
-            inputs: see `Architecture.forward`.
+            embedded: [tokens, hidden], the first layer's input.
+            inputs: see `Architecture.forward`; without the embedded tokens.
         """
         rotations = self._rotary(positions)
         return [

@@ -94,6 +94,7 @@ class Gemma4Assistant(Decoder):
         taps: Taps | None = None,
         begin: int = 0,
         inputs: Sequence[Tensor] = (),
+        embedded: bool = False,
     ) -> Tensor:
         """Compute all layers. Token ids are not read, because `inputs` has what the first layer's input is made of."""
         x = self._pre(inputs[0])

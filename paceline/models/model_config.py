@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from paceline.core.experts import ExpertActivation, Routing
+from paceline.core.media import MediaKind
 
 LayerType = Literal["full", "nope", "sliding", "mamba", "delta"]
 """A layer without positions ("nope") attends to all tokens, as "full", but does not rotate queries and keys."""
@@ -86,6 +87,8 @@ class AttentionConfig:
     """Whether the projection to queries also gives a gate for each element of the result."""
     sinks: bool = False
     """Whether each head has a learned score that takes part in the softmax as if it were a key without a value."""
+    looks_ahead: bool = False
+    """Whether tokens of an image or a frame also attend to the later ones. A window bounds only what lies before."""
     latent: Latent | None = None
     """If given, heads attend to latent vectors as to one KV head, whose keys of size `head_dim` are values as well."""
 
@@ -128,6 +131,9 @@ class ModelFacts(Protocol):
     def max_position(self) -> int: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def whole_media(self) -> frozenset[MediaKind]:
+        """Kinds of media whose tokens attend to each other, so that one step must compute all tokens of a span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +244,12 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts in place of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def whole_media(self) -> frozenset[MediaKind]:
+        """See `ModelFacts`."""
+        looks_ahead = any(own.looks_ahead for own in self.attention.values())
+        return frozenset({MediaKind.IMAGE, MediaKind.VIDEO_FRAME} if looks_ahead else ())
 
     @property
     def num_layers(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def launches(
     head_norms: bool = False,
     sinks: bool = False,
     planes: int = 2,
+    looks_ahead: bool = False,
 ) -> list[Launch]:
     """Return the launches of a layer of this shape for a step with a prompt and a long context, in bf16."""
     recorded: list[Launch] = []
@@ -75,6 +77,9 @@ def launches(
         batch = AttentionBatch((0, 100, 101), (100, 3000), (group,))
         own_sinks = torch.empty(heads) if sinks else None
         kernels.attention(queries, cache[0], batch, group, head_dim**-0.5, softcap, own_sinks)
+        if looks_ahead:
+            ahead = replace(batch, last_keys=places)
+            kernels.attention(queries, cache[0], ahead, group, head_dim**-0.5, softcap, own_sinks, looks_ahead)
         kernels.linear_heads(queries, kernels.pack(torch.empty(heads, 128, head_dim, dtype=dtype)))
         record_experts(kernels)
         record_sampling_and_moving(kernels)
@@ -138,7 +143,7 @@ def _type_of(value: object) -> str:
 def main() -> None:
     llama = launches(32, 8, 128, 0, 0.0)
     differing = ("rms_norm", "add_rms_norm", "attend", "combine", "rotate", "rotate_and_store")
-    gemma3 = launches(4, 1, 256, 512, 50.0, NormKind.UNIT_OFFSET, head_norms=True)
+    gemma3 = launches(4, 1, 256, 512, 50.0, NormKind.UNIT_OFFSET, head_norms=True, looks_ahead=True)
     gemma4 = launches(8, 1, 512, 0, 0.0, NormKind.WIDE, head_norms=True)
     gemma = [launch for launch in gemma3 + gemma4 if launch[0].__name__ in differing]
     gpt_oss = launches(64, 8, 64, 128, 0.0, sinks=True)

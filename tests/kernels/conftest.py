@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,8 +45,9 @@ class PagedCase:
             self.group.write_slots[start:end],
             self.group.write_offsets[start:end],
         )
-        context = self.batch.context_len[request]
-        return self.queries[start:end], AttentionBatch((0, end - start), (context,), (group,)), group
+        context, last_keys = self.batch.context_len[request], self.batch.last_keys
+        own = None if last_keys is None else last_keys[start:end]
+        return self.queries[start:end], AttentionBatch((0, end - start), (context,), (group,), last_keys=own), group
 
 
 def make_case(
@@ -61,10 +62,12 @@ def make_case(
     seed: int = 0,
     places: int = 0,
     dtype: torch.dtype = torch.float32,
+    spans: Mapping[int, Sequence[tuple[int, int]]] | None = None,
 ) -> PagedCase:
     """Make a case. `lengths` has (query tokens, context length) of each request.
 
-    `seed` is the seed of the numbers, `places` the seed of the blocks' slots.
+    `seed` is the seed of the numbers, `places` the seed of the blocks' slots. `spans` has, for some requests, (start,
+    end) of tokens that see each other if attention looks ahead.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -98,8 +101,19 @@ def make_case(
         offsets.append(group.write_offsets[len(positions) - count :])
         starts.append(starts[-1] + count)
     group = GroupTables(block_tokens, window, tables, torch.cat(slots), torch.cat(offsets))
-    batch = AttentionBatch(tuple(starts), tuple(context for _, context in lengths), (group,))
+    last_keys = None if spans is None else _last_keys(lengths, spans)
+    batch = AttentionBatch(tuple(starts), tuple(context for _, context in lengths), (group,), last_keys=last_keys)
     return PagedCase(random(starts[-1], heads, head_dim), keys, values, cache, batch, window)
+
+
+def _last_keys(lengths: Sequence[tuple[int, int]], spans: Mapping[int, Sequence[tuple[int, int]]]) -> Tensor:
+    found = []
+    for request, (count, context) in enumerate(lengths):
+        last = torch.arange(context)
+        for start, end in spans.get(request, ()):
+            last[start:end] = end - 1
+        found.append(last[context - count :])
+    return torch.cat(found)
 
 
 @pytest.fixture(scope="session")

@@ -155,6 +155,41 @@ def test_attention_gives_a_row_the_same_bits_in_any_batch_and_chunk(
                 same([wholes[0][start:end], chunked(case, kernels, request, chunk, softcap, sinks)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_attention_that_looks_ahead_gives_a_row_the_same_bits_in_any_batch_and_chunk(
+    teams: list[NativeKernels], paged_case: Callable[..., Any], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    length = data.draw(st.integers(150, 400))
+    start = data.draw(st.integers(0, length - 130))
+    end = data.draw(st.integers(start + 1, start + 130))
+    case = paged_case(
+        teams[0],
+        [(length, length), (5, 40)],
+        kv_heads=1,
+        heads=data.draw(st.integers(1, 5)),
+        head_dim=data.draw(st.sampled_from([8, 64])),
+        window=data.draw(st.sampled_from([0, 1, 40, 150])),
+        dtype=dtype,
+        spans={0: [(start, end)], 1: [(35, 40)]},
+    )
+    wholes = [
+        kernels.attention(case.queries, case.cache, case.batch, case.group, 0.25, 0.0, None, True) for kernels in teams
+    ]
+    same(wholes)
+    queries, batch, group = case.only(0)
+    inside = data.draw(st.integers(start, end))
+    for kernels in teams:
+        # The span alone, its last tokens after a cached prefix, and all of it with its neighbours.
+        for first, last in ((start, end), (inside, end), (start // 2, end), (0, min(length, end + 60))):
+            if first == last:
+                continue
+            own = AttentionBatch((0, last - first), (last,), (group,), last_keys=batch.last_keys[first:last])
+            found = kernels.attention(queries[first:last], case.cache, own, group, 0.25, 0.0, None, True)
+            same([wholes[0][first:last], found])
+
+
 def test_attention_does_not_depend_on_where_blocks_lie(
     teams: list[NativeKernels], paged_case: Callable[..., Any]
 ) -> None:

@@ -28,8 +28,11 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def naive_attention(case: Any, scale: float, softcap: float, sinks: Tensor | None = None) -> Tensor:
-    """Compute attention for one query, head and key at a time. A query at p sees positions (p - window, p]."""
+def naive_attention(
+    case: Any, scale: float, softcap: float, sinks: Tensor | None = None, looks_ahead: bool = False
+) -> Tensor:
+    """Compute attention for one query, head and key at a time. A query at p sees positions (p - window, p], or up to
+    its last key."""
     out = torch.zeros_like(case.queries, dtype=torch.float64)
     heads, kv_heads = case.queries.shape[1], case.keys[0].shape[1]
     for request, context in enumerate(case.batch.context_len):
@@ -39,7 +42,7 @@ def naive_attention(case: Any, scale: float, softcap: float, sinks: Tensor | Non
             position = context - (end - token)
             first = max(0, position - case.window + 1) if case.window else 0
             for head in range(heads):
-                seen = slice(first, position + 1)
+                seen = slice(first, (int(case.batch.last_keys[token]) if looks_ahead else position) + 1)
                 shared = head // (heads // kv_heads)
                 scores = keys[seen, shared] @ case.queries[token, head].double() * scale
                 if softcap:
@@ -77,6 +80,24 @@ def test_attention_with_sinks(
     assert not actual[:, 3].any()
     without = run_attention(kernels, case, softcap=softcap)
     close(actual[:, 4], without[:, 4].double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (23, 5.0)])
+def test_attention_may_look_ahead(
+    kernels: Kernels, paged_case: Callable[..., Any], window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    lengths = [*MIXED, (150, 290), (20, 600)]
+    # A whole span, one whose first tokens are no queries, two side by side, one longer than a window, and one whose
+    # splits have programs of their own.
+    spans = {2: [(5, 20)], 4: [(20, 40)], 5: [(95, 98), (98, 100)], 6: [(160, 285)], 7: [(570, 590)]}
+    case = paged_case(kernels, lengths, window=window, dtype=dtype, spans=spans)
+    sinks = torch.tensor([0.5, -3.0, 2.0, 30.0, -30.0, 0.0])
+    for own in (None, sinks):
+        actual = kernels.attention(case.queries, case.cache, case.batch, case.group, 0.25, softcap, own, True)
+        close(actual, naive_attention(case, 0.25, softcap, own, looks_ahead=True))
+    # Layers that do not look ahead are computed with the same batch.
+    close(run_attention(kernels, case, softcap=softcap), naive_attention(case, 0.25, softcap))
 
 
 @settings(max_examples=30)

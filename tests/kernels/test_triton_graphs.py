@@ -203,3 +203,7 @@ def test_sizes_layers_and_caches_have_recordings_of_their_own() -> None:
 def test_a_step_takes_the_smallest_size_that_holds_it(counts: list[int], contexts: list[int], expected: object) -> None:
     starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
     assert size_of(AttentionBatch(tuple(starts), tuple(contexts), ())) == expected
+
+
+def test_a_step_that_looks_ahead_has_no_size() -> None:
+    assert size_of(AttentionBatch((0, 2), (2,), (), last_keys=torch.tensor([1, 1]))) is None

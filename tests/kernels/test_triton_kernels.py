@@ -107,6 +107,23 @@ def test_attention_does_not_depend_on_how_a_prompt_was_cut(
         assert torch.equal(torch.cat(pieces), whole)
 
 
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_that_looks_ahead_does_not_depend_on_how_a_prompt_was_cut(
+    invariant: Kernels, paged_case: Callable[..., Any], window: int
+) -> None:
+    # The span begins before the last 40 tokens, crosses a split, and is longer than the smaller window.
+    span = {0: [(420, 530)]}
+    case = paged_case(ReferenceKernels(), [(130, 540)], window=window, heads=4, kv_heads=1, spans=span)
+    queries, batch, group = case.only(0)
+    assert batch.last_keys is not None
+    whole = invariant.attention(queries, case.cache, batch, group, 0.2, 0.0, looks_ahead=True)
+    for first, end in ((0, 120), (10, 120), (110, 130), (115, 120)):
+        keys = batch.last_keys[first:end]
+        own = AttentionBatch((0, end - first), (410 + end,), (group,), last_keys=keys)
+        found = invariant.attention(queries[first:end], case.cache, own, group, 0.2, 0.0, looks_ahead=True)
+        assert torch.equal(found, whole[first:end])
+
+
 def test_attention_of_long_contexts_does_not_depend_on_their_batch_mates(
     invariant: Kernels, paged_case: Callable[..., Any]
 ) -> None:

@@ -186,9 +186,9 @@ class Watched(NativeKernels):
     def compile(self, forward: Any) -> Any:
         return forward
 
-    def attention(self, queries: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def attention(self, queries: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         self.rows.append(len(queries))
-        return super().attention(queries, *rest)
+        return super().attention(queries, *rest, **options)
 
 
 def test_only_wanted_tokens_go_through_layers_without_kv(tmp_path: Path, paged_contexts: Any) -> None:

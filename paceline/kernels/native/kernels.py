@@ -160,13 +160,15 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         scale: float,
         softcap: float,
         sinks: Tensor | None = None,
+        looks_ahead: bool = False,
     ) -> Tensor:
         queries = queries.contiguous()
         out = queries.new_empty(queries.shape)
         tokens, heads, _ = queries.shape
         if sinks is not None:
             need("the sinks", sinks, torch.float32, heads)
-        op = Op(Kind.ATTENTION, rows=tokens, n0=heads, f0=scale, f1=softcap, cache=_cache(cache, queries, group))
+        op = Op(Kind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, f0=scale, f1=softcap)
+        op.cache = _cache(cache, queries, group)
         self.run(op, out, (queries, sinks), batch, group)
         return out
 

@@ -117,7 +117,8 @@ class Group(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("tokens", "requests")),
-        *((name, ctypes.c_void_p) for name in ("query_start", "context_len", "final_len", "token_ids", "positions")),
+        *((name, ctypes.c_void_p) for name in ("query_start", "context_len", "final_len", "last_keys")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions")),
         ("groups", ctypes.POINTER(Group)),
     ]
 
@@ -141,8 +142,14 @@ def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables])
             for group, own in zip(groups, tensors)
         )
     )
-    step = Step(tokens, requests, *map(ctypes.addressof, (starts, lengths, final)), None, None, tables)
-    step.kept = (starts, lengths, final, tensors, tables)
+    step = Step(tokens, requests, *map(ctypes.addressof, (starts, lengths, final)), groups=tables)
+    last_keys = batch.last_keys
+    if last_keys is not None:
+        if last_keys.dtype != torch.int64 or last_keys.shape != (tokens,):
+            raise ValueError(f"last_keys must be int64 [{tokens}], not {last_keys.dtype} {list(last_keys.shape)}")
+        last_keys = last_keys.contiguous()
+        step.last_keys = last_keys.data_ptr()
+    step.kept = (starts, lengths, final, last_keys, tensors, tables)
     return step
 
 

@@ -43,7 +43,7 @@ class StaticBatch(AttentionBatch):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The description of a batch that the kernels read. All tensors are int32 on the device."""
+    """The description of a batch that the kernels read. All tensors are on the device, int32 unless said otherwise."""
 
     group: int
     """Query heads that share a KV head."""
@@ -51,6 +51,8 @@ class Plan:
     """Rows of each tile; see `tile_rows`."""
     query_start: Tensor
     context_len: Tensor
+    last_keys: Tensor | None
+    """int64; see `AttentionBatch`."""
     whole: Tensor
     """[tiles, 3]: tiles for which one program reads all visible keys. See `device.attention` for the columns."""
     apart: Tensor
@@ -94,7 +96,7 @@ def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.d
     tiles = whole_tiles.view(-1, 3), apart_tiles.view(-1, 3)
     if isinstance(batch, StaticBatch):
         query_start, context_len = batch.own_query_start, batch.own_context_len
-    return Plan(group, tile_rows, query_start, context_len, *tiles, rows, most_rows, splits)
+    return Plan(group, tile_rows, query_start, context_len, batch.last_keys, *tiles, rows, most_rows, splits)
 
 
 def attention(
@@ -105,6 +107,7 @@ def attention(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
+    looks_ahead: bool,
 ) -> Tensor:
     """Launch the kernels for `Kernels.attention`."""
     assert cache.keys.stride() == cache.values.stride()
@@ -114,27 +117,31 @@ def attention(
     kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
     shape = {"WINDOW": tables.window, "GROUP": plan.group, "HEAD_DIM": head_dim, "ROWS": plan.tile_rows, "SPLIT": SPLIT}
     shape |= {"DIM": _padded(head_dim), "enable_fp_fusion": False}
-    shape["SINKS"] = sinks is not None
+    last_keys = plan.last_keys if looks_ahead else None
+    shape |= {"SINKS": sinks is not None, "AHEAD": last_keys is not None}
     tile = shape | _tile_options(shape["DIM"] * cache.keys.itemsize, cache.keys.itemsize)
     tile |= {"CAPPED": softcap != 0, "BLOCK_TOKENS": tables.block_tokens, "INTERPRETED": INTERPRETED}
     # Scores are exponents of 2 instead of e, because the hardware computes powers of 2.
     inner, outer = (scale / softcap, softcap * math.log2(math.e)) if softcap else (scale * math.log2(math.e), 0.0)
-    # Without sinks, `out` stands in for them. It also does for states and accs if a launch does not use them.
+    # `out` stands in for what a launch does not use: sinks, last keys, states and accs.
     own_sinks = out if sinks is None else sinks
-    sources = (queries, cache.keys, cache.values, own_sinks, tables.tables, plan.query_start, plan.context_len)
+    bounds = (plan.query_start, plan.context_len, out if last_keys is None else last_keys)
+    sources = (queries, cache.keys, cache.values, own_sinks, tables.tables, *bounds)
     scalars = (*queries.stride()[:2], tables.tables.stride(0), *cache.keys.stride()[:3], inner, outer)
     if len(plan.whole):
         device.attend[len(plan.whole), kv_heads](out, out, out, *sources, plan.whole, 0, *scalars, APART=False, **tile)
     if len(plan.apart):
-        # A window that begins inside a split touches one split more than it could fill.
-        splits = min(plan.splits, -(-(tables.window + plan.tile_rows) // SPLIT) + 1) if tables.window else plan.splits
+        splits = plan.splits
+        if tables.window and last_keys is None:
+            # A window that begins inside a split touches one split more than it could fill.
+            splits = min(splits, -(-(tables.window + plan.tile_rows) // SPLIT) + 1)
         states = torch.empty(splits, kv_heads, plan.rows, 2, dtype=torch.float32, device=queries.device)
         accs = torch.empty(splits, kv_heads, plan.rows, head_dim, dtype=torch.float32, device=queries.device)
         device.attend[len(plan.apart), kv_heads, splits](
             out, states, accs, *sources, plan.apart, plan.rows, *scalars, APART=True, **tile
         )
         device.combine[len(plan.apart), kv_heads, plan.most_rows](
-            out, states, accs, own_sinks, *sources[-2:], plan.apart, plan.rows, num_warps=1, **shape
+            out, states, accs, own_sinks, *bounds, plan.apart, plan.rows, num_warps=1, **shape
         )
     return out
 

@@ -122,7 +122,7 @@ class Fields:
         quantization = self.raw.get("quantization_config")
         if quantization and quantization.get("quant_method") != _QUANTIZED.get(self.architecture):
             raise ModelError("quantized checkpoints are not supported; use the bf16 one")
-        if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):  # requests have no images
+        if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):
             raise ModelError("bidirectional attention is not supported")
         if self.raw.get("rope_interleaved"):
             raise NotNativeError("an interleaved rotary embedding is not supported")

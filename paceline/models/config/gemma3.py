@@ -10,6 +10,7 @@ from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig
 
 
 def gemma3(fields: Fields) -> ModelConfig:
+    has_images = fields.architecture == "Gemma3ForConditionalGeneration"
     # The text part of published models for images says only what differs from these sizes.
     fields = fields.text_part().with_defaults(vocab_size=262_208, hidden_size=2304, intermediate_size=9216)
     fields = fields.with_defaults(num_hidden_layers=26, num_attention_heads=8)
@@ -32,6 +33,7 @@ def gemma3(fields: Fields) -> ModelConfig:
         softcap=float(fields.get("attn_logit_softcapping", 0.0)),
         bias=bias,
         output_bias=bias,
+        looks_ahead=has_images,
     )
     sliding = replace(
         full,

@@ -18,6 +18,7 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def gemma4(fields: Fields) -> ModelConfig:
+    looks_ahead = _looks_ahead(fields)
     fields = fields.text_part()
     layer_types = _layer_types(fields)
     max_position = fields.size("max_position_embeddings", 131_072)
@@ -34,7 +35,9 @@ def gemma4(fields: Fields) -> ModelConfig:
         **common,
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         layer_types=layer_types,
-        attention={kind: _attention(fields, kind, layer_types, max_position) for kind in sorted(set(layer_types))},
+        attention={
+            kind: _attention(fields, kind, layer_types, max_position, looks_ahead) for kind in sorted(set(layer_types))
+        },
         gemma4=Gemma4Config(
             values_from_keys=("full",) if fields.get("attention_k_eq_v", False) else (),
             reader_intermediate_size=common["intermediate_size"] * widening,
@@ -77,7 +80,16 @@ def _kv_sources(fields: Fields, layer_types: Sequence[LayerType]) -> dict[int, i
     return {layer: last[layer_types[layer]] for layer in range(first, len(layer_types))}
 
 
-def _attention(fields: Fields, kind: LayerType, layer_types: Sequence[LayerType], max_position: int) -> AttentionConfig:
+def _looks_ahead(fields: Fields) -> bool:
+    """Return whether tokens of an image attend to each other in sliding layers."""
+    text = fields.raw.get("text_config") or fields.raw
+    default = "vision" if "Unified" in fields.architecture else None
+    return bool(text.get("use_bidirectional_attention", default) == "vision")
+
+
+def _attention(
+    fields: Fields, kind: LayerType, layer_types: Sequence[LayerType], max_position: int, looks_ahead: bool
+) -> AttentionConfig:
     own = _fields_of(fields, kind, layer_types)
     rope = (fields.get("rope_parameters", _ROPES).get(_NAMES[kind])) or _ROPES[_NAMES[kind]]
     head_dim = own.size("head_dim", 256)
@@ -91,6 +103,7 @@ def _attention(fields: Fields, kind: LayerType, layer_types: Sequence[LayerType]
         window=fields.size("sliding_window", 512) if kind == "sliding" else 0,
         bias=bias,
         output_bias=bias,
+        looks_ahead=looks_ahead and kind == "sliding",
     )
 
 

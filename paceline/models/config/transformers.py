@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.errors import ModelError
+from paceline.core.media import MediaKind
 from paceline.models.config.fields import Json
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -21,6 +22,8 @@ class TransformersConfig:
     max_position: int
     """0 if config.json does not say it; after loading it is known."""
     dtype: str
+    whole_media: frozenset[MediaKind] = frozenset()
+    """Empty, because such a model reads no media."""
 
 
 def read_transformers(raw: Json, architecture: str) -> TransformersConfig:

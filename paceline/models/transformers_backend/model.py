@@ -16,6 +16,7 @@ from paceline.core.kv_layout import GroupShape
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.interface import Kernels, Logits, Taps
+from paceline.models.base import EncodedRows
 from paceline.models.compiled import wanted_rows
 from paceline.models.config.transformers import TransformersConfig
 from paceline.models.packed import Pack
@@ -86,7 +87,10 @@ class TransformersModel:
         layers: int | None = None,
         taps: Taps | None = None,
         wanted: Sequence[int] | None = None,
+        encoded: EncodedRows | None = None,
     ) -> Tensor:
+        if encoded is not None:
+            raise ConfigError("a model that runs in transformers cannot read encodings of images or audio")
         if layers is not None or (taps is not None and taps.depths):
             raise ConfigError("a model that runs in transformers cannot show states between its layers")
         if not len(token_ids):  # a step whose requests had all ended, which other code does not expect

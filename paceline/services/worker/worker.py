@@ -115,7 +115,13 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """A future that gets an exception if the engine fails."""
-        self.engine_limits = Limits(limits.max_batched_tokens, limits.max_model_len, limits.max_seqs, loaded.max_drafts)
+        self.engine_limits = Limits(
+            limits.max_batched_tokens,
+            limits.max_model_len,
+            limits.max_seqs,
+            loaded.max_drafts,
+            loaded.model.config.whole_media,
+        )
         self.runner = loaded.runner(memory.pool, self.engine_limits)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
         self._pool = memory.compute_pool()

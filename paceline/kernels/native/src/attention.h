@@ -29,7 +29,11 @@ struct Attention {
     int64_t first_key(const Rows& rows) const {
         return group.window ? most(0, rows.first_position - group.window + 1) : 0;
     }
-    int64_t end_key(const Rows& rows) const { return rows.first_position + rows.end - rows.begin; }
+    // Returns the position of the last key that a token sees. It never decreases from one token to the next.
+    int64_t last_key(const Rows& rows, int64_t token) const {
+        return op.n1 && step.last_keys ? step.last_keys[token] : rows.first_position + token - rows.begin;
+    }
+    int64_t end_key(const Rows& rows) const { return last_key(rows, rows.end - 1) + 1; }
     int64_t first_piece(const Rows& rows) const { return first_key(rows) / kPiece; }
     int64_t end_piece(const Rows& rows) const { return (end_key(rows) + kPiece - 1) / kPiece; }
 
@@ -84,7 +88,8 @@ struct Attention {
     struct Span {
         int64_t from, to;
     };
-    // Returns the columns that queries at positions [first, last] see of it; empty if there are none.
+    // Returns the columns that queries see of it, from the one at position `first` to one whose last key is `last`;
+    // empty if there are none.
     Span seen(int64_t base, int64_t first, int64_t last) const {
         const int64_t from = group.window ? most(0, first - group.window + 1 - base) : 0;
         return {from / kDepth * kDepth, least(kPiece, round_up(most(0, last + 1 - base), kDepth))};
@@ -196,10 +201,11 @@ struct Attention {
     void weigh_rows(const Rows& rows, int64_t base, int64_t row, int64_t height, Span span, const Space& space) const {
         static_assert(kPiece == 8 * kLanes && kDepth == 2 * kLanes, "the cases below");
         for (int64_t i = 0; i < height; ++i) {
-            const int64_t position = rows.first_position + (row + i) / shared_by;
+            const int64_t index = (row + i) / shared_by, position = rows.first_position + index;
             const int64_t begin = base + span.from, width = span.to - span.from;
             const int64_t first = group.window ? most(0, position - group.window + 1 - begin) : 0;
-            const int64_t count = most(0, least(position + 1 - begin, width) - first);
+            const int64_t last = last_key(rows, rows.begin + index);
+            const int64_t count = most(0, least(last + 1 - begin, width) - first);
             const float* scores = space.scores + i * kPiece + span.from;
             Left<T>* weights = space.weights + i * kPiece + span.from;
             float *max_ = space.piece.max + row + i, *sum = space.piece.sum + row + i;
@@ -217,7 +223,7 @@ struct Attention {
         const Rows& rows, int64_t base, int64_t row, int64_t height, Prefetch& prefetch, const Space& space,
         Worker& worker) const {
         const Span span = seen(base, rows.first_position + row / shared_by,
-                               rows.first_position + (row + height - 1) / shared_by);
+                               last_key(rows, rows.begin + (row + height - 1) / shared_by));
         if (span.from >= span.to) {
             clear(space.piece, row, row + height);
             return;

@@ -64,7 +64,8 @@ enum Kind : int32_t {
                   // its growth, n1: tokens for each step of the growth
     kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
     kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache
-    kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap
+    kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap;
+                  // n1: whether queries see keys up to `last_keys`, unless that is null
     kSiluAndMul,  // out[rows, n0] = silu(a) * b; b has row stride n1
     kGeluTanhAndMul,
     kAdd,  // likewise
@@ -156,7 +157,7 @@ struct Group {
 // See `AttentionBatch`.
 struct Step {
     int64_t tokens, requests;
-    const int64_t *query_start, *context_len, *final_len;
+    const int64_t *query_start, *context_len, *final_len, *last_keys;
     const int64_t *token_ids, *positions;  // input of kEmbed and kRotation if their `a` is null
     const Group* groups;
 };

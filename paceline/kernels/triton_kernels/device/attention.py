@@ -37,6 +37,7 @@ def attend(
     tables,
     query_start,
     context_len,
+    last_keys,
     tiles,
     rows,
     token_stride,
@@ -57,6 +58,7 @@ def attend(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
     APART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -64,6 +66,7 @@ def attend(
 
     With APART, write states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum) and accs fp32 [splits, kv_heads, rows,
     HEAD_DIM] instead. Then the grid is (tiles, kv_heads, splits), where split 0 is the first that the tile sees.
+    With AHEAD, a query sees keys up to last_keys, int64 [tokens]. Otherwise it sees none after its own.
     """
     kv_head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)
@@ -72,7 +75,8 @@ def attend(
         return
     token, position, valid = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
     head = kv_head * GROUP + (first_row + tl.arange(0, ROWS)) % GROUP
-    first_key, end = tl.min(position, 0) - WINDOW + 1 if WINDOW else 0, tl.max(position, 0) + 1
+    last_key = tl.load(last_keys + token).to(tl.int32) if AHEAD else position
+    first_key, end = tl.min(position, 0) - WINDOW + 1 if WINDOW else 0, tl.max(last_key, 0) + 1
     first_key = tl.maximum(first_key, 0)
     first_split, end_split = first_key // SPLIT, tl.cdiv(end, SPLIT)
     if APART:
@@ -100,7 +104,7 @@ def attend(
             scores = dot(query, tl.trans(key_tile), tl.zeros([ROWS, KEYS], tl.float32), INTERPRETED) * inner_scale
             if CAPPED:
                 scores = outer_scale * tanh(scores)
-            sees = exists[None, :] & (key[None, :] <= position[:, None])
+            sees = exists[None, :] & (key[None, :] <= last_key[:, None])
             if WINDOW:
                 sees = sees & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(sees, scores, float("-inf"))
@@ -133,6 +137,7 @@ def combine(
     sinks,
     query_start,
     context_len,
+    last_keys,
     tiles,
     rows,
     WINDOW: tl.constexpr,
@@ -142,6 +147,7 @@ def combine(
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Merge the states of one row. Grid: (tiles, kv_heads, most rows of a tile)."""
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -151,9 +157,10 @@ def combine(
     token = tl.load(query_start + request) + row // GROUP
     if token >= tl.load(query_start + request + 1):
         return
-    _, position, _ = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
+    tokens, position, _ = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
+    last_key = tl.load(last_keys + tokens).to(tl.int32) if AHEAD else position
     first_key = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) if WINDOW else 0
-    splits = tl.cdiv(tl.max(position, 0) + 1, SPLIT) - first_key // SPLIT
+    splits = tl.cdiv(tl.max(last_key, 0) + 1, SPLIT) - first_key // SPLIT
     dim = tl.arange(0, DIM)[None, :]
     row_max, row_sum, acc = _nothing(1, DIM)
     for split in range(splits):

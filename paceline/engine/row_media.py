@@ -1,0 +1,89 @@
+"""Spans of media in the rows of the device's state: what a step reads in place of the tokens' embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.media import MediaKind, MediaSpan
+from paceline.engine.step import RowAssigned, RowEncoded
+from paceline.kernels.transfer import to_device
+from paceline.models.base import EncodedRows
+
+
+class Piece(NamedTuple):
+    """Tokens [start, end) of a row, which are tokens `begin` and following of a step."""
+
+    row: int
+    start: int
+    end: int
+    begin: int
+
+
+class RowMedia:
+    """The spans in the contexts of up to `count` rows, and their encodings.
+
+    Args:
+        whole: kinds of media whose tokens attend to each other. A step computes all tokens of their spans at once.
+        encodings: [slots, rows of a block, hidden]: the arena as blocks of encodings; None if the model reads none.
+        device: the device of the model.
+    """
+
+    def __init__(
+        self, count: int, whole: frozenset[MediaKind], encodings: Tensor | None, device: torch.device
+    ) -> None:
+        self.ends = [0] * count
+        """For each row, the end of its last span; 0 if it has none."""
+        self.spans: list[Sequence[MediaSpan]] = [()] * count
+        self._slots: list[dict[int, np.ndarray]] = [{} for _ in range(count)]
+        self._whole = whole
+        self._encodings = encodings
+        self._device = device
+
+    def assign(self, update: RowAssigned) -> None:
+        """Take in the spans of a row's new request."""
+        spans = self.spans[update.row] = update.media
+        self.ends[update.row] = spans[-1].end if spans else 0
+        self._slots[update.row] = {}
+
+    def provide(self, update: RowEncoded) -> None:
+        """Take in where the encoding of a span is."""
+        self._slots[update.row][update.span] = np.array(update.slots)
+
+    def encoded(self, pieces: Sequence[Piece]) -> EncodedRows | None:
+        """Return the rows of encodings that a step reads; None if it reads none."""
+        places, slots, offsets = [], [], []
+        for piece in pieces:
+            for index, span in enumerate(self.spans[piece.row]):
+                start, end = max(piece.start, span.start), min(piece.end, span.end)
+                if start >= end:
+                    continue
+                assert self._encodings is not None
+                blocks, own = np.divmod(np.arange(start, end) - span.start, self._encodings.shape[1])
+                places.append(np.arange(start, end) + (piece.begin - piece.start))
+                slots.append(self._slots[piece.row][index][blocks])
+                offsets.append(own)
+        if not places or self._encodings is None:
+            return None
+        rows = self._encodings[torch.from_numpy(np.concatenate(slots)), torch.from_numpy(np.concatenate(offsets))]
+        places_there = to_device(torch.from_numpy(np.concatenate(places)), self._device)
+        return EncodedRows(places_there, to_device(rows, self._device))
+
+    def last_keys(self, pieces: Sequence[Piece], positions: np.ndarray) -> Tensor | None:
+        """Return `AttentionBatch.last_keys` for the tokens of a step at `positions`; None if no token looks ahead."""
+        found: np.ndarray | None = None
+        for piece in pieces:
+            for span in self.spans[piece.row]:
+                start, end = max(piece.start, span.start), min(piece.end, span.end)
+                if span.kind not in self._whole or start >= end:
+                    continue
+                if end < span.end:
+                    raise ValueError(f"a step ends at token {end}, within the span [{span.start}, {span.end})")
+                found = positions.copy() if found is None else found
+                place = piece.begin - piece.start
+                found[place + start : place + end] = end - 1
+        return None if found is None else to_device(torch.from_numpy(found), self._device)
