@@ -362,8 +362,8 @@ class ServeConfig(Options):
     decode: int = option(1, "decode workers", "fleet", at_least=1)
     encode: int = option(
         0,
-        "encode workers, which compute only the encodings of images, videos and audio; with 0, the workers that compute "
-        "prompts do it",
+        "encode workers, which compute only the encodings of images, videos and audio; with 0, the workers that "
+        "compute prompts do it",
         "fleet",
         at_least=0,
     )

@@ -22,7 +22,7 @@ async def run(config: WorkerConfig) -> None:
 
 
 def add_decode(server: grpc.aio.Server, worker: Worker) -> Callable[[], EventConnection]:
-    """Add the services of a decode worker. Return a factory for connections that send events to gateways of this host."""
+    """Add the services of a decode worker. Return a factory for connections that send events to gateways here."""
     add_shared_services(server, worker)
     service = DecodeService(worker)
     worker_pb2_grpc.add_DecodeServicer_to_server(service, server)

@@ -122,7 +122,8 @@ class Worker:
             loaded.max_drafts,
             loaded.model.config.whole_media,
         )
-        self.runner = loaded.runner(memory.pool, self.engine_limits)
+        blocks = None if self.encodings is None else self.encodings.rows.blocks
+        self.runner = loaded.runner(memory.pool, self.engine_limits, blocks)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
         self._pool = memory.compute_pool()
         self.engine = Engine(
