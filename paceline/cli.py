@@ -89,9 +89,11 @@ SERVICES = {
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
-_GROUPS = ("model", "fleet", "compute", "memory", "responses", "limits", "network", "cluster", "logs")
+_GROUPS = ("model", "fleet", "compute", "memory", "responses", "media", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
+    "allowed_local_media_path": "FOLDER",
+    "allowed_media_domains": "NAMES",
     "auth_token_file": "FILE",
     "chat_template": "FILE",
     "response_store": "FILE|URL|none",

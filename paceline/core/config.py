@@ -174,6 +174,54 @@ class GatewayConfig(ServiceConfig):
         "limits",
         at_least=0,
     )
+    allowed_media_domains: str = option(
+        "",
+        "servers from which images, videos and audio may be fetched, as names separated by commas; .example.com allows "
+        "all names below example.com, none allows no server. Default: every server with a public address",
+        "media",
+    )
+    allow_private_media: bool = option(
+        False,
+        "media may be fetched from servers with private addresses, this machine included, and from every port; without "
+        "it only from public addresses and from ports 80, 443, 8080 and 8443. With it, a client can read whatever the "
+        "servers in your network answer to a GET",
+        "media",
+    )
+    allowed_local_media_path: str = option(
+        "", "folder whose files clients may name as file: URLs; default: no file: URL is allowed", "media"
+    )
+    max_media_items: int = option(64, "images, videos and audio clips in one request", "media", at_least=0)
+    max_media_size: Size = option("64MiB", "largest file of an image, a video or an audio clip", "media")
+    media_memory: Size = option(
+        "2GiB",
+        "memory for media that are being fetched and decoded. One request may use half of it, one item a quarter of it "
+        "when it is decoded. A request that finds it full gets 429",
+        "media",
+    )
+    max_image_pixels: int = option(
+        64 << 20, "largest image, and largest frame of a video, in pixels", "media", at_least=1
+    )
+    max_video_seconds: float = option(600.0, "longest video in seconds", "media", at_least=0.1)
+    max_audio_seconds: float = option(1800.0, "longest audio clip in seconds", "media", at_least=0.1)
+    image_fetch_seconds: float = option(
+        5.0, "an image must have arrived this many seconds after the gateway began to fetch it", "media", at_least=0.1
+    )
+    video_fetch_seconds: float = option(30.0, "the same for a video", "media", at_least=0.1)
+    audio_fetch_seconds: float = option(10.0, "the same for an audio clip", "media", at_least=0.1)
+    media_decode_seconds: float = option(
+        30.0,
+        "an item that is not decoded after this many seconds is refused; so long it may also wait for its turn, after "
+        "which its request gets 429",
+        "media",
+        at_least=0.1,
+    )
+    media_processes: int = option(
+        2,
+        "processes that decode media, one item at a time each; they start when the first item comes. Videos and audio "
+        "leave one of them free for images, if there are two or more",
+        "media",
+        at_least=1,
+    )
     supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
     max_attempts: int = option(
         5,
@@ -393,6 +441,9 @@ class ServeConfig(Options):
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
     response_store: str = same_option(GatewayConfig, "response_store")
+    allowed_media_domains: str = same_option(GatewayConfig, "allowed_media_domains")
+    allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
+    allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")
     redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")

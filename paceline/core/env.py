@@ -34,6 +34,12 @@ def child_environment(**variables: str) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
+def bare_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a child process that handles hostile input: only where its code is, and no secrets."""
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
+    return {**kept, **variables}
+
+
 def share_cores() -> None:
     """Let OpenMP threads sleep while they wait for each other. Must be called before torch is imported.
 

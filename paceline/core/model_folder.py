@@ -1,9 +1,13 @@
-"""The identity of the model in a folder, which gateways and workers compare."""
+"""The small files in a model's folder, and the model's identity, which gateways and workers compare."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ModelError
 
 _FILES = ("config.json", "tokenizer.json")
 
@@ -19,3 +23,16 @@ def model_digest(folder: Path) -> str:
         content = path.read_bytes() if path.is_file() else b""
         digest.update(f"{name}:{len(content)}:".encode() + content)
     return digest.hexdigest()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if there is no such file. Raises ModelError if it cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from paceline.services.gateway.tokenizer import Vocabulary
+from paceline.services.gateway.vocabulary import Vocabulary
 
 
 class Detokenizer:

@@ -149,12 +149,26 @@ class ContextLengthError(InvalidRequestError):
         self.max_model_len = max_model_len
 
 
+class MediaError(InvalidRequestError):
+    """An image, a video or an audio clip was refused, or cannot be decoded."""
+
+    status = 400
+
+
+class UnreachableMediaError(MediaError):
+    """The server of a media item did not send it. The URL may be dead, or the server may have a problem."""
+
+    status = 422
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Return the answer to any error. Unexpected errors are logged here; their details are not sent to the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+    if isinstance(error, MediaError):
+        return ApiError(error.status, str(error), param=error.param, code="invalid_media")
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, BusyError):

@@ -18,6 +18,7 @@ from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.plan import LogprobRules
@@ -60,6 +61,7 @@ class Gateway:
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
+        self.media = MediaService(config)
         self.traces = TraceBook()
         self.requests = RunningRequests()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
@@ -79,6 +81,7 @@ class Gateway:
     async def close(self) -> None:
         """End all requests and release everything that the gateway owns."""
         self.runner.abort()
+        await self.media.close()
         await self._registrar.stop()
         await self._placements.close()
         await self._block_feed.close()

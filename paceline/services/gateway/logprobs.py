@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.types import Logprob, Token
-from paceline.services.gateway.tokenizer import Vocabulary
+from paceline.services.gateway.vocabulary import Vocabulary
 
 _LEAST = -9999.0
 """The lowest logprob that is sent, because JSON has no infinity. vLLM uses the same value for excluded tokens."""

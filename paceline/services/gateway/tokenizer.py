@@ -1,8 +1,7 @@
-"""The tokenizer, with the bytes of every token, so that text can be joined token by token."""
+"""A model's tokenizer, its chat template and its sampling defaults."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,85 +13,11 @@ import tokenizers
 
 from paceline.core.config import GenerationConfig
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
-from paceline.services.gateway.answers.expressions import Spelling
+from paceline.core.model_folder import read_object
 from paceline.services.gateway.chat_template import ChatTemplate, Message
-
-
-class Vocabulary:
-    """The bytes of each token id.
-
-    A token may be a part of a character, so it stands for bytes and not for text. Both families of tokenizers that
-    cover all bytes are supported: byte-level BPE, and SentencePiece with byte fallback.
-
-    Raises:
-        ModelError: the tokenizer's decoder does not work on bytes.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}
-        self._steps = _decoder_steps(tokenizer)
-        added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
-        """Ids of the tokens that stand for a fixed text, such as a marker of reasoning, by text."""
-
-    @cached_property
-    def spelling(self) -> Spelling:
-        """How texts are written in grammars. Made once, because a model may have thousands of added tokens.
-
-        The grammar library takes an added token for text, unless it is special or in angle brackets.
-        """
-        tokens = self.added_tokens.items()
-        return Spelling(
-            {text: own for text, own in tokens if own in self.special_ids or (text[:1], text[-1:]) == ("<", ">")}
-        )
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; b"" for an id without a token, such as the padding of a vocabulary."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._spell(self._tokenizer.id_to_token(token_id) or "")
-        return known
-
-    def token_text(self, token_id: int) -> str:
-        """Return a token alone as text; a part of a character becomes U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
-    def _spell(self, token: str) -> bytes:
-        for step in self._steps:
-            kind = step["type"]
-            if kind == "ByteLevel":
-                alphabet = self._byte_alphabet
-                # An added token may have characters outside the alphabet, such as a space. It is its own text.
-                return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
-            if kind == "ByteFallback" and (match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
-                return bytes.fromhex(match[1])
-            if kind == "Replace":
-                token = token.replace(step["pattern"]["String"], step["content"])
-            if kind == "Metaspace":
-                token = token.replace(step["replacement"], " ")
-        return token.encode()
-
-    @cached_property
-    def _byte_alphabet(self) -> dict[str, int]:
-        """GPT-2's alphabet, character to byte: printable bytes are themselves, all others follow from U+0100 on."""
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in printable]
-        return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    # Fuse only joins. Strip removes a space at the start of a whole text; generated text continues a prompt.
-    known = {"ByteLevel", "ByteFallback", "Metaspace", "Fuse", "Strip"}
-    for step in steps:
-        if step["type"] not in known and not (step["type"] == "Replace" and "String" in step["pattern"]):
-            raise ModelError(
-                f"tokenizer.json has a decoder of type {step['type']}, which cannot be decoded token by token"
-            )
-    return steps
+from paceline.services.gateway.media.items import NO_MEDIA, ItemKind, MediaTokens
+from paceline.services.gateway.media.marks import MediaMarks
+from paceline.services.gateway.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +67,19 @@ class Tokenizer:
         folder: must have tokenizer.json; tokenizer_config.json, generation_config.json and config.json are optional.
         chat_template: a file that replaces the model's own template.
         generation_config: "none" ignores the sampling parameters in generation_config.json.
+        media_tokens: the tokens that belong to media. No text becomes one of them.
 
     Raises:
-        ModelError: the folder does not hold a tokenizer that can be read.
+        ModelError: the folder does not hold a tokenizer that can be read, or the tokenizer lacks a token of media.
         ConfigError: `chat_template` cannot be read.
     """
 
     def __init__(
-        self, folder: Path, chat_template: Path | None = None, generation_config: GenerationConfig = "auto"
+        self,
+        folder: Path,
+        chat_template: Path | None = None,
+        generation_config: GenerationConfig = "auto",
+        media_tokens: MediaTokens = NO_MEDIA,
     ) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -161,10 +91,10 @@ class Tokenizer:
         # Truncation and padding are for training. A prompt is never truncated or padded silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = _read_json(folder / "tokenizer_config.json")
-        generation = _read_json(folder / "generation_config.json")
-        model = _read_json(folder / "config.json")
-        special_tokens = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **settings})
+        settings = read_object(folder / "tokenizer_config.json")
+        generation = read_object(folder / "generation_config.json")
+        model = read_object(folder / "config.json")
+        special_tokens = _special_tokens({**read_object(folder / "special_tokens_map.json"), **settings})
 
         self.vocabulary = Vocabulary(self._tokenizer)
         self.vocab_size: int = _text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
@@ -173,19 +103,47 @@ class Tokenizer:
         """Upper bound of the characters that one token stands for."""
         self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
         self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
-        source = _chat_template_source(folder, settings, chat_template)
+        self.reserved_ids = media_tokens.reserved
+        """Ids of tokens that belong to media."""
+        self.media_kinds: frozenset[ItemKind] = frozenset(media_tokens.markers)
+        """The kinds of media that the model takes."""
+        reserved = [self._text_of(token_id, folder) for token_id in media_tokens.reserved]
+        cuts = [f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in reserved]
+        self._in_reserved = re.compile("|".join(cuts) or r"(?!)")
+        """Matches between the first and the second character of a text that spells a reserved token."""
+        markers = media_tokens.markers.items()
+        self.marks = MediaMarks({kind: "".join(self._text_of(own, folder) for own in ids) for kind, ids in markers})
+        self.chat_template_source = _chat_template_source(folder, settings, chat_template) or ""
+        """The Jinja text of the chat template; "" if there is none."""
         self._special_tokens = special_tokens
-        self._chat_template = ChatTemplate(source, special_tokens) if source is not None else None
+        source = self.chat_template_source
+        self._chat_template = ChatTemplate(self.marks.hide_markers(source), special_tokens) if source else None
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode."""
+        """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode.
+
+        A text that spells a reserved token is cut within it, so it becomes other tokens of the same text.
+        """
+        parts = self._in_reserved.split(text)
+        is_whole = len(parts) == 1
         try:
             # Unlike `encode`, the batch form lets other Python threads run.
-            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            encoded = self._tokenizer.encode_batch_fast(parts, add_special_tokens=add_special_tokens and is_whole)
         except (UnicodeEncodeError, TypeError) as error:
             message = f"{param}: the text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
             raise InvalidRequestError(message, param) from error
-        return list(encoding.ids)
+        ids = [token_id for part in encoded for token_id in part.ids]
+        if not add_special_tokens or is_whole:
+            return ids
+        begin, end = self.special_ends
+        return [*begin, *ids, *end]
+
+    @cached_property
+    def special_ends(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer writes before and after a text, if it is asked to."""
+        bare, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        begin = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:begin], whole[begin + len(bare) :]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -204,7 +162,10 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render a conversation, as ChatTemplate.render. Raises InvalidRequestError if the model has no template."""
+        """Render a conversation, as ChatTemplate.render, with `marks` at the places of media.
+
+        Raises InvalidRequestError if the model has no template.
+        """
         if self._chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template (it is a base model); use /v1/completions, "
@@ -223,10 +184,14 @@ class Tokenizer:
         """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""
         return ChatTemplate(source, self._special_tokens)
 
-    @property
-    def chat_template_source(self) -> str:
-        """The Jinja text of the chat template; "" if there is none."""
-        return self._chat_template.source if self._chat_template is not None else ""
+    def _text_of(self, token_id: int, folder: Path) -> str:
+        """Return the text of a token of media."""
+        text = self.token_string(token_id)
+        if len(text) < 2:
+            raise ModelError(
+                f"{folder}: config.json gives media the token {token_id}, which tokenizer.json does not have"
+            )
+        return text
 
     def _eos_token_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any], special_tokens: Mapping[str, str]
@@ -238,18 +203,6 @@ class Tokenizer:
         # A chat model's config may still name the base model's end of text; its tokenizer knows the end of a turn.
         own = self._tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         return frozenset(ids if own is None else ids | {own})
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return values
 
 
 def _text_value(config: Mapping[str, Any], name: str) -> Any:
@@ -276,7 +229,7 @@ def _chat_template_source(folder: Path, settings: Mapping[str, Any], chosen: Pat
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    listed = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    listed = settings.get("chat_template") or read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(listed, list):
         listed = {entry["name"]: entry["template"] for entry in listed}.get("default")
     return listed

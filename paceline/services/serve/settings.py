@@ -10,7 +10,15 @@ from typing import Any
 from paceline.core.config import ServeConfig
 from paceline.models.hub_name import parse_hub_name
 
-_GATEWAY = ("host", "port", "api_key", "response_store")
+_GATEWAY = (
+    "host",
+    "port",
+    "api_key",
+    "response_store",
+    "allowed_media_domains",
+    "allow_private_media",
+    "allowed_local_media_path",
+)
 """Options of `serve` that only the gateway has."""
 _SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")
 """Options of `serve` that no service has."""

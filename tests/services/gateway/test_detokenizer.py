@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from paceline.services.gateway.detokenizer import Detokenizer
-from paceline.services.gateway.tokenizer import Vocabulary
+from paceline.services.gateway.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import _byte_vocabulary
 
 ALPHABET = {byte: character for character, byte in _byte_vocabulary().items()}

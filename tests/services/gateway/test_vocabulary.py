@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from paceline.core.errors import ModelError
-from paceline.services.gateway.tokenizer import Tokenizer, Vocabulary
+from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.vocabulary import Vocabulary
 
 
 def sentencepiece() -> tokenizers.Tokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.core.types import Token
 from paceline.services.gateway.logprobs import LogprobFormat
-from paceline.services.gateway.tokenizer import Vocabulary
+from paceline.services.gateway.vocabulary import Vocabulary
 
 Json = dict[str, Any]
 

@@ -1,0 +1,72 @@
+"""Messages between the gateway and a process that decodes: a JSON object and some bytes, over a socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+_SIZES = struct.Struct(">IQ")
+"""The lengths of the JSON text and of the payload."""
+_MAX_HEADER_BYTES = 1 << 20
+
+
+class ChannelError(Exception):
+    """The other process has ended, or sent something else than a message."""
+
+
+class Channel:
+    """One end of the socket. Calls block."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(
+        self, header: dict[str, Any], payload: bytes | bytearray | memoryview = b"", seconds: float | None = None
+    ) -> None:
+        """Send a message. Raises OSError, which is TimeoutError if it takes too long."""
+        text = json.dumps(header).encode()
+        self._socket.settimeout(seconds)
+        self._socket.sendall(_SIZES.pack(len(text), len(payload)) + text)
+        self._socket.sendall(payload)
+
+    def receive(self, max_bytes: int, seconds: float | None = None) -> tuple[dict[str, Any], bytearray]:
+        """Return the header and the payload of the next message.
+
+        Raises:
+            ChannelError: the connection has ended, or the message is malformed or has a larger payload.
+            TimeoutError: the message has not come within a time.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        header_bytes, payload_bytes = _SIZES.unpack(self._read(_SIZES.size, deadline))
+        if header_bytes > _MAX_HEADER_BYTES or payload_bytes > max_bytes:
+            raise ChannelError("the message is too large")
+        try:
+            header = json.loads(self._read(header_bytes, deadline))
+        except ValueError as error:
+            raise ChannelError(f"the message is not JSON: {error}") from None
+        if not isinstance(header, dict):
+            raise ChannelError("the message is not a JSON object")
+        return header, self._read(payload_bytes, deadline)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, count: int, deadline: float | None) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        while len(view):
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left)
+            else:
+                self._socket.settimeout(None)
+            received = self._socket.recv_into(view)
+            if not received:
+                raise ChannelError("the connection was closed")
+            view = view[received:]
+        return data

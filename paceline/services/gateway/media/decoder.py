@@ -1,0 +1,93 @@
+"""A process that decodes media for the gateway: `python -m paceline.services.gateway.media.decoder FD MEMORY`.
+
+The bytes come from clients, and decoders of media have had many security holes. So they run here, in a process that has
+nothing but the item that it decodes: no secrets in its environment, no network if the system allows it, and limits on
+memory, time and files. If it crashes or hangs, only one item is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import resource
+import socket
+import sys
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+
+from paceline.services.gateway.media.channel import Channel, ChannelError
+from paceline.services.gateway.media.decoded import BrokenItemError
+
+_MAX_OPEN_FILES = 64
+_NICENESS = 5
+"""Decoding media yields to the workers of the same host, which other requests wait for."""
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_DECODERS = {kind: f"paceline.services.gateway.media.{kind}_decoder" for kind in ("image", "video", "audio")}
+
+
+def main(descriptor: int, memory: int) -> None:
+    """Decode items until the gateway closes the socket.
+
+    Args:
+        descriptor: the socket.
+        memory: the most bytes of address space.
+    """
+    channel = Channel(socket.socket(fileno=descriptor))
+    _restrict(memory)
+    # What decoders say about broken files would fill the gateway's log.
+    warnings.simplefilter("ignore")
+    logging.disable()
+    channel.send({"ready": True})
+    with contextlib.suppress(ChannelError, ConnectionError):
+        while True:
+            job, data = channel.receive(memory)
+            channel.send(*decode(job, data))
+
+
+def decode(job: dict[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes | memoryview]:
+    """Return the header and the payload of the answer: the facts about the item and its array, or what is wrong."""
+    _limit_cpu(job["seconds"])
+    try:
+        decoder = importlib.import_module(_DECODERS[job["kind"]])
+        facts, array = decoder.decode(data, job["max_bytes"], **job["options"])
+    except BrokenItemError as error:
+        return {"error": str(error)}, b""
+    except MemoryError:
+        return {"error": "to decode it takes too much memory; send a smaller one", "retire": True}, b""
+    except Exception as error:
+        # Decoders raise errors of many types if a file is broken.
+        return {"error": f"it cannot be decoded ({type(error).__name__})"}, b""
+    header = {"facts": facts, "shape": array.shape, "dtype": array.dtype.str}
+    return header, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _restrict(memory: int) -> None:
+    os.nice(_NICENESS)
+    for what, limit in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(what, (limit, limit))
+    if sys.platform == "linux":
+        # In a network of its own a process reaches nothing. Some containers forbid this; the other limits remain.
+        ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Have the system kill this process after some more seconds of CPU time, even if the gateway has ended."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

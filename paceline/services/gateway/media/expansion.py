@@ -1,0 +1,44 @@
+"""What stands in a prompt for an image, a video or audio. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.core.media import MediaInput
+from paceline.services.gateway.media.items import MediaItem
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of placeholder tokens for one input of an encoder."""
+
+    token_id: int
+    input: MediaInput
+    digest: bytes
+    """The input's digest, which is computed only once because an input may have megabytes."""
+
+    @staticmethod
+    def of(token_id: int, own: MediaInput) -> Run:
+        return Run(token_id, own, own.digest)
+
+
+Piece: TypeAlias = str | int | Run
+"""A part of a prompt: a text, the id of a token, or placeholder tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What stands in a prompt for one item."""
+
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of its inputs."""
+        return sum(len(piece.input.data) for piece in self.pieces if isinstance(piece, Run))
+
+
+Expansions: TypeAlias = Mapping[MediaItem, Expansion]
+"""What stands in prompts for the items of a request."""

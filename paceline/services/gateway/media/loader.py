@@ -1,0 +1,178 @@
+"""Loads the items of requests: fetches their bytes, and has them decoded in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.config import GatewayConfig
+from paceline.core.options import parse_bytes
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
+from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
+from paceline.services.gateway.media.guard import Guard
+from paceline.services.gateway.media.pool import DecodePool
+from paceline.services.gateway.media.source import Sources
+
+Kind: TypeAlias = Literal["image", "video", "audio"]
+
+SAMPLE_RATE = 16_000
+"""Samples per second of decoded audio, which all common models of speech expect."""
+_THREADS = 16
+"""Names that are resolved and files that are read at the same time, because both calls block."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """The frames of a video that a model's processor wants. They are spread evenly over the whole video."""
+
+    most: int
+    """The largest number of frames."""
+    per_second: float | None = None
+    """Frames for each second of the video, up to `most`; None takes `most` frames however long the video is."""
+    max_pixels: int | None = None
+    """A frame with more pixels is scaled down to at most this many, with the same aspect ratio; None never scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Sampled frames of a video."""
+
+    frames: NDArray[np.uint8]
+    """RGB, [frames, height, width, 3]."""
+    indices: NDArray[np.int64]
+    """The place of each frame in the file, counted from 0; [frames]."""
+    timestamps: NDArray[np.float64]
+    """When each frame is shown, in seconds from the first frame of the file; [frames]."""
+    total_frames: int
+    """The number of frames in the file."""
+    duration: float
+    """The length of the file in seconds."""
+
+    @property
+    def fps(self) -> float:
+        """Return the file's average number of frames per second."""
+        return self.total_frames / self.duration
+
+
+class MediaService:
+    """The gateway's part that loads media. The first item starts its processes.
+
+    Args:
+        resolve: how names of servers become addresses; the system's way unless a test needs another.
+    """
+
+    def __init__(self, config: GatewayConfig, resolve: Resolver | None = None) -> None:
+        self.config = config
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "media")
+        guard = Guard(config.allowed_media_domains, config.allow_private_media)
+        fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
+        self._sources = Sources(fetcher, self._threads, config.allowed_local_media_path)
+        self.pool = DecodePool(config)
+        self.memory = MemoryBudget(parse_bytes(config.media_memory))
+
+    @contextlib.contextmanager
+    def loader(self) -> Iterator[MediaLoader]:
+        """Yield a loader for the items of one request.
+
+        When the block ends, the arrays that it returned no longer count against `--media-memory`, so convert them to
+        what the model needs inside of the block.
+        """
+        with self.memory.request() as budget:
+            yield MediaLoader(self, budget)
+
+    async def read(self, kind: Kind, source: str, take: Take) -> bytes | bytearray:
+        """Return the bytes of an item after `take` has counted them. Raises MediaError, and what `take` raises."""
+        seconds = {
+            "image": self.config.image_fetch_seconds,
+            "video": self.config.video_fetch_seconds,
+            "audio": self.config.audio_fetch_seconds,
+        }[kind]
+        return await self._sources.read(source, seconds, take)
+
+    async def close(self) -> None:
+        """End the processes that decode. Items that are being loaded fail."""
+        await self.pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class MediaLoader:
+    """Loads the items of one request.
+
+    Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's place in the request,
+    such as `messages[2].content[1].image_url`, which errors name. Each may be called many times at once. If the call
+    is cancelled, the download stops and the process that decodes the item is killed.
+
+    Every method raises:
+        MediaError: the item was refused, is broken or too large (status 400), or its URL is dead (status 422).
+        BusyError: too many items are being loaded; the same request may succeed later.
+        UnavailableError: the process that decodes cannot be started.
+    """
+
+    def __init__(self, service: MediaService, budget: RequestBudget) -> None:
+        self._service = service
+        self._budget = budget
+        self._items = 0
+        # The items of one request leave a process free for others.
+        self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
+
+    async def image(self, source: str, place: str) -> NDArray[np.uint8]:
+        """Return an image as RGB, [height, width, 3].
+
+        The image is turned as its EXIF orientation says, transparent parts are white, and only the first frame of an
+        animation is read.
+        """
+        _, pixels = await self._load("image", source, place, {"max_pixels": self._service.config.max_image_pixels})
+        return pixels
+
+    async def video(self, source: str, place: str, sampling: FrameSampling) -> Video:
+        """Return frames of a video, which are turned as the file says."""
+        config = self._service.config
+        options = {
+            "max_pixels": config.max_image_pixels,
+            "max_seconds": config.max_video_seconds,
+            "frames": sampling.most,
+            "frames_per_second": sampling.per_second,
+            "frame_pixels": sampling.max_pixels,
+        }
+        facts, frames = await self._load("video", source, place, options)
+        return Video(
+            frames,
+            np.array(facts["indices"], np.int64),
+            np.array(facts["timestamps"], np.float64),
+            int(facts["total_frames"]),
+            float(facts["duration"]),
+        )
+
+    async def audio(self, source: str, place: str, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
+        """Return the mean of the channels of an audio clip at a sample rate, [samples]. Full scale is -1 to 1."""
+        options = {"max_seconds": self._service.config.max_audio_seconds, "sample_rate": sample_rate}
+        _, samples = await self._load("audio", source, place, options)
+        return samples
+
+    async def _load(
+        self, kind: Kind, source: str, place: str, options: dict[str, Any]
+    ) -> tuple[dict[str, Any], NDArray[Any]]:
+        """Return the facts about a decoded item and its array."""
+        config = self._service.config
+        try:
+            self._items += 1
+            if self._items > config.max_media_items:
+                raise MediaError(
+                    f"a request may have at most {config.max_media_items} images, videos and audio clips "
+                    "(--max-media-items); send fewer"
+                )
+            # The file counts until it is decoded, the array until the request's block ends.
+            with self._budget.temporary() as take:
+                data = await self._service.read(kind, source, take)
+                async with self._decoding:
+                    return await self._service.pool.decode(kind, data, options, self._budget)
+        except MediaError as error:
+            raise type(error)(f"{place}: {error}", place) from None

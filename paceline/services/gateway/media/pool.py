@@ -1,0 +1,227 @@
+"""Processes that decode media, which may crash or hang without harm to others."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core import env
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, UnavailableError
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.budget import RequestBudget
+from paceline.services.gateway.media.channel import Channel, ChannelError
+
+START_SECONDS = 60.0
+"""Longest time for a process to start."""
+MAX_WAITING = 256
+"""Items that may wait for a process; the requests of further ones get 429."""
+ITEMS = 500
+"""A process is replaced after this many items, because decoders may leak memory."""
+_BASE_BYTES = 1 << 30
+"""Address space of a process before it decodes: mostly code of libraries."""
+_BYTES_PER_PIXEL = 16
+"""Memory for each pixel of the largest image while it is decoded, converted and turned."""
+
+log = logging.getLogger(__name__)
+
+
+class DecodeProcess:
+    """One child process, which decodes one item at a time. It starts when the first item comes.
+
+    Args:
+        memory: the most bytes of address space that it may use.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._items = 0
+        self.is_usable = True
+        """Whether it can decode another item."""
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before it has started."""
+        return self._process.pid if self._process is not None else None
+
+    def decode(
+        self, job: dict[str, Any], data: bytes | bytearray, seconds: float
+    ) -> tuple[dict[str, Any], NDArray[Any]]:
+        """Return the facts about an item and its array. Blocks.
+
+        Raises:
+            MediaError: the item cannot be decoded within the time.
+            UnavailableError: the process cannot be started.
+        """
+        channel = self._start()
+        deadline = time.monotonic() + seconds
+        self._items += 1
+        try:
+            channel.send(job, data, seconds)
+            answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
+            if answer.get("retire") or self._items == ITEMS:
+                self.is_usable = False
+            if "error" in answer:
+                raise MediaError(str(answer["error"]))
+            return answer["facts"], _array(answer, payload)
+        except TimeoutError:
+            self.is_usable = False
+            raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
+        except (ChannelError, OSError, KeyError, TypeError, ValueError) as error:
+            if self.is_usable:
+                log.warning("a process that decodes media failed at an item: %s", error)
+            self.is_usable = False
+            raise MediaError("it cannot be decoded; the file is broken, or too large") from None
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does. A call of `decode` in another thread fails."""
+        self.is_usable = False
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """End the process, and wait until it has ended."""
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _start(self) -> Channel:
+        """Return the channel to the process, which is started if it does not run."""
+        if self._channel is not None and self._process is not None and self._process.poll() is None:
+            return self._channel
+        if self._channel is not None:
+            self._channel.close()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        command = [sys.executable, "-m", f"{__package__}.decoder", str(theirs.fileno()), str(self._memory)]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    env=env.bare_environment(OPENBLAS_NUM_THREADS="1"),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
+                )
+            if not self.is_usable:  # `kill` was called before there was a process
+                self._process.kill()
+            self._channel.receive(0, START_SECONDS)
+        except (ChannelError, OSError) as error:
+            self.kill()
+            raise UnavailableError("no process that decodes media can be started; the log says why") from error
+        return self._channel
+
+
+class DecodePool:
+    """Decodes items in a few processes, which start when they are first needed."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._seconds = config.media_decode_seconds
+        self._max_pixels = config.max_image_pixels
+        self._idle: list[DecodeProcess] = []
+        self._busy: set[DecodeProcess] = set()
+        self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
+        self._slots = asyncio.Semaphore(config.media_processes)
+        self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
+        self._waiting = 0
+        self._is_closed = False
+
+    @property
+    def processes(self) -> list[DecodeProcess]:
+        """The processes that run now."""
+        return [*self._idle, *self._busy]
+
+    async def decode(
+        self, kind: str, data: bytes | bytearray, options: dict[str, Any], budget: RequestBudget
+    ) -> tuple[dict[str, Any], NDArray[Any]]:
+        """Return the facts about an item and its array, whose bytes `budget` has counted.
+
+        Raises:
+            MediaError: the item is broken, too large, or takes too long.
+            BusyError: too many items wait, or the memory for media is full.
+            UnavailableError: no process can be started.
+        """
+        async with self._slot(kind):
+            most = budget.memory.of_item
+            job = {"kind": kind, "options": options, "max_bytes": most, "seconds": self._seconds}
+            # Count the largest array while it is decoded, so that there is room for it.
+            with budget.temporary() as take:
+                take(most)
+                facts, array = await self._run(job, data)
+            budget.take(array.nbytes)
+            return facts, array
+
+    async def close(self) -> None:
+        """Kill all processes. Items that they decode fail."""
+        self._is_closed = True
+        for process in self.processes:
+            process.kill()
+        for process in self._idle:
+            await asyncio.to_thread(process.end)
+        self._idle.clear()
+        await asyncio.to_thread(self._threads.shutdown)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, kind: str) -> AsyncIterator[None]:
+        """Wait until a process is free. Videos and audio leave one free for images, which take less time."""
+        if self._waiting >= MAX_WAITING:
+            raise BusyError("too many images, videos and audio clips wait to be decoded; try again later")
+        slots = [self._slots] if kind == "image" else [self._long_slots, self._slots]
+        async with contextlib.AsyncExitStack() as stack:
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(self._seconds):
+                    for slot in slots:
+                        await stack.enter_async_context(slot)
+            except TimeoutError:
+                raise BusyError("other images, videos and audio clips are being decoded; try again later") from None
+            finally:
+                self._waiting -= 1
+            yield
+
+    async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[dict[str, Any], NDArray[Any]]:
+        if self._is_closed:
+            raise UnavailableError("this gateway is shutting down; try another one")
+        process = (
+            self._idle.pop()
+            if self._idle
+            else DecodeProcess(_BASE_BYTES + _BYTES_PER_PIXEL * self._max_pixels + job["max_bytes"])
+        )
+        self._busy.add(process)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, process.decode, job, data, self._seconds)
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        finally:
+            self._busy.discard(process)
+            if process.is_usable:
+                self._idle.append(process)
+            else:
+                await asyncio.to_thread(process.end)
+
+
+def _array(answer: dict[str, Any], payload: bytearray) -> NDArray[Any]:
+    """Return the array of an answer. Raises ValueError, KeyError or TypeError if the answer contradicts itself."""
+    shape, dtype = tuple(answer["shape"]), np.dtype(answer["dtype"])
+    if dtype not in (np.uint8, np.float32) or math.prod(shape) * dtype.itemsize != len(payload):
+        raise ValueError("the array has another size than its shape says")
+    return np.frombuffer(payload, dtype).reshape(shape)

@@ -1,0 +1,82 @@
+"""What all processors have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.media import MediaInput, MediaKind
+from paceline.services.gateway.media.expansion import Expansion
+from paceline.services.gateway.media.items import ItemKind, MediaTokens
+
+Pixels = NDArray[np.uint8]
+"""[height, width, 3], RGB."""
+Samples = NDArray[np.float32]
+"""[samples], mono, from -1 to 1."""
+
+SAMPLING_RATE = 16_000
+"""Samples of audio per second that processors take."""
+OPTIONS_FIELD = "mm_processor_kwargs"
+"""The field of a request with a processor's options."""
+
+
+class Processor(ABC):
+    """The preprocessing of one model. It is immutable and may be used by several threads.
+
+    All sizes that a processor computes from an item are bounded by the model's own, whatever the item's size is.
+    """
+
+    tokens: MediaTokens
+    video_frames: int = 0
+    """The most frames of a video that the model sees."""
+
+    @property
+    def kinds(self) -> frozenset[ItemKind]:
+        """The kinds of items that the model takes."""
+        return frozenset(self.tokens.markers)
+
+    @abstractmethod
+    def with_options(self, given: Mapping[str, Any]) -> Self:
+        """Return a processor with other options. Raises InvalidRequestError if it has no such option."""
+
+    @abstractmethod
+    def image(self, pixels: Pixels) -> Expansion:
+        """Return what stands in a prompt for an image."""
+
+    def video(self, frames: Sequence[Pixels], seconds: Sequence[float]) -> Expansion:
+        """Return what stands in a prompt for a video.
+
+        Args:
+            frames: at most `video_frames` frames, in order.
+            seconds: the time of each frame from the beginning.
+        """
+        raise NotImplementedError
+
+    def audio(self, samples: Samples) -> Expansion:
+        """Return what stands in a prompt for audio of SAMPLING_RATE. Raises InvalidRequestError if it is too long."""
+        raise NotImplementedError
+
+
+def resized(pixels: Pixels, height: int, width: int, resample: Image.Resampling) -> Pixels:
+    """Return an image of another size."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize((width, height), resample))
+
+
+def media_input(kind: MediaKind, length: int, values: NDArray[Any]) -> MediaInput:
+    """Return values as the input of an encoder."""
+    return MediaInput(kind, length, values.dtype.name, values.shape, np.ascontiguousarray(values).tobytes())
+
+
+def check_names(given: Mapping[str, Any], known: Sequence[str], place: str = OPTIONS_FIELD) -> None:
+    """Raise InvalidRequestError if there are options that a processor does not have."""
+    if unknown := [name for name in given if name not in known]:
+        message = f"{place}: this model has no option {unknown[0]!r:.80}; it has {', '.join(known)}"
+        raise InvalidRequestError(message, place)

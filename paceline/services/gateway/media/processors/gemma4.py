@@ -1,0 +1,188 @@
+"""Gemma 4: images and frames of any shape within a budget of tokens, and audio."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from paceline.core.errors import InvalidRequestError, ModelError
+from paceline.core.media import MediaInput, MediaKind
+from paceline.services.gateway.media.expansion import Expansion, Piece, Run
+from paceline.services.gateway.media.items import ItemKind, MediaTokens
+from paceline.services.gateway.media.processors.base import (
+    OPTIONS_FIELD,
+    SAMPLING_RATE,
+    Pixels,
+    Processor,
+    Samples,
+    check_names,
+    media_input,
+    resized,
+)
+from paceline.services.gateway.media.processors.mel import frame_count, log_mel
+
+Json = Mapping[str, Any]
+
+BUDGETS = (70, 140, 280, 560, 1120)
+"""Numbers of tokens that an image may have at most."""
+FRAME_BUDGET = 70
+FRAMES = 32
+MEL_SECONDS = 30
+"""Longest audio of models that hear log-mel features."""
+_TOKEN_SIDE = 48
+"""Pixels on each side of the square that one token stands for."""
+_SAMPLES_PER_TOKEN = 640
+_FRAMES_PER_TOKEN = 4
+"""Frames of log-mel features for each token of audio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Processor(Processor):
+    """The preprocessing of `Gemma4ForConditionalGeneration` and `Gemma4UnifiedForConditionalGeneration`."""
+
+    tokens: MediaTokens
+    token_ids: Mapping[str, int] = dataclasses.field(hash=False)
+    """The ids of the media tokens by their names in config.json, without `_token_id`."""
+    hears_samples: bool
+    """Whether audio is raw samples, as in the unified models, and not log-mel features."""
+    budget: int = 280
+    frame_budget: int = FRAME_BUDGET
+    video_frames: int = FRAMES
+
+    def with_options(self, given: Json) -> Gemma4Processor:
+        """Return a processor with other options, by vLLM's names.
+
+        `max_soft_tokens` is the budget of an image, also inside `images_kwargs`. `videos_kwargs` may have
+        `max_soft_tokens`, the budget of a frame, and `num_frames`, the most frames of a video.
+        """
+        check_names(given, ("max_soft_tokens", "images_kwargs", "videos_kwargs"))
+        images, videos = (_options(given, name, known) for name, known in _NESTED.items())
+        budget = images.get("max_soft_tokens", given.get("max_soft_tokens", self.budget))
+        frame_budget = videos.get("max_soft_tokens", self.frame_budget)
+        if any(type(each) is not int or each not in BUDGETS for each in (budget, frame_budget)):
+            raise _refusal(f"max_soft_tokens must be one of {', '.join(map(str, BUDGETS))}")
+        frames = videos.get("num_frames", self.video_frames)
+        if type(frames) is not int or not 1 <= frames <= FRAMES:
+            raise _refusal(f"num_frames must be from 1 to {FRAMES}")
+        return dataclasses.replace(self, budget=budget, frame_budget=frame_budget, video_frames=frames)
+
+    def image(self, pixels: Pixels) -> Expansion:
+        return Expansion(self._picture(pixels, MediaKind.IMAGE, self.budget))
+
+    def video(self, frames: Sequence[Pixels], seconds: Sequence[float]) -> Expansion:
+        pieces: list[Piece] = []
+        for index, (frame, second) in enumerate(zip(frames, seconds, strict=True)):
+            stamp = f"{int(second // 60):02d}:{int(second % 60):02d} "
+            pieces += [f" {stamp}" if index else stamp, *self._picture(frame, MediaKind.VIDEO_FRAME, self.frame_budget)]
+        return Expansion(tuple(pieces))
+
+    def audio(self, samples: Samples) -> Expansion:
+        own = _raw_audio(samples) if self.hears_samples else _mel_audio(samples)
+        ids = self.token_ids
+        return Expansion((ids["boa"], Run.of(ids["audio"], own), ids["eoa"]))
+
+    def _picture(self, pixels: Pixels, kind: MediaKind, budget: int) -> tuple[Piece, ...]:
+        height, width = fitted_size(pixels.shape[0], pixels.shape[1], budget)
+        length = height * width // _TOKEN_SIDE**2
+        own = media_input(kind, length, resized(pixels, height, width, Image.Resampling.BICUBIC))
+        ids = self.token_ids
+        placeholder = ids["image"] if kind is MediaKind.IMAGE else ids["video"]
+        return ids["boi"], Run.of(placeholder, own), ids["eoi"]
+
+
+_NESTED = {"images_kwargs": ("max_soft_tokens",), "videos_kwargs": ("max_soft_tokens", "num_frames")}
+
+
+def _options(given: Json, name: str, known: Sequence[str]) -> Json:
+    options = given.get(name) or {}
+    if not isinstance(options, Mapping):
+        raise _refusal(f"{name} must be an object")
+    check_names(options, known, f"{OPTIONS_FIELD}.{name}")
+    return options
+
+
+def _refusal(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{OPTIONS_FIELD}: {message}", OPTIONS_FIELD)
+
+
+def fitted_size(height: int, width: int, budget: int) -> tuple[int, int]:
+    """Return the height and width, multiples of 48, of an image of about the same shape within a budget of tokens.
+
+    A side that would vanish in an image of an extreme shape is 48; the other one then has as many multiples as the
+    longer side of the image has shorter ones.
+    """
+    factor = math.sqrt(budget * _TOKEN_SIDE**2 / (height * width))
+    rows, columns = math.floor(factor * height / _TOKEN_SIDE), math.floor(factor * width / _TOKEN_SIDE)
+    if rows == 0:
+        rows, columns = 1, min(width // height, budget)
+    elif columns == 0:
+        rows, columns = min(height // width, budget), 1
+    return rows * _TOKEN_SIDE, columns * _TOKEN_SIDE
+
+
+def _mel_audio(samples: Samples) -> MediaInput:
+    frames = frame_count(len(samples))
+    if len(samples) > MEL_SECONDS * SAMPLING_RATE:
+        seconds = len(samples) / SAMPLING_RATE
+        raise InvalidRequestError(
+            f"an audio clip has {seconds:.1f} seconds, and this model takes at most {MEL_SECONDS}; send shorter clips"
+        )
+    if frames == 0:
+        raise InvalidRequestError("an audio clip is shorter than a hundredth of a second; send a longer one")
+    return media_input(MediaKind.AUDIO, -(-frames // _FRAMES_PER_TOKEN), log_mel(samples))
+
+
+def _raw_audio(samples: Samples) -> MediaInput:
+    if len(samples) == 0:
+        raise InvalidRequestError("an audio clip has no samples; send a longer one")
+    length = -(-len(samples) // _SAMPLES_PER_TOKEN)
+    padded = np.pad(samples, (0, length * _SAMPLES_PER_TOKEN - len(samples)))
+    return media_input(MediaKind.AUDIO, length, padded.astype(np.float32))
+
+
+_TOKENS: dict[str, tuple[Sequence[str], int]] = {
+    "image": (("image_token_id",), 258880),
+    "boi": (("boi_token_id",), 255999),
+    "eoi": (("eoi_token_id",), 258882),
+    "video": (("video_token_id",), 258884),
+    "audio": (("audio_token_id",), 258881),
+    "boa": (("boa_token_id",), 256000),
+    # The name that released models have, and the one that transformers writes.
+    "eoa": (("eoa_token_id", "eoa_token_index"), 258883),
+}
+"""Names of the media tokens in config.json, and the ids that hold if a config leaves them out."""
+
+
+def read_gemma4(config: Json, settings: Json) -> Gemma4Processor | None:
+    """Return the processor of a model; None if the model has no encoders.
+
+    Args:
+        config: the values of config.json.
+        settings: the values of processor_config.json or preprocessor_config.json.
+
+    Raises:
+        ModelError: the model's own budget of an image is none that Gemma 4 knows.
+    """
+    ids = {own: _token_id(config, names, default) for own, (names, default) in _TOKENS.items()}
+    markers: dict[ItemKind, tuple[int, ...]] = {}
+    if config.get("vision_config"):
+        markers |= {"image": (ids["image"],), "video": (ids["video"],)}
+    if config.get("audio_config"):
+        markers["audio"] = (ids["audio"],)
+    if not markers:
+        return None
+    budget = settings.get("image_processor", settings).get("max_soft_tokens", 280)
+    if budget not in BUDGETS:
+        raise ModelError(f"the model's max_soft_tokens is {budget!r}, but must be one of {BUDGETS}; correct its config")
+    unified = config.get("model_type") == "gemma4_unified"
+    return Gemma4Processor(MediaTokens(markers, frozenset(ids.values())), ids, unified, budget)
+
+
+def _token_id(config: Json, names: Sequence[str], default: int) -> int:
+    return next((int(config[name]) for name in names if config.get(name) is not None), default)

@@ -1,0 +1,199 @@
+"""Decodes videos: some frames of a whole file."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from paceline.services.gateway.media.container import open_container
+from paceline.services.gateway.media.decoded import BrokenItemError
+
+_MAX_FRAMES = 1_000_000
+"""Most frames in a file. Reading their places takes a second."""
+
+
+def decode(
+    data: bytearray,
+    max_bytes: int,
+    max_pixels: int,
+    max_seconds: float,
+    frames: int,
+    frames_per_second: float | None,
+    frame_pixels: int | None,
+) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+    """Return facts about the video, and frames that are spread evenly over it, as RGB: [frames, height, width, 3].
+
+    The facts are `indices` and `timestamps` (seconds) of the frames, and `total_frames` and `duration` (seconds) of the
+    file.
+
+    Args:
+        max_bytes: the size of the largest array.
+        max_pixels: the pixels of the largest frame, which is refused before it is decoded.
+        max_seconds: the longest video.
+        frames: the most frames.
+        frames_per_second: frames for each second of the video, up to `frames`; None takes `frames`.
+        frame_pixels: larger frames are scaled down to this many pixels; None never scales.
+
+    Raises BrokenItemError, or any error of PyAV.
+    """
+    with open_container(data, "a video") as container:
+        if not container.streams.video:
+            raise BrokenItemError("the file has no video")
+        stream = container.streams.video[0]
+        _prepare(stream, max_pixels)
+        index = _read_index(container, stream)
+        if index.duration > max_seconds:
+            raise BrokenItemError(
+                f"the video has {index.duration:.0f} seconds, but at most {max_seconds:g} are allowed "
+                "(--max-video-seconds); send a part of it"
+            )
+        chosen = sample(index.total, index.duration, frames, frames_per_second)
+        pictures = _Pictures(len(chosen), max_bytes, max_pixels, frame_pixels)
+        wanted = [index.times[number] for number in chosen]
+        for frame in _frames_at(container, stream, wanted, index.key_times):
+            pictures.add(frame)
+        array = pictures.array()
+        # A broken file may end before its index says so.
+        chosen, wanted = chosen[: len(array)], wanted[: len(array)]
+        return {
+            "indices": chosen,
+            "timestamps": [float((time - index.times[0]) * index.time_base) for time in wanted],
+            "total_frames": index.total,
+            "duration": index.duration,
+        }, array
+
+
+def sample(total: int, duration: float, most: int, per_second: float | None) -> list[int]:
+    """Return the numbers of frames to take out of `total`, evenly spread from the first to the last."""
+    count = min(most, total)
+    if per_second is not None:
+        count = min(count, math.floor(duration * per_second))
+    return [int(number) for number in np.linspace(0, total - 1, max(1, count))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Where the frames of a file are, in units of `time_base` seconds."""
+
+    times: list[int]
+    key_times: list[int]
+    """The frames at which decoding can begin."""
+    time_base: Fraction
+    duration: float
+    """Seconds."""
+
+    @property
+    def total(self) -> int:
+        return len(self.times)
+
+
+def _prepare(stream: VideoStream, max_pixels: int) -> None:
+    if stream.width * stream.height > max_pixels:
+        raise BrokenItemError(
+            f"its frames have {stream.width} x {stream.height} pixels, but at most {max_pixels} are allowed "
+            "(--max-image-pixels); send a smaller video"
+        )
+    # The size may change in the middle of a stream.
+    stream.codec_context.options = {"max_pixels": str(max_pixels)}
+    # The process decodes on one core.
+    stream.thread_count = 1
+
+
+def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
+    """Read where the frames are without decoding them. What the file's head says about this may be wrong."""
+    times: set[int] = set()
+    key_times: list[int] = []
+    end = 0
+    for packet in container.demux(stream):
+        time = packet.pts if packet.pts is not None else packet.dts
+        if time is None or not packet.size:
+            continue
+        times.add(time)
+        end = max(end, time + (packet.duration or 0))
+        if packet.is_keyframe:
+            key_times.append(time)
+        if len(times) > _MAX_FRAMES:
+            raise BrokenItemError(f"the video has more than {_MAX_FRAMES} frames; send a part of it")
+    if not times or not stream.time_base:
+        raise BrokenItemError("the video has no frames")
+    ordered = sorted(times)
+    # Without a duration, the last frame is shown for as long as the others.
+    shown = max(end - ordered[0], (ordered[-1] - ordered[0]) * len(ordered) // max(1, len(ordered) - 1))
+    duration = float(shown * stream.time_base) or 1 / float(stream.average_rate or 1)
+    return _Index(ordered, sorted(key_times), stream.time_base, duration)
+
+
+def _frames_at(
+    container: InputContainer, stream: VideoStream, times: list[int], key_times: list[int]
+) -> Iterator[VideoFrame]:
+    """Yield the frame that is shown at each time, as long as there are frames.
+
+    Frames in between are decoded only if no key frame leads to a wanted frame more quickly.
+    """
+    container.seek(times[0], stream=stream)
+    decoded = container.decode(stream)
+    position = times[0]
+    for time in times:
+        key = bisect.bisect_right(key_times, time) - 1
+        if key >= 0 and key_times[key] > position:
+            container.seek(key_times[key], stream=stream)
+            decoded = container.decode(stream)
+        frame = next((frame for frame in decoded if frame.pts is None or frame.pts >= time), None)
+        if frame is None:
+            return
+        position = time if frame.pts is None else frame.pts
+        yield frame
+
+
+class _Pictures:
+    """Frames as RGB in one array, which is made when the first frame comes.
+
+    Args:
+        count: the number of frames.
+    """
+
+    def __init__(self, count: int, max_bytes: int, max_pixels: int, frame_pixels: int | None) -> None:
+        self._max_bytes = max_bytes
+        self._scaled_to = min(max_pixels, frame_pixels or max_pixels)
+        self._count = count
+        self._added = 0
+        self._size = (0, 0)
+        self._turns = 0
+        self._array = np.empty((0, 0, 0, 3), np.uint8)
+
+    def add(self, frame: VideoFrame) -> None:
+        """Add a frame, in the size and the orientation of the first one."""
+        if not self._added:
+            self._begin(frame)
+        width, height = self._size
+        picture = frame.reformat(width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
+        self._array[self._added] = np.rot90(picture, self._turns)
+        self._added += 1
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return the frames that were added. Raises BrokenItemError if there are none."""
+        if not self._added:
+            raise BrokenItemError("no frame of the video can be decoded")
+        return self._array[: self._added]
+
+    def _begin(self, frame: VideoFrame) -> None:
+        scale = min(1.0, math.sqrt(self._scaled_to / (frame.width * frame.height)))
+        self._size = max(1, int(frame.width * scale)), max(1, int(frame.height * scale))
+        self._turns = round(frame.rotation / 90) % 4
+        width, height = self._size if self._turns % 2 == 0 else self._size[::-1]
+        if self._count * width * height * 3 > self._max_bytes:
+            raise BrokenItemError(
+                f"{self._count} frames of {width} x {height} pixels take too much memory (--media-memory); send a "
+                "smaller video"
+            )
+        self._array = np.empty((self._count, height, width, 3), np.uint8)
