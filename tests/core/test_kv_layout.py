@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.errors import InvalidRequestError
 from paceline.core.kv_groups import state_groups
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout, make_layout
 
@@ -130,6 +131,39 @@ def test_the_fingerprint_follows_all_that_blocks_depend_on() -> None:
     ]
     assert len({layout.fingerprint for layout in layouts}) == len(layouts)
     assert make_layout(shapes, 2, "m") == layouts[0]
+
+
+@given(Shapes, Itemsizes, st.integers(1, 20_000))
+def test_encodings_fill_slots_of_their_own(shapes: tuple[GroupShape, ...], itemsize: int, size: int) -> None:
+    layout = make_layout(shapes, itemsize, "m", encoding_size=size)
+    assert layout.encodings is not None
+    (group,) = layout.encodings.groups
+    assert (layout.encodings.slot_bytes, layout.encodings.fingerprint) == (layout.slot_bytes, layout.fingerprint)
+    assert layout.encodings.first_group == len(layout.groups)
+    assert layout.all_groups == (*layout.groups, group)
+    assert group.block_tokens >= BASE_TOKENS
+    assert group.block_tokens % BASE_TOKENS == 0
+    link = BASE_TOKENS * size * itemsize
+    assert block_bytes(group, itemsize) <= layout.slot_bytes < block_bytes(group, itemsize) + link
+    # The KV is laid out as before, unless a row is so large that slots had to grow.
+    plain = make_layout(shapes, itemsize, "m")
+    assert (layout.groups, layout.slot_bytes) == (plain.groups, plain.slot_bytes) or plain.slot_bytes < link
+    assert layout.fingerprint != plain.fingerprint
+
+
+def test_the_fingerprint_of_a_model_without_encoders_stays() -> None:
+    # Cached blocks outlive a release of Paceline.
+    llama = GroupShape("full", tuple(range(32)), 8, 128)
+    known = "8696a0dd56f86a2a0342844a27aa413eff19f34b4dd04ce12437d6c61bcd589c"
+    assert make_layout((llama,), 2, "x").fingerprint == known
+
+
+def test_a_layout_has_encodings_only_if_the_model_has_encoders() -> None:
+    layout = make_layout((shape(4),), 2, "m", encoding_size=64)
+    assert layout.part(encoding=False) is layout
+    assert layout.part(encoding=True) is layout.encodings
+    with pytest.raises(InvalidRequestError, match="no encoders"):
+        make_layout((shape(4),), 2, "m").part(encoding=True)
 
 
 def test_a_model_without_groups_is_a_bug() -> None:

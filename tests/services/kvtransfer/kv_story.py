@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
 from tests.services.kvtransfer.kv_toolkit import chain, make_layout
 
-LAYOUT = make_layout((16, 0), (32, 16))
+LAYOUT = make_layout((16, 0), (32, 16), encoding_tokens=32)
 
 
 @dataclass(eq=False)
@@ -19,14 +20,20 @@ class Story:
     context: str
     """One letter for each 16 tokens."""
     tables: list[list[int]]
+    layout: KVLayout
+    """The part of LAYOUT to which the blocks belong."""
     words: dict[int, object] = field(default_factory=dict)
     """By slot, the word that the workers wrote or found there."""
-    sealed: list[int] = field(default_factory=lambda: [0] * len(LAYOUT.groups))
+    sealed: list[int] = field(init=False)
     """Number of sealed blocks of each group."""
 
+    def __post_init__(self) -> None:
+        self.sealed = [0] * len(self.layout.groups)
+
     def name(self, group: int, block: int) -> tuple[int, bytes]:
-        """Return the word that a sealed block contains: its group and hash."""
-        return group, chain(self.context)[(block + 1) * LAYOUT.groups[group].block_tokens // 16 - 1]
+        """Return the word that a sealed block contains: the number of its group, and its hash."""
+        link = (block + 1) * self.layout.groups[group].block_tokens // 16 - 1
+        return self.layout.first_group + group, chain(self.context)[link]
 
 
 @dataclass(eq=False)

@@ -142,7 +142,9 @@ async def test_a_source_that_cannot_be_read_leaves_nothing_behind(tmp_path: Path
 async def test_blocks_of_another_context_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Exports.run_prefix
 
-    async def lying(self: Exports, of: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
+    async def lying(
+        self: Exports, of: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write, encoding: bool
+    ) -> None:
         await honest(self, of, chain("uvwxyz"), cached_tokens, write)
 
     async with pair(tmp_path) as two:
@@ -157,7 +159,9 @@ async def test_blocks_of_another_context_are_not_taken(tmp_path: Path, monkeypat
 async def test_a_slow_source_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "PREFIX_SECONDS", 0.2)
 
-    async def silent(self: Exports, of: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
+    async def silent(
+        self: Exports, of: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write, encoding: bool
+    ) -> None:
         await asyncio.sleep(60)
 
     async with pair(tmp_path) as two:
@@ -176,7 +180,9 @@ async def test_who_has_no_room_for_it_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_call_that_is_cancelled_gives_its_blocks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def silent(self: Exports, of: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write) -> None:
+    async def silent(
+        self: Exports, of: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write, encoding: bool
+    ) -> None:
         await asyncio.sleep(60)
 
     async with pair(tmp_path) as two:

@@ -24,10 +24,12 @@ class Source:
         self.may_answer = asyncio.Event()
         honest = Exports.run_prefix
 
-        async def run_prefix(exports: Exports, of: Key, hashes: Sequence[bytes], cached: int, write: Write) -> None:
+        async def run_prefix(
+            exports: Exports, of: Key, hashes: Sequence[bytes], cached: int, write: Write, encoding: bool
+        ) -> None:
             self.asked.append(of.request_id)
             await self.may_answer.wait()
-            await honest(exports, of, hashes, cached, write)
+            await honest(exports, of, hashes, cached, write, encoding)
 
         monkeypatch.setattr(Exports, "run_prefix", run_prefix)
 
