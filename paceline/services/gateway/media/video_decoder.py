@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from paceline.services.gateway.media.decoded import BrokenItemError
 
 _MAX_FRAMES = 1_000_000
 """Most frames in a file. Reading their places takes a second."""
+_INDEXED_FORMATS = frozenset({"mp4", "matroska", "avi"})
+"""Containers with an index, in which a key frame is found exactly. Others are decoded from their begin."""
 
 
 def decode(
@@ -46,31 +49,28 @@ def decode(
 
     Raises BrokenItemError, or any error of PyAV.
     """
-    with open_container(data, "a video") as container:
-        if not container.streams.video:
-            raise BrokenItemError("the file has no video")
-        stream = container.streams.video[0]
-        _prepare(stream, max_pixels)
+    with _open(data, max_pixels) as (container, stream):
         index = _read_index(container, stream)
-        if index.duration > max_seconds:
-            raise BrokenItemError(
-                f"the video has {index.duration:.0f} seconds, but at most {max_seconds:g} are allowed "
-                "(--max-video-seconds); send a part of it"
-            )
-        chosen = sample(index.total, index.duration, frames, frames_per_second)
-        pictures = _Pictures(len(chosen), max_bytes, max_pixels, frame_pixels)
-        wanted = [index.times[number] for number in chosen]
+    if index.duration > max_seconds:
+        raise BrokenItemError(
+            f"the video has {index.duration:.0f} seconds, but at most {max_seconds:g} are allowed "
+            "(--max-video-seconds); send a part of it"
+        )
+    chosen = sample(index.total, index.duration, frames, frames_per_second)
+    wanted = [index.times[number] for number in chosen]
+    pictures = _Pictures(len(chosen), max_bytes, max_pixels, frame_pixels)
+    with _open(data, max_pixels) as (container, stream):
         for frame in _frames_at(container, stream, wanted, index.key_times):
             pictures.add(frame)
-        array = pictures.array()
-        # A broken file may end before its index says so.
-        chosen, wanted = chosen[: len(array)], wanted[: len(array)]
-        return {
-            "indices": chosen,
-            "timestamps": [float((time - index.times[0]) * index.time_base) for time in wanted],
-            "total_frames": index.total,
-            "duration": index.duration,
-        }, array
+    array = pictures.array()
+    # A broken file may end before its index says so.
+    chosen, wanted = chosen[: len(array)], wanted[: len(array)]
+    return {
+        "indices": chosen,
+        "timestamps": [float((time - index.times[0]) * index.time_base) for time in wanted],
+        "total_frames": index.total,
+        "duration": index.duration,
+    }, array
 
 
 def sample(total: int, duration: float, most: int, per_second: float | None) -> list[int]:
@@ -97,16 +97,23 @@ class _Index:
         return len(self.times)
 
 
-def _prepare(stream: VideoStream, max_pixels: int) -> None:
-    if stream.width * stream.height > max_pixels:
-        raise BrokenItemError(
-            f"its frames have {stream.width} x {stream.height} pixels, but at most {max_pixels} are allowed "
-            "(--max-image-pixels); send a smaller video"
-        )
-    # The size may change in the middle of a stream.
-    stream.codec_context.options = {"max_pixels": str(max_pixels)}
-    # The process decodes on one core.
-    stream.thread_count = 1
+@contextlib.contextmanager
+def _open(data: bytearray, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Yield a file's container and its first video, ready to be decoded from the begin."""
+    with open_container(data, "a video") as container:
+        if not container.streams.video:
+            raise BrokenItemError("the file has no video")
+        stream = container.streams.video[0]
+        if stream.width * stream.height > max_pixels:
+            raise BrokenItemError(
+                f"its frames have {stream.width} x {stream.height} pixels, but at most {max_pixels} are allowed "
+                "(--max-image-pixels); send a smaller video"
+            )
+        # The size may change in the middle of a stream.
+        stream.codec_context.options = {"max_pixels": str(max_pixels)}
+        # The process decodes on one core.
+        stream.thread_count = 1
+        yield container, stream
 
 
 def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
@@ -140,12 +147,12 @@ def _frames_at(
 
     Frames in between are decoded only if no key frame leads to a wanted frame more quickly.
     """
-    container.seek(times[0], stream=stream)
+    can_seek = not _INDEXED_FORMATS.isdisjoint(container.format.name.split(","))
     decoded = container.decode(stream)
     position = times[0]
     for time in times:
         key = bisect.bisect_right(key_times, time) - 1
-        if key >= 0 and key_times[key] > position:
+        if can_seek and key >= 0 and key_times[key] > position:
             container.seek(key_times[key], stream=stream)
             decoded = container.decode(stream)
         frame = next((frame for frame in decoded if frame.pts is None or frame.pts >= time), None)

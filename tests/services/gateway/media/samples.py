@@ -1,0 +1,83 @@
+"""Small files of every kind, made by the encoders of the same libraries."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def data_url(data: bytes, mime: str = "") -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def picture(width: int = 6, height: int = 4) -> Image.Image:
+    """Return an image with a red left and a blue right half."""
+    image = Image.new("RGB", (width, height), "red")
+    image.paste("blue", (width // 2, 0, width, height))
+    return image
+
+
+def image_file(format: str = "PNG", image: Image.Image | None = None, **options: Any) -> bytes:
+    file = io.BytesIO()
+    (image or picture()).save(file, format, **options)
+    return file.getvalue()
+
+
+def video_file(
+    count: int = 20,
+    size: tuple[int, int] = (32, 16),
+    format: str = "mp4",
+    codec: str = "mpeg4",
+    matrix: list[int] | None = None,
+) -> bytes:
+    """Return a video of 10 frames per second. Frame i is of grey 10 * i, except for its upper left quarter, which is
+    white."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=format) as container:
+        stream = container.add_stream(codec, rate=10)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.gop_size = 6
+        if matrix:
+            stream.set_display_matrix(matrix)
+        for number in range(count):
+            pixels = np.full((size[1], size[0], 3), 10 * number, np.uint8)
+            pixels[: size[1] // 2, : size[0] // 2] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def tone(rate: int = 44_100, seconds: float = 0.5, hertz: float = 440.0) -> NDArray[np.float32]:
+    return (np.sin(2 * np.pi * hertz * np.arange(int(rate * seconds)) / rate) / 2).astype(np.float32)
+
+
+def audio_file(
+    samples: NDArray[np.float32] | None = None, rate: int = 44_100, format: str = "wav", codec: str = "pcm_f32le"
+) -> bytes:
+    """Return an audio clip.
+
+    Args:
+        samples: [samples], or [2, samples] for two channels.
+    """
+    samples = np.atleast_2d(tone(rate) if samples is None else samples)
+    file = io.BytesIO()
+    with av.open(file, "w", format=format) as container:
+        stream = container.add_stream(codec, rate=rate, layout="stereo" if len(samples) == 2 else "mono")
+        frame = av.AudioFrame.from_ndarray(
+            np.ascontiguousarray(samples.T.reshape(1, -1)), "flt", "stereo" if len(samples) == 2 else "mono"
+        )
+        frame.sample_rate = rate
+        resampler = av.AudioResampler(stream.format, stream.layout, rate, frame_size=stream.frame_size or None)
+        for part in (*resampler.resample(frame), *resampler.resample(None)):
+            container.mux(stream.encode(part))
+        container.mux(stream.encode())
+    return file.getvalue()

@@ -1,0 +1,122 @@
+"""Clips become one channel at the wanted rate, as accurately as models need."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.pool import DecodeProcess
+from tests.services.gateway.media.conftest import MAX_BYTES, Decode
+from tests.services.gateway.media.samples import audio_file, image_file, tone, video_file
+
+OPTIONS: dict[str, Any] = {"max_seconds": 10.0, "sample_rate": 16_000}
+FORMATS = [
+    ("wav", "pcm_s16le"),
+    ("wav", "pcm_f32le"),
+    ("flac", "flac"),
+    ("mp3", "libmp3lame"),
+    ("ogg", "libopus"),
+    ("mp4", "aac"),
+    ("webm", "libopus"),
+]
+
+
+@pytest.mark.parametrize(("format", "codec"), FORMATS)
+def test_reads_format(decode: Decode, format: str, codec: str) -> None:
+    _, clip = decode("audio", audio_file(rate=48_000, format=format, codec=codec), **OPTIONS)
+    assert clip.dtype == np.float32
+    assert len(clip) == pytest.approx(8_000, abs=1_200)  # lossy codecs add some silence
+    # In the middle, it is the same tone.
+    spectrum = np.abs(np.fft.rfft(clip[1_000:7_000] * np.hanning(6_000)))
+    assert spectrum.argmax() * 16_000 / 6_000 == pytest.approx(440, abs=3)
+    assert clip[1_000:7_000].std() == pytest.approx(0.5 / np.sqrt(2), abs=0.01)
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000])
+def test_resamples_accurately(decode: Decode, rate: int) -> None:
+    _, clip = decode("audio", audio_file(tone(rate, 1.0), rate), **OPTIONS)
+    assert len(clip) == 16_000
+    # The ends of a clip ring in any filter.
+    assert np.abs(clip - tone(16_000, 1.0))[200:-200].max() < 2e-3
+
+
+def test_removes_what_the_lower_rate_cannot_hold(decode: Decode) -> None:
+    _, clip = decode("audio", audio_file(tone(48_000, 1.0, hertz=11_000), 48_000), **OPTIONS)
+    assert np.abs(clip[500:-500]).max() < 1e-3
+
+
+def test_takes_mean_of_channels(decode: Decode) -> None:
+    one = tone(16_000)
+    _, clip = decode("audio", audio_file(np.stack([one, np.zeros_like(one)]), 16_000), **OPTIONS)
+    assert np.abs(clip - one / 2).max() < 1e-6
+    _, clip = decode("audio", audio_file(np.stack([one, -one]), 16_000), **OPTIONS)
+    assert np.abs(clip).max() < 1e-6
+
+
+def test_keeps_samples_of_the_same_rate(decode: Decode) -> None:
+    _, clip = decode("audio", audio_file(tone(16_000), 16_000), **OPTIONS)
+    assert np.array_equal(clip, tone(16_000))
+
+
+def spoilt(value: float) -> bytes:
+    samples = tone(16_000).copy()
+    samples[100] = value
+    return audio_file(samples, 16_000)
+
+
+def with_rate(rate: int) -> bytes:
+    data = bytearray(audio_file(rate=16_000, codec="pcm_s16le"))
+    data[24:28] = struct.pack("<I", rate)
+    return bytes(data)
+
+
+REFUSED: dict[str, tuple[bytes, dict[str, Any], str]] = {
+    "nothing": (b"", {}, "empty"),
+    "noise": (b"\x00\xff" * 500, {}, "broken, or is not an audio clip"),
+    "head only": (audio_file()[:44], {}, "broken|no samples"),
+    "NaN": (spoilt(float("nan")), {}, "not finite"),
+    "infinity": (spoilt(float("inf")), {}, "not finite"),
+    "overflow": (spoilt(1e30), {}, "far too large"),
+    "slow": (with_rate(1), {}, "sample rate"),
+    "fast": (with_rate(4_000_000), {}, "sample rate"),
+    "long": (audio_file(), {"max_seconds": 0.25}, "--max-audio-seconds"),
+    "silent video": (video_file(), {}, "no audio"),
+    "image": (image_file("PNG"), {}, "broken, or is not"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(decode: Decode, name: str) -> None:
+    data, options, message = REFUSED[name]
+    with pytest.raises(MediaError, match=message):
+        decode("audio", data, **{**OPTIONS, **options})
+
+
+@settings(max_examples=100)
+@given(
+    place=st.sampled_from(FORMATS),
+    changes=st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 255)), max_size=12),
+    end=st.integers(0, 100_000),
+)
+def test_mutated_file_is_decoded_or_refused(
+    process: DecodeProcess, place: tuple[str, str], changes: list[tuple[int, int]], end: int
+) -> None:
+    data = bytearray(FILES[place])
+    for at, value in changes:
+        data[at % len(data)] = value
+    job = {"kind": "audio", "options": OPTIONS, "max_bytes": MAX_BYTES, "seconds": 60.0}
+    try:
+        _, clip = process.decode(job, data[: max(1, end % (2 * len(data)))], 60.0)
+    except MediaError:
+        return
+    assert np.isfinite(clip).all()
+    assert len(clip) <= 160_000
+
+
+FILES = {place: audio_file(rate=48_000, format=place[0], codec=place[1]) for place in FORMATS}

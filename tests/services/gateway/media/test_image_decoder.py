@@ -1,0 +1,150 @@
+"""Images become RGB, as models' own preprocessing reads them. Broken and hostile ones are refused."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.pool import DecodeProcess
+from tests.services.gateway.media.conftest import MAX_BYTES, Decode
+from tests.services.gateway.media.samples import IMAGE_FORMATS, image_file, picture
+
+RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
+
+
+def pixels(decode: Decode, data: bytes, max_pixels: int = 1 << 20) -> Any:
+    _, array = decode("image", data, max_pixels=max_pixels)
+    assert array.dtype == np.uint8
+    return array
+
+
+@pytest.mark.parametrize("format", IMAGE_FORMATS)
+def test_reads_format(decode: Decode, format: str) -> None:
+    array = pixels(decode, image_file(format))
+    assert array.shape == (4, 6, 3)
+    assert np.abs(array[0, 0].astype(int) - RED).max() < 40
+    assert np.abs(array[0, 5].astype(int) - BLUE).max() < 40
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+def test_converts_mode(decode: Decode, mode: str) -> None:
+    image = picture().convert("L") if mode == "I;16" else picture().convert(mode)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
+    assert np.array_equal(pixels(decode, image_file("PNG", image)), np.asarray(image_of(image)))
+
+
+def image_of(image: Image.Image) -> Image.Image:
+    if image.mode == "I;16":
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
+def test_converts_cmyk(decode: Decode) -> None:
+    array = pixels(decode, image_file("JPEG", picture(64, 64).convert("CMYK")))
+    assert np.abs(array[8, 8].astype(int) - RED).max() < 40
+
+
+def test_transparent_parts_are_white(decode: Decode) -> None:
+    image = picture().convert("RGBA")
+    image.putpixel((0, 0), (0, 0, 0, 0))
+    image.putpixel((1, 0), (0, 0, 0, 128))
+    array = pixels(decode, image_file("PNG", image))
+    assert tuple(array[0, 0]) == WHITE
+    assert array[0, 1] == pytest.approx((127, 127, 127), abs=1)
+    palette = Image.new("P", (2, 1), 0)
+    palette.putpalette([*RED, *BLUE])
+    palette.putpixel((1, 0), 1)
+    array = pixels(decode, image_file("GIF", palette, transparency=1))
+    assert (tuple(array[0, 0]), tuple(array[0, 1])) == (RED, WHITE)
+
+
+def test_turns_by_exif_orientation(decode: Decode) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate clockwise to show it
+    array = pixels(decode, image_file("PNG", exif=exif))
+    assert array.shape == (6, 4, 3)
+    assert (tuple(array[0, 0]), tuple(array[5, 0])) == (RED, BLUE)
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_takes_first_frame_of_animation(decode: Decode, format: str) -> None:
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    data = image_file(format, frames[0], save_all=True, append_images=frames[1:])
+    assert np.abs(pixels(decode, data)[0, 0].astype(int) - RED).max() < 40
+
+
+def png(width: int, height: int, rows: bytes) -> bytes:
+    """Return a PNG whose head need not fit its rows."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    packed = zlib.compress(rows, 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+HUGE_GIF = struct.pack("<6sHHBBB", b"GIF89a", 65_535, 65_535, 0, 0, 0) + struct.pack(
+    "<cHHHHBB", b",", 0, 0, 65_535, 65_535, 0, 2
+)
+REFUSED = {
+    "nothing": (b"", "empty"),
+    "spaces": (b" " * 600, "empty"),
+    "noise": (b"\x00\xff" * 100, "not an image"),
+    "svg": (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+    "page": (b"\n<!DOCTYPE html><html></html>", "web page"),
+    "half": (image_file("PNG", picture(300, 300))[:200], "broken"),
+    "half JPEG": (image_file("JPEG", picture(300, 300))[:-200], "broken"),
+    "TIFF": (image_file("TIFF"), "not an image"),
+    "huge head": (png(60_000, 60_000, b""), "--max-image-pixels"),
+    "bomb": (png(30_000, 30_000, bytes(30_000)), "--max-image-pixels"),
+    "many rows missing": (png(1000, 1000, bytes(100)), "broken"),
+    "huge GIF": (HUGE_GIF, "--max-image-pixels"),
+    "too large for memory": (png(2000, 2000, bytes(10)), "--media-memory"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(decode: Decode, name: str) -> None:
+    data, message = REFUSED[name]
+    with pytest.raises(MediaError, match=message):
+        pixels(decode, data, max_pixels=5_000_000)
+
+
+def test_bound_of_pixels_is_exact(decode: Decode) -> None:
+    assert pixels(decode, image_file(), max_pixels=24).shape == (4, 6, 3)
+    with pytest.raises(MediaError, match="at most 23"):
+        pixels(decode, image_file(), max_pixels=23)
+
+
+@settings(max_examples=150)
+@given(
+    format=st.sampled_from(IMAGE_FORMATS),
+    changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=8),
+    end=st.integers(0, 10_000),
+)
+def test_mutated_file_is_decoded_or_refused(
+    process: DecodeProcess, format: str, changes: list[tuple[int, int]], end: int
+) -> None:
+    data = bytearray(image_file(format, picture(40, 30)))
+    for place, value in changes:
+        data[place % len(data)] = value
+    before = process.pid
+    job = {"kind": "image", "options": {"max_pixels": 1 << 20}, "max_bytes": MAX_BYTES, "seconds": 60.0}
+    try:
+        _, array = process.decode(job, data[: max(1, end % (2 * len(data)))], 60.0)
+    except MediaError:
+        pass
+    else:
+        assert array.ndim == 3
+        assert array.shape[2] == 3
+    assert process.pid == before

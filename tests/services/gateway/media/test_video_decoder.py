@@ -1,0 +1,141 @@
+"""Frames are spread evenly over a video. What the file says about itself is not trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.pool import DecodeProcess
+from paceline.services.gateway.media.video_decoder import sample
+from tests.services.gateway.media.conftest import MAX_BYTES, Decode
+from tests.services.gateway.media.samples import audio_file, image_file, video_file
+
+OPTIONS: dict[str, Any] = {
+    "max_pixels": 1 << 20,
+    "max_seconds": 60.0,
+    "frames": 5,
+    "frames_per_second": None,
+    "frame_pixels": None,
+}
+CONTAINERS = [
+    ("mp4", "mpeg4"),
+    ("mp4", "h264"),
+    ("matroska", "mpeg4"),
+    ("webm", "libvpx-vp9"),
+    ("avi", "mpeg4"),
+    ("mpegts", "mpeg2video"),
+]
+TURNED_RIGHT = [0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30]
+"""The display matrix that a phone writes when it is held upright: turn clockwise to show."""
+
+
+def test_samples_evenly() -> None:
+    assert sample(10, 1.0, 4, None) == [0, 3, 6, 9]
+    assert sample(3, 1.0, 8, None) == [0, 1, 2]
+    assert sample(100, 10.0, 32, 1.0) == sample(100, 10.0, 10, None)
+    assert sample(100, 0.1, 32, 1.0) == [0]
+
+
+@given(st.integers(1, 10_000), st.floats(0.01, 1000), st.integers(1, 1000), st.none() | st.floats(0.1, 60))
+def test_samples_within_bounds(total: int, duration: float, most: int, per_second: float | None) -> None:
+    chosen = sample(total, duration, most, per_second)
+    assert 1 <= len(chosen) <= min(most, total)
+    assert chosen == sorted(set(chosen))
+    assert chosen[0] == 0
+    assert chosen[-1] < total
+
+
+@pytest.mark.parametrize(("format", "codec"), CONTAINERS)
+def test_reads_frames_at_their_times(decode: Decode, format: str, codec: str) -> None:
+    facts, frames = decode("video", video_file(format=format, codec=codec), **OPTIONS)
+    assert (frames.shape, frames.dtype) == ((5, 16, 32, 3), np.uint8)
+    assert facts["indices"] == [0, 4, 9, 14, 19]
+    assert facts["total_frames"] == 20
+    assert facts["timestamps"] == pytest.approx([0.0, 0.4, 0.9, 1.4, 1.9], abs=0.002)
+    assert facts["duration"] == pytest.approx(2.0, abs=0.06)
+    assert frames[:, 12, 24].mean(axis=1) == pytest.approx([0, 40, 90, 140, 190], abs=12)
+
+
+def test_skips_to_key_frames(decode: Decode) -> None:
+    """Two of 20 frames, with other key frames in between."""
+    facts, frames = decode("video", video_file(), **{**OPTIONS, "frames": 2})
+    assert facts["indices"] == [0, 19]
+    assert frames[:, 12, 24].mean(axis=1) == pytest.approx([0, 190], abs=12)
+
+
+def test_takes_every_frame_if_there_are_few(decode: Decode) -> None:
+    facts, frames = decode("video", video_file(count=3), **OPTIONS)
+    assert facts["indices"] == [0, 1, 2]
+    assert len(frames) == 3
+
+
+def test_takes_frames_per_second(decode: Decode) -> None:
+    facts, _ = decode("video", video_file(), **{**OPTIONS, "frames_per_second": 1.0})
+    assert facts["indices"] == [0, 19]
+
+
+def test_scales_frames_down(decode: Decode) -> None:
+    _, frames = decode("video", video_file(size=(64, 32)), **{**OPTIONS, "frame_pixels": 512})
+    assert frames.shape == (5, 16, 32, 3)
+
+
+def test_turns_frames(decode: Decode) -> None:
+    _, frames = decode("video", video_file(matrix=TURNED_RIGHT), **OPTIONS)
+    assert frames.shape == (5, 32, 16, 3)
+    # The white quarter was at the upper left, and the picture is turned clockwise.
+    assert frames[0, 4, 12].mean() > 200
+    assert frames[0, 4, 4].mean() < 60
+
+
+def test_reads_animation(decode: Decode) -> None:
+    facts, _ = decode("video", image_file("GIF"), **OPTIONS)
+    assert facts["total_frames"] == 1
+
+
+REFUSED: dict[str, tuple[bytes, dict[str, Any], str]] = {
+    "nothing": (b"", {}, "empty"),
+    "noise": (b"\x00\xff" * 500, {}, "broken, or is not a video"),
+    "half": (video_file()[:600], {}, "broken"),
+    "audio": (audio_file(), {}, "no video"),
+    "long": (video_file(), {"max_seconds": 1.5}, "--max-video-seconds"),
+    "large frames": (video_file(), {"max_pixels": 500}, "--max-image-pixels"),
+    "many large frames": (video_file(size=(1024, 768), count=5), {}, "--media-memory"),
+    "playlist": (b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n", {}, "broken, or is not"),
+    "list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", {}, "broken, or is not"),
+    "page": (b"<html>", {}, "web page"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(decode: Decode, name: str) -> None:
+    data, options, message = REFUSED[name]
+    with pytest.raises(MediaError, match=message):
+        decode("video", data, **{**OPTIONS, **options})
+
+
+@settings(max_examples=60)
+@given(
+    place=st.sampled_from(CONTAINERS),
+    changes=st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 255)), max_size=12),
+    end=st.integers(0, 100_000),
+)
+def test_mutated_file_is_decoded_or_refused(
+    process: DecodeProcess, place: tuple[str, str], changes: list[tuple[int, int]], end: int
+) -> None:
+    data = bytearray(FILES[place])
+    for at, value in changes:
+        data[at % len(data)] = value
+    job = {"kind": "video", "options": OPTIONS, "max_bytes": MAX_BYTES, "seconds": 60.0}
+    try:
+        facts, frames = process.decode(job, data[: max(1, end % (2 * len(data)))], 60.0)
+    except MediaError:
+        return
+    assert len(frames) == len(facts["indices"]) == len(facts["timestamps"]) <= 5
+
+
+FILES = {place: video_file(format=place[0], codec=place[1]) for place in CONTAINERS}
