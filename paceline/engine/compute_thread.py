@@ -57,6 +57,7 @@ class ComputeThread:
         turns: Turns | None,
         on_result: Callable[[Step, StepResult, bool], None],
         on_turn: Callable[[bool], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
         self.launched: queue.SimpleQueue[Launch | EncodeJob | None] = queue.SimpleQueue()
@@ -74,6 +75,7 @@ class ComputeThread:
         self._turns = turns
         self._on_result = on_result
         self._on_turn = on_turn
+        self._clock = clock
         self._began: float | None = None
         self._ended = 0.0
         self._last_step_seconds = 0.0
@@ -85,7 +87,7 @@ class ComputeThread:
     def step_seconds(self) -> float:
         """Time since the step, or the piece of an encoder, under way began; 0 between them."""
         began = self._began
-        return 0.0 if began is None else time.perf_counter() - began
+        return 0.0 if began is None else self._clock() - began
 
     def samples(self) -> Iterator[Sample]:
         """Yield the figures for metrics. Any thread may call this."""
@@ -95,25 +97,25 @@ class ComputeThread:
 
     def run(self) -> None:
         """Compute until the end. Raises the error of a step that failed."""
-        self._ended = time.perf_counter()
-        while (launched := self.launched.get()) is not None and not self.stopping:
+        self._ended = self._clock()
+        while (launched := self.launched.get()) is not None:
             if isinstance(launched, EncodeJob):
                 self._encode(launched)
-            else:
+            elif not self.stopping:
                 self._execute(launched)
 
     def _execute(self, launch: Launch) -> None:
-        began = self._began = time.perf_counter()
+        began = self._began = self._clock()
         # Time without any work is no bubble: it ends with the command that brought work.
         self.bubble_seconds += max(0.0, began - max(self._ended, launch.idle_until or self._ended))
         if self._turns is not None:
             self._turns.begin()
-            asked, began = max(began, self._ended), time.perf_counter()
+            asked, began = max(began, self._ended), self._clock()
             self.yielded_seconds += max(0.0, began - asked)
         result = self.runner.execute(launch.step)
         hands_over = any(chunk.hands_over for chunk in launch.step.chunks)
         yields = self._turns is not None and self._turns.end(hands_over)
-        self._began, self._ended = None, time.perf_counter()
+        self._began, self._ended = None, self._clock()
         self._last_step_seconds = self._ended - began
         self.busy_seconds += self._last_step_seconds
         self._on_result(launch.step, result, yields)
@@ -121,25 +123,26 @@ class ComputeThread:
             left = self._turns.wait(PLAN_SECONDS)
             self._on_turn(left > 0)
             # Planning counts as the others' time until their turn ends.
-            asked, self._ended = self._ended, time.perf_counter() + left
+            asked, self._ended = self._ended, self._clock() + left
             self.yielded_seconds += self._ended - asked
 
     # ---- encoders
 
     def _encode(self, job: EncodeJob) -> None:
         """Run a job. Its own errors are told to its owner. The error of a step between its pieces ends the thread."""
-        error: Exception | None = None
-        self._piece_seconds = 0.0
-        self._begin_piece()
-        try:
-            job.run(self._between)
-        except Exception as own:
-            error = own
-        if self._began is not None:
-            self._end_piece()
+        error: Exception | None = EncodingStoppedError() if self.stopping else None
+        if error is None:
+            self._piece_seconds = 0.0
+            self._begin_piece()
+            try:
+                job.run(self._between)
+            except Exception as own:
+                error = own
+            if self._began is not None:
+                self._end_piece()
+        job.on_end(error)
         if self._failed_step is not None:
             raise self._failed_step
-        job.on_end(error)
 
     def _between(self) -> None:
         """Compute a step between two pieces of an encoder, if one waits and it is its turn.
@@ -147,6 +150,8 @@ class ComputeThread:
         Raises EncodingStoppedError if the engine stops.
         """
         self._end_piece()
+        if self.stopping:
+            raise EncodingStoppedError
         if self._piece_seconds >= self._last_step_seconds and not self.launched.empty():
             launched = self.launched.get()
             if isinstance(launched, EncodeJob):
@@ -160,18 +165,16 @@ class ComputeThread:
             except BaseException as error:
                 self._failed_step = error
                 raise
-        if self.stopping:
-            raise EncodingStoppedError
         self._begin_piece()
 
     def _begin_piece(self) -> None:
         if self._turns is not None:
             self._turns.begin()
-        self._began = time.perf_counter()
+        self._began = self._clock()
 
     def _end_piece(self) -> None:
         assert self._began is not None
-        self._ended = time.perf_counter()
+        self._ended = self._clock()
         self._piece_seconds += self._ended - self._began
         self.encode_seconds += self._ended - self._began
         self._began = None

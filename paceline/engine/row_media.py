@@ -33,9 +33,7 @@ class RowMedia:
         device: the device of the model.
     """
 
-    def __init__(
-        self, count: int, whole: frozenset[MediaKind], encodings: Tensor | None, device: torch.device
-    ) -> None:
+    def __init__(self, count: int, whole: frozenset[MediaKind], encodings: Tensor | None, device: torch.device) -> None:
         self.ends = [0] * count
         """For each row, the end of its last span; 0 if it has none."""
         self.spans: list[Sequence[MediaSpan]] = [()] * count

@@ -172,9 +172,7 @@ class Rows:
         encoded = last_keys = None
         if pieces := [Piece(*span, first) for span, first in zip(spans, query_start) if span[1] < ends[span[0]]]:
             encoded, last_keys = self.media.encoded(pieces), self.media.last_keys(pieces, positions)
-        batch = AttentionBatch(
-            tuple(query_start), context_len, tuple(groups), final_len=final_len, last_keys=last_keys
-        )
+        batch = AttentionBatch(tuple(query_start), context_len, tuple(groups), final_len=final_len, last_keys=last_keys)
         return Inputs(tensors[0], tensors[1], [start for _, start, _ in spans], batch, encoded)
 
     def _gather(self, index: int, spans: Sequence[Span]) -> Tensor:

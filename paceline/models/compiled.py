@@ -16,7 +16,6 @@ from paceline.kernels.interface import Forward, Kernels, Taps
 from paceline.kernels.transfer import to_device
 from paceline.models.base import Architecture, EncodedRows
 
-
 _PADDING = 0
 """The token whose embedding, and row of any table, a placeholder token has until rows of encodings replace it."""
 
