@@ -96,6 +96,8 @@ _METAVARS = {
     "allowed_media_domains": "NAMES",
     "auth_token_file": "FILE",
     "chat_template": "FILE",
+    "limit_mm_per_prompt": "JSON",
+    "mm_processor_kwargs": "JSON",
     "response_store": "FILE|URL|none",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",

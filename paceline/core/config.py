@@ -190,6 +190,23 @@ class GatewayConfig(ServiceConfig):
     allowed_local_media_path: str = option(
         "", "folder whose files clients may name as file: URLs; default: no file: URL is allowed", "media"
     )
+    limit_mm_per_prompt: str = option(
+        "",
+        'how many items of each kind a request may have, as JSON, such as {"image": 4, "video": 1, "audio": 0}; a kind '
+        "that is left out is limited by --max-media-items alone",
+        "media",
+    )
+    mm_processor_kwargs: str = option(
+        "",
+        'options of the model\'s preprocessing, as JSON, for requests without their own, such as {"max_soft_tokens": '
+        "560}, the most tokens that Gemma 4 sees of an image",
+        "media",
+    )
+    media_cache_size: Size = option(
+        "256MiB",
+        "memory for preprocessed media that clients have named by a uuid, so that they need not send them again",
+        "media",
+    )
     max_media_items: int = option(64, "images, videos and audio clips in one request", "media", at_least=0)
     max_media_size: Size = option("64MiB", "largest file of an image, a video or an audio clip", "media")
     media_memory: Size = option(
@@ -441,6 +458,8 @@ class ServeConfig(Options):
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
     response_store: str = same_option(GatewayConfig, "response_store")
+    limit_mm_per_prompt: str = same_option(GatewayConfig, "limit_mm_per_prompt")
+    mm_processor_kwargs: str = same_option(GatewayConfig, "mm_processor_kwargs")
     allowed_media_domains: str = same_option(GatewayConfig, "allowed_media_domains")
     allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
     allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")

@@ -15,7 +15,13 @@ from paceline.models.hub_name import HubName
 from paceline.models.tokenizer_files import is_template, tokenizer_files
 
 _CONFIG = "config.json"
-_SETTINGS = ("generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
+_SETTINGS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
 
 
 def fetch_from_hub(

@@ -19,11 +19,11 @@ from paceline.services.gateway.api_bodies import (
     Tokens,
 )
 from paceline.services.gateway.api_schema import answers
-from paceline.services.gateway.chat_prompt import render_chat
+from paceline.services.gateway.chat_planning import encode_conversation, plan_conversation
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.kinds import KINDS
-from paceline.services.gateway.plan import check_ids, kind_of, plan_chat, plan_completion
+from paceline.services.gateway.plan import check_ids, kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat
 from paceline.services.gateway.schemas import (
@@ -65,22 +65,18 @@ def make_api(gateway: Gateway) -> APIRouter:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
-        longest = gateway.fleet.max_model_len()
-        plan = await asyncio.to_thread(
-            plan_chat, body, gateway.tokenizer, gateway.forms, longest, gateway.logprob_rules
-        )
+        plan = await plan_conversation(gateway, body, request)
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await respond(gateway, body, plan, response_format, request)
 
     @router.post("/tokenize", response_model=None, responses=answers(Tokens))
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         gateway.check_request(body.model)
-        tokenizer = gateway.tokenizer
-        text, special, param = body.prompt, body.add_special_tokens is not False, "prompt"
-        if text is None:
-            text = await asyncio.to_thread(render_chat, body, tokenizer, gateway.forms)
-            special, param = body.add_special_tokens is True, "messages"
-        tokens = await asyncio.to_thread(tokenizer.encode, text, special, param)
+        tokenizer, special = gateway.tokenizer, body.add_special_tokens
+        if body.prompt is None:
+            tokens = (await encode_conversation(gateway, body, request, special is True)).token_ids
+        else:
+            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, special is not False)
         return {
             "count": len(tokens),
             "max_model_len": gateway.fleet.max_model_len(),

@@ -32,7 +32,12 @@ class ModelList(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
+    """Numbers of tokens. Those of media are there only if the prompt has such media."""
+
     cached_tokens: int
+    image_tokens: int = 0
+    video_tokens: int = 0
+    audio_tokens: int = 0
 
 
 class CompletionTokensDetails(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,11 +11,13 @@ from pydantic import Field, model_validator
 
 from paceline.services.gateway.api_bodies import ChatBatch
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_planning import with_media
 from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta
-from paceline.services.gateway.plan import plan_chats
+from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.plan import Plan, plan_chats
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.responses import ChatFormat, Json
 from paceline.services.gateway.schemas import MAX_CHOICES, ChatRequest
@@ -58,7 +59,11 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
         await gateway.wait_for_workers()
         chats, tokenizer = body.chats(), gateway.tokenizer
         longest = gateway.fleet.max_model_len()
-        plan = await asyncio.to_thread(plan_chats, chats, tokenizer, gateway.forms, longest, gateway.logprob_rules)
+
+        def plan_all(media: Expansions) -> Plan:
+            return plan_chats(chats, tokenizer, gateway.forms, longest, gateway.logprob_rules, media)
+
+        plan = await with_media(gateway, chats, request, plan_all)
         formats = [ChatFormat(chat, plan, response_id, gateway.model, tokenizer) for chat in chats]
         generation = start(gateway, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))

@@ -1,32 +1,149 @@
-"""The text that the model sees for a conversation, with its tools."""
+"""The prompt that the model sees for a conversation, with its tools and its media."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.chat_schemas import ChatMessage, ContentPart, TextPart
+from paceline.services.gateway.media.expansion import Expansions, Piece
+from paceline.services.gateway.media.items import ItemKind, MediaItem
+from paceline.services.gateway.media.prompt import Prompt, encode_prompt
 from paceline.services.gateway.schemas import ChatFields
 from paceline.services.gateway.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
 
-def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -> str:
-    """Return a conversation as the text that the model sees. Raises InvalidRequestError if the template rejects it."""
-    messages = [message.for_template() for message in request.messages]
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as the chat template writes it."""
+
+    text: str
+    """The text with the template's markers in the places of media."""
+    texts: Sequence[str]
+    """The texts before, between and after the media."""
+    items: Sequence[MediaItem]
+    """The media in the order of their places."""
+
+    def encode(self, media: Expansions, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
+        """Return the prompt.
+
+        Args:
+            media: what stands in the prompt for each item.
+
+        Raises InvalidRequestError if a text is not valid Unicode.
+        """
+        pieces: list[Piece] = [self.texts[0]]
+        for item, text in zip(self.items, self.texts[1:], strict=True):
+            pieces += [*media[item].pieces, text]
+        return encode_prompt(pieces, tokenizer, add_special_tokens, "messages")
+
+
+def media_of(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[MediaItem]:
+    """Return the media of a conversation that the model will see, in order."""
+    return [part.item for message in _arranged(messages, tokenizer.media_kinds) for part in message.media]
+
+
+def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -> RenderedChat:
+    """Return a conversation as the chat template writes it.
+
+    Raises InvalidRequestError if the template rejects it, or has no place for its media.
+    """
+    arranged = list(_arranged(request.messages, tokenizer.media_kinds))
+    messages = [message.for_template() for message in arranged]
     tools = [tool.for_template() for tool in request.tools or ()]
     if not forms.template_has_tools and forms.tools is not None:
         messages = _with_tools(messages, tools, forms.tools)
     generation_prompt = request.add_generation_prompt
-    return tokenizer.render_chat(
+    rendered = tokenizer.render_chat(
         messages,
         add_generation_prompt=not request.continue_final_message if generation_prompt is None else generation_prompt,
         continue_final_message=request.continue_final_message,
         template_kwargs=_template_kwargs(request),
         tools=tools,
     )
+    texts, kinds = tokenizer.marks.split(rendered)
+    items = _in_places([part.item for message in arranged for part in message.media], kinds)
+    return RenderedChat(tokenizer.marks.show_markers(rendered), texts, items)
+
+
+def _in_places(items: Sequence[MediaItem], kinds: Sequence[ItemKind]) -> list[MediaItem]:
+    """Return items in the order of their places in the rendered text, of which only the kinds are known."""
+    left: dict[str, Iterator[MediaItem]] = {
+        kind: iter([item for item in items if item.kind == kind]) for kind in ("image", "video", "audio")
+    }
+    placed = [item for kind in kinds if (item := next(left[kind], None)) is not None]
+    if len(placed) != len(items) or len(kinds) != len(items):
+        raise InvalidRequestError(
+            "messages: the model's chat template has no place for some of the images, videos or audio; put them into "
+            "messages of the user, or start the gateway with another --chat-template",
+            "messages",
+        )
+    return placed
+
+
+def _arranged(messages: Iterable[ChatMessage], kinds: frozenset[ItemKind]) -> Iterator[ChatMessage]:
+    """Yield messages with media only where chat templates have a place for them.
+
+    Media in the results of tools follow these results in a message of the user. If the model does not take them, it
+    sees a note instead, because an agent cannot know what its tools return.
+
+    Raises InvalidRequestError if other messages have media that the model, or messages of their role, cannot have.
+    """
+    held: list[ContentPart] = []
+    for message in itertools.chain(messages, [None]):
+        if message is not None and message.role == "tool":
+            held += [part for part in message.media if part.kind in kinds]
+            yield _with_notes(message, kinds)
+            continue
+        if held and (message is None or message.role != "user"):
+            yield ChatMessage(role="user", content=held)
+            held = []
+        if message is None:
+            return
+        _check_media(message, kinds)
+        if held:
+            content = message.content if message.content is not None else ""
+            own = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+            message, held = message.model_copy(update={"content": [*held, *own]}), []
+        yield message
+
+
+def _with_notes(message: ChatMessage, kinds: frozenset[ItemKind]) -> ChatMessage:
+    """Return a tool's result as text alone, with notes about media that the model does not take."""
+    if not message.media or not isinstance(message.content, list):
+        return message
+    texts = [
+        part.text if isinstance(part, TextPart) else f"[{part.kind}: this model takes {_named(kinds)}]"
+        for part in message.content
+        if isinstance(part, TextPart) or part.kind not in kinds
+    ]
+    return message.model_copy(update={"content": "\n".join(texts)})
+
+
+def _named(kinds: frozenset[ItemKind]) -> str:
+    return " and ".join(["text", *sorted(kinds)]) if kinds else "text alone"
+
+
+def _check_media(message: ChatMessage, kinds: frozenset[ItemKind]) -> None:
+    for part in message.media:
+        if part.kind not in kinds:
+            raise InvalidRequestError(
+                f"messages: {part.kind} is not supported; this model takes {_named(kinds)}", "messages"
+            )
+        if message.role in ("system", "developer", "assistant"):
+            raise InvalidRequestError(
+                f"messages: a message of the role {message.role!r} cannot have {part.kind}; put it into a message of "
+                "the user",
+                "messages",
+            )
 
 
 def _template_kwargs(request: ChatFields) -> Json:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.media.parts import MEDIA_TYPES, MediaPart
 
 Json = dict[str, Any]
 
@@ -39,10 +41,30 @@ class TextPart(Body):
             return data
         kind = data["type"]
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            message = "content of type {kind} is not supported; this model takes text"
+            message = "content of type {kind} is not supported; send text, images, videos or audio"
             raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
         field = _TEXT_PARTS[kind]
         return {"type": kind, "text": data[field]} if field in data else data
+
+    def for_template(self) -> Json:
+        return {"type": "text", "text": self.text}
+
+
+def kind_of_part(data: Any) -> Literal["media", "text"]:
+    """Return which class a part of a message's content has."""
+    kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
+    return "media" if isinstance(kind, str) and kind in MEDIA_TYPES else "text"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")], Discriminator(kind_of_part)
+]
+
+
+def joined(parts: Sequence[ContentPart]) -> str | list[ContentPart]:
+    """Return parts as one text, joined by newlines; as they are if some are no texts."""
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
 
 
 def _as_clients_write(schema: Json) -> None:
@@ -98,7 +120,7 @@ class ChatMessage(Body):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -111,11 +133,20 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str | None:
-        """The content as one text, its parts joined by newlines; None if there is none."""
-        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        """The content as one text, its texts joined by newlines; None if there is none."""
+        if not isinstance(self.content, list):
+            return self.content
+        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def media(self) -> list[MediaPart]:
+        """The parts of the content that are no texts."""
+        return [part for part in self.content if isinstance(part, MediaPart)] if isinstance(self.content, list) else []
 
     def for_template(self) -> Json:
-        message = {"role": self.role, "content": self.text, **(self.model_extra or {})}
+        content = joined(self.content) if isinstance(self.content, list) else self.content
+        parts = [part.for_template() for part in content] if isinstance(content, list) else content
+        message = {"role": self.role, "content": parts, **(self.model_extra or {})}
         if self.tool_calls:
             message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.tool_call_id is not None:

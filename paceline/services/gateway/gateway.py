@@ -18,7 +18,10 @@ from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.media.items import NO_MEDIA
 from paceline.services.gateway.media.loader import MediaService
+from paceline.services.gateway.media.preparation import MediaPreparer
+from paceline.services.gateway.media.processors.families import read_processor
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.plan import LogprobRules
@@ -62,6 +65,7 @@ class Gateway:
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
         self.media = MediaService(config)
+        self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
         self.requests = RunningRequests()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
@@ -147,4 +151,6 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     if not folder.is_dir():
         raise ConfigError(f"{config.model} is not a folder")
     chat_template = Path(config.chat_template) if config.chat_template else None
-    return Tokenizer(folder, chat_template, config.generation_config)
+    processor = read_processor(folder)
+    media_tokens = NO_MEDIA if processor is None else processor.tokens
+    return Tokenizer(folder, chat_template, config.generation_config, media_tokens)

@@ -18,6 +18,7 @@ from paceline.services.gateway.answers.parts import Content, Part, join_parts
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.event_feed import Mailbox
+from paceline.services.gateway.media.prompt import media_tokens
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.repetition import REPETITION, RepetitionDetector
@@ -111,6 +112,7 @@ class Generation:
         """Choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
+        self._media_tokens = media_tokens([span for prompt in plan.prompts for span in prompt.media])
         self._tasks: list[asyncio.Task[None]] = []
 
     def usage(self) -> dict[str, object]:
@@ -120,7 +122,7 @@ class Generation:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens), **self._media_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 

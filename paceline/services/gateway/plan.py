@@ -20,6 +20,7 @@ from paceline.services.gateway.bad_words import sequences_of
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
+from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, RepetitionDetection
 from paceline.services.gateway.token_schemas import TokenSampling, TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -116,6 +117,7 @@ def plan_completion(
             ids = tokenizer.encode(prompt, request.add_special_tokens, param)
         else:
             ids = list(prompt)
+            _check_reserved(ids, tokenizer, param)
         wanted = 1 if kind == common_pb2.WORK_KIND_SCORE else request.max_tokens
         prompts.append(
             _plan_prompt(
@@ -140,22 +142,28 @@ def plan_chat(
     forms: AnswerForms,
     max_model_len: int,
     rules: LogprobRules = LogprobRules(),
+    media: Expansions = NO_ITEMS,
 ) -> Plan:
     """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`.
 
     Args:
         forms: how the model writes reasoning and tool calls.
+        media: what stands in the prompt for each image, video or audio clip.
     """
-    text = render_chat(request, tokenizer, forms)
+    rendered = render_chat(request, tokenizer, forms)
+    text = rendered.text
     _check_length(text, request, tokenizer, max_model_len, "messages")
-    ids = tokenizer.encode(text, request.add_special_tokens, "messages")
+    encoded = rendered.encode(media, tokenizer, request.add_special_tokens)
+    if rendered.items and request.truncate_prompt_tokens is not None:
+        name = "truncate_prompt_tokens"
+        raise InvalidRequestError(f"{name}: a prompt with images, videos or audio cannot be truncated", name)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     logprobs = _count(request.top_logprobs or 0, "top_logprobs", rules, tokenizer) if request.logprobs else None
     prompt = _plan_prompt(
         request,
         tokenizer,
         text,
-        ids,
+        encoded.token_ids,
         wanted,
         tokenizer.defaults.max_new_tokens or max_model_len,
         logprobs,
@@ -165,7 +173,8 @@ def plan_chat(
     )
     constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
     sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
-    prompt = dataclasses.replace(prompt, sampling=sampling, answer=plan_answer(request, forms, tokenizer, text))
+    answer = plan_answer(request, forms, tokenizer, text)
+    prompt = dataclasses.replace(prompt, sampling=sampling, answer=answer, media=encoded.media, inputs=encoded.inputs)
     return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
 
 
@@ -175,12 +184,13 @@ def plan_chats(
     forms: AnswerForms,
     max_model_len: int,
     rules: LogprobRules = LogprobRules(),
+    media: Expansions = NO_ITEMS,
 ) -> Plan:
     """Return one plan of several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
     plans = []
     for index, request in enumerate(requests):
         with _renamed({"messages": f"messages[{index}]"}):
-            plans.append(plan_chat(request, tokenizer, forms, max_model_len, rules))
+            plans.append(plan_chat(request, tokenizer, forms, max_model_len, rules, media))
     return dataclasses.replace(plans[0], prompts=[prompt for plan in plans for prompt in plan.prompts])
 
 
@@ -189,6 +199,7 @@ def plan_tokens(
 ) -> Plan:
     """Return the plan of POST /inference/v1/generate. Arguments and errors are as for `plan_completion`."""
     params = request.sampling_params
+    _check_reserved(request.token_ids, tokenizer, "token_ids")
     with _renamed({name: f"sampling_params.{name}" for name in type(params).model_fields}):
         prompt = _plan_prompt(
             params,
@@ -367,6 +378,16 @@ def check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
     if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
         raise InvalidRequestError(
             f"{param}: token ids {_some(outside)} are out of vocabulary, which has {vocab_size} tokens", param
+        )
+
+
+def _check_reserved(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
+    """Raise InvalidRequestError if ids stand for media, which a prompt of ids cannot have."""
+    if found := [token_id for token_id in token_ids if token_id in tokenizer.reserved_ids]:
+        raise InvalidRequestError(
+            f"{param}: token ids {_some(found)} belong to images, videos or audio, which a prompt of token ids cannot "
+            "have; send messages to /v1/chat/completions",
+            param,
         )
 
 

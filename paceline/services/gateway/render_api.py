@@ -12,9 +12,11 @@ from fastapi import APIRouter, Request
 
 from paceline.services.gateway.api_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_prompt import media_of
 from paceline.services.gateway.derender import derender_chat, derender_completion
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.media.expansion import NOTHING
 from paceline.services.gateway.plan import check_ids, plan_chat, plan_completion
 from paceline.services.gateway.render import render
 from paceline.services.gateway.respond import choose_id
@@ -44,6 +46,12 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         request_id = choose_id(body.request_id, request)
         await gateway.wait_for_workers()
         longest = gateway.fleet.max_model_len()
+        if media_of(body.messages, tokenizer):
+            message = (
+                "messages: a rendered request is token ids, which cannot have images, videos or audio; send them to "
+                "/v1/chat/completions"
+            )
+            raise ApiError(400, message, param="messages")
         plan = await asyncio.to_thread(plan_chat, body, tokenizer, gateway.forms, longest, gateway.logprob_rules)
         return render(body, plan, request_id, gateway.model)[0]
 
@@ -73,7 +81,8 @@ def make_render_api(gateway: Gateway) -> APIRouter:
             await gateway.wait_for_workers()
             longest = gateway.fleet.max_model_len()
             forms, rules = gateway.forms, gateway.logprob_rules
-            plan = await asyncio.to_thread(plan_chat, body.chat_request, tokenizer, forms, longest, rules)
+            # Only how answers are read matters here, not the prompt.
+            plan = await asyncio.to_thread(plan_chat, body.chat_request, tokenizer, forms, longest, rules, NOTHING)
         return await asyncio.to_thread(derender_chat, body, plan, request_id, gateway.model, tokenizer)
 
     return router

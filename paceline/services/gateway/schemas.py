@@ -243,6 +243,8 @@ class ChatFields(NamedRequest):
     """Default: the opposite of `continue_final_message`."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the model's preprocessing of media, such as Gemma 4's `max_soft_tokens`."""
     tools: list[ToolDefinition] | None = None
     reasoning_effort: ReasoningEffort | None = None
 

@@ -15,6 +15,8 @@ _GATEWAY = (
     "port",
     "api_key",
     "response_store",
+    "limit_mm_per_prompt",
+    "mm_processor_kwargs",
     "allowed_media_domains",
     "allow_private_media",
     "allowed_local_media_path",

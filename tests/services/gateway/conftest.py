@@ -23,8 +23,10 @@ from paceline.services.common.secret import Secret
 from paceline.services.gateway import block_feed, fleet
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.main import run
+from paceline.services.gateway.media.processors.base import Processor
+from paceline.services.gateway.media.processors.families import read_processor
 from paceline.services.gateway.tokenizer import Tokenizer
-from tests.services.gateway.toy_model import write_toy_model
+from tests.services.gateway.toy_model import write_toy_media_model, write_toy_model
 from tests.services.gateway.toy_workers import ToyWorker
 
 PATIENCE = 20.0
@@ -219,6 +221,24 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def toy_tokenizer(toy_model: Path) -> Tokenizer:
     return Tokenizer(toy_model)
+
+
+@pytest.fixture(scope="session")
+def media_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy model that takes images, videos and audio."""
+    return write_toy_media_model(tmp_path_factory.mktemp("models") / "media")
+
+
+@pytest.fixture(scope="session")
+def processor(media_model: Path) -> Processor:
+    found = read_processor(media_model)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def media_tokenizer(media_model: Path, processor: Processor) -> Tokenizer:
+    return Tokenizer(media_model, media_tokens=processor.tokens)
 
 
 @pytest.fixture

@@ -34,6 +34,55 @@ def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, 
     return folder
 
 
+MEDIA_TOKENS = ("<|image>", "<|image|>", "<image|>", "<|video|>", "<|audio>", "<|audio|>", "<audio|>")
+BOI, IMAGE, EOI, VIDEO, BOA, AUDIO, EOA = range(259, 259 + len(MEDIA_TOKENS))
+MEDIA_TEMPLATE = """\
+{%- for message in messages -%}
+<|{{ message['role'] }}|>
+    {%- if message['content'] is string -%}
+        {{ message['content'] }}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'text' -%}
+                {{ part['text'] | trim }}
+            {%- elif part['type'] == 'image' -%}
+                {{ '<|image|>' }}
+            {%- elif part['type'] == 'video' -%}
+                {{ '<|video|>' }}
+            {%- elif part['type'] == 'audio' -%}
+                {{ '<|audio|>' }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+"""As Gemma 4's template in all that concerns media."""
+
+
+def write_toy_media_model(folder: Path) -> Path:
+    """Write the files of a toy model that takes images, videos and audio as Gemma 4 does, and return the folder."""
+    write_toy_model(folder, chat_template=MEDIA_TEMPLATE)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([*MEDIA_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": {"vocab_size": VOCAB_SIZE, "eos_token_id": END},
+        "vision_config": {"patch_size": 16},
+        "audio_config": {"hidden_size": 8},
+        "boi_token_id": BOI,
+        "image_token_id": IMAGE,
+        "eoi_token_id": EOI,
+        "video_token_id": VIDEO,
+        "boa_token_id": BOA,
+        "audio_token_id": AUDIO,
+        "eoa_token_index": EOA,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def _byte_vocabulary() -> dict[str, int]:
     """Return GPT-2's alphabet in the order of its bytes, so that a token's id equals its byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -47,6 +47,11 @@ class RequestBudget:
         self.memory = memory
         self.used = 0
 
+    @property
+    def of_next_item(self) -> int:
+        """The most bytes that the next decoded item may have."""
+        return min(self.memory.of_item, self.memory.of_request - self.used)
+
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Callable[[int], None]]:
         """Yield a function like `take`. When the block ends, the bytes that it has counted are given back."""

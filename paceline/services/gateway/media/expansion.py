@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 from paceline.core.media import MediaInput
@@ -42,3 +43,14 @@ class Expansion:
 
 Expansions: TypeAlias = Mapping[MediaItem, Expansion]
 """What stands in prompts for the items of a request."""
+
+
+class _Nothing(dict[MediaItem, Expansion]):
+    def __missing__(self, item: MediaItem) -> Expansion:
+        return Expansion()
+
+
+NOTHING: Expansions = _Nothing()
+"""Nothing for any item: for plans whose prompt is not computed, and to find other errors of a request first."""
+NO_ITEMS: Expansions = MappingProxyType({})
+"""What requests without media have."""

@@ -75,8 +75,8 @@ class MediaService:
         guard = Guard(config.allowed_media_domains, config.allow_private_media)
         fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
         self._sources = Sources(fetcher, self._threads, config.allowed_local_media_path)
-        self.pool = DecodePool(config)
         self.memory = MemoryBudget(parse_bytes(config.media_memory))
+        self.pool = DecodePool(config, self.memory)
 
     @contextlib.contextmanager
     def loader(self) -> Iterator[MediaLoader]:

@@ -21,7 +21,7 @@ from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.gateway.errors import MediaError
-from paceline.services.gateway.media.budget import RequestBudget
+from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.channel import Channel, ChannelError
 
 START_SECONDS = 60.0
@@ -130,17 +130,23 @@ class DecodeProcess:
 
 
 class DecodePool:
-    """Decodes items in a few processes, which start when they are first needed."""
+    """Decodes items in a few processes, which start when they are first needed.
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self._seconds = config.media_decode_seconds
-        self._max_pixels = config.max_image_pixels
+    Args:
+        memory: the memory for media, from which the budgets of requests come.
+    """
+
+    def __init__(self, config: GatewayConfig, memory: MemoryBudget) -> None:
+        self.seconds = config.media_decode_seconds
+        """The most time that an item may wait for a process, and then be decoded."""
+        self._process_memory = _BASE_BYTES + _BYTES_PER_PIXEL * config.max_image_pixels + memory.of_item
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
         self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
         self._slots = asyncio.Semaphore(config.media_processes)
         self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
-        self._waiting = 0
+        self.waiting = 0
+        """Items that wait for a process."""
         self._is_closed = False
 
     @property
@@ -159,8 +165,8 @@ class DecodePool:
             UnavailableError: no process can be started.
         """
         async with self._slot(kind):
-            most = budget.memory.of_item
-            job = {"kind": kind, "options": options, "max_bytes": most, "seconds": self._seconds}
+            most = budget.of_next_item
+            job = {"kind": kind, "options": options, "max_bytes": most, "seconds": self.seconds}
             # Count the largest array while it is decoded, so that there is room for it.
             with budget.temporary() as take:
                 take(most)
@@ -181,33 +187,29 @@ class DecodePool:
     @contextlib.asynccontextmanager
     async def _slot(self, kind: str) -> AsyncIterator[None]:
         """Wait until a process is free. Videos and audio leave one free for images, which take less time."""
-        if self._waiting >= MAX_WAITING:
+        if self.waiting >= MAX_WAITING:
             raise BusyError("too many images, videos and audio clips wait to be decoded; try again later")
         slots = [self._slots] if kind == "image" else [self._long_slots, self._slots]
         async with contextlib.AsyncExitStack() as stack:
-            self._waiting += 1
+            self.waiting += 1
             try:
-                async with asyncio.timeout(self._seconds):
+                async with asyncio.timeout(self.seconds):
                     for slot in slots:
                         await stack.enter_async_context(slot)
             except TimeoutError:
                 raise BusyError("other images, videos and audio clips are being decoded; try again later") from None
             finally:
-                self._waiting -= 1
+                self.waiting -= 1
             yield
 
     async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[dict[str, Any], NDArray[Any]]:
         if self._is_closed:
             raise UnavailableError("this gateway is shutting down; try another one")
-        process = (
-            self._idle.pop()
-            if self._idle
-            else DecodeProcess(_BASE_BYTES + _BYTES_PER_PIXEL * self._max_pixels + job["max_bytes"])
-        )
+        process = self._idle.pop() if self._idle else DecodeProcess(self._process_memory)
         self._busy.add(process)
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._threads, process.decode, job, data, self._seconds)
+            return await loop.run_in_executor(self._threads, process.decode, job, data, self.seconds)
         except asyncio.CancelledError:
             process.kill()
             raise

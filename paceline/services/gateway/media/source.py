@@ -64,7 +64,7 @@ async def read_data_url(url: str, max_bytes: int) -> bytearray:
         raise MediaError("a data: URL must be in base64, such as data:image/png;base64,iVBORw0KGgo=")
     if "%" in text:
         text = unquote(text, errors="replace")
-    if len(text) * 3 // 4 > max_bytes + 2:
+    if len(text) * 3 // 4 - text[-2:].count("=") > max_bytes:
         raise MediaError(f"the data: URL has more than {max_bytes} bytes (--max-media-size); send a smaller file")
     data = bytearray()
     try:

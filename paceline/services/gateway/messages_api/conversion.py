@@ -12,17 +12,22 @@ from paceline.services.gateway.answer_format import AnswerFormat, JsonSchemaForm
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.chat_schemas import (
     ChatMessage,
+    ContentPart,
     Function,
     FunctionCall,
     NamedFunction,
     NamedTool,
+    TextPart,
     ToolCall,
     ToolChoice,
     ToolDefinition,
+    joined,
 )
+from paceline.services.gateway.media.parts import MediaPart, data_url
 from paceline.services.gateway.messages_api.schemas import (
     AssistantBlock,
     CountRequest,
+    ImageBlock,
     MessagesRequest,
     SystemMessage,
     TextBlock,
@@ -30,6 +35,8 @@ from paceline.services.gateway.messages_api.schemas import (
     Tool,
     ToolResultBlock,
     ToolUseBlock,
+    UnreadBlock,
+    UrlSource,
     UserBlock,
 )
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
@@ -93,6 +100,7 @@ def _prompt_fields(body: CountRequest) -> Json:
         "continue_final_message": continues,
         "tools": [_tool(tool) for tool in body.tools or () if tool.is_custom] or None,
         "reasoning_effort": effort,
+        "mm_processor_kwargs": body.mm_processor_kwargs,
         "chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})} or None,
     }
 
@@ -125,16 +133,27 @@ def _user(blocks: Sequence[UserBlock]) -> Iterator[ChatMessage]:
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             yield ChatMessage(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
-    if texts or not blocks:
-        yield ChatMessage(role="user", content="\n".join(texts))
+    shown = [_part(block) for block in blocks if isinstance(block, TextBlock | ImageBlock)]
+    if shown or not blocks:
+        yield ChatMessage(role="user", content=joined(shown))
 
 
-def _result(block: ToolResultBlock) -> str:
-    notes = "[{}: this model takes text alone]"
-    parts = _blocks(block.content or "")
-    text = "\n".join(part.text if isinstance(part, TextBlock) else notes.format(part.type) for part in parts)
-    return f"Error: {text}" if block.is_error else text
+def _part(block: TextBlock | ImageBlock | UnreadBlock) -> ContentPart:
+    if isinstance(block, ImageBlock):
+        source = block.source
+        url = source.url if isinstance(source, UrlSource) else data_url(source.media_type, source.data)
+        return MediaPart.model_validate({"type": "image_url", "image_url": url})
+    text = block.text if isinstance(block, TextBlock) else f"[{block.type}: this model takes no documents]"
+    return TextPart(type="text", text=text)
+
+
+def _result(block: ToolResultBlock) -> str | list[ContentPart]:
+    parts = [_part(part) for part in _blocks(block.content or "")]
+    first = parts[0] if parts else None
+    if block.is_error:
+        begin = first.text if isinstance(first, TextPart) else ""
+        parts = [TextPart(type="text", text=f"Error: {begin}"), *parts[isinstance(first, TextPart) :]]
+    return joined(parts)
 
 
 def _assistant(blocks: Sequence[AssistantBlock]) -> ChatMessage:

@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from paceline.services.gateway.api_schema import MESSAGE_ERRORS, answers
-from paceline.services.gateway.chat_prompt import render_chat
+from paceline.services.gateway.chat_planning import encode_conversation, plan_conversation
 from paceline.services.gateway.errors import ApiError, ContextLengthError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.messages_api.answer import MessageFormat, MessageWriter
 from paceline.services.gateway.messages_api.bodies import AnsweredMessage, MessageEvent, TokenCount
 from paceline.services.gateway.messages_api.conversion import chat_fields, chat_request
 from paceline.services.gateway.messages_api.schemas import CountRequest, MessagesRequest
-from paceline.services.gateway.plan import Plan, plan_chat
+from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.respond import start, stream, whole
 
 
@@ -30,7 +30,7 @@ def make_messages(gateway: Gateway) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         await gateway.wait_for_workers()
-        plan = await asyncio.to_thread(_plan, gateway, body)
+        plan = await _plan(gateway, body, request)
         generation = start(gateway, plan, request, body.stream)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         message_format = MessageFormat(request.state.request_id, gateway.model, shows_thinking)
@@ -39,19 +39,19 @@ def make_messages(gateway: Gateway) -> APIRouter:
         return await whole(generation, request, message_format.whole)
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)
-    async def count_tokens(body: CountRequest) -> dict[str, Any]:
+    async def count_tokens(body: CountRequest, request: Request) -> dict[str, Any]:
         gateway.check_request(body.model)
-        return {"input_tokens": await asyncio.to_thread(_count, gateway, body)}
+        prompt = await encode_conversation(gateway, await asyncio.to_thread(chat_fields, body), request)
+        return {"input_tokens": len(prompt.token_ids)}
 
     return router
 
 
-def _plan(gateway: Gateway, body: MessagesRequest) -> Plan:
-    """Return the plan of a message. Raises ApiError and the errors of `plan_chat`."""
-    forms = gateway.forms
+async def _plan(gateway: Gateway, body: MessagesRequest, request: Request) -> Plan:
+    """Return the plan of a message. Raises ApiError and the errors of `plan_conversation`."""
+    chat = await asyncio.to_thread(chat_request, body, gateway.forms)
     try:
-        longest = gateway.fleet.max_model_len()
-        return plan_chat(chat_request(body, forms), gateway.tokenizer, forms, longest, gateway.logprob_rules)
+        return await plan_conversation(gateway, chat, request)
     except ContextLengthError as error:
         # Clients search for these words: after the first message they shorten the conversation, after the second one
         # they lower max_tokens.
@@ -62,9 +62,3 @@ def _plan(gateway: Gateway, body: MessagesRequest) -> Plan:
                 f"{error.max_model_len}, decrease input length or `max_tokens` and try again"
             )
         raise ApiError(400, message) from error
-
-
-def _count(gateway: Gateway, body: CountRequest) -> int:
-    """Return the number of tokens of a prompt."""
-    text = render_chat(chat_fields(body), gateway.tokenizer, gateway.forms)
-    return len(gateway.tokenizer.encode(text, False, "messages"))

@@ -56,10 +56,26 @@ class ToolUseBlock(Body):
     input: Json = Field(default_factory=dict)
 
 
-class MediaBlock(Body):
-    """A part of a tool's result that is no text. The model sees a note in its place."""
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: str
+    data: str
 
-    type: Literal["image", "document", "search_result", "tool_reference"]
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: str = Field(min_length=1)
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
+class UnreadBlock(Body):
+    """A part of a tool's result that this server does not read. The model sees a note in its place."""
+
+    type: Literal["document", "search_result", "tool_reference"]
 
 
 class HostedToolBlock(Body):
@@ -85,7 +101,7 @@ def _of_type(*kinds: str) -> BeforeValidator:
 
 _BY_TYPE = Field(discriminator="type")
 
-ResultBlock: TypeAlias = Annotated[TextBlock | MediaBlock, _BY_TYPE]
+ResultBlock: TypeAlias = Annotated[TextBlock | ImageBlock | UnreadBlock, _BY_TYPE]
 
 
 class ToolResultBlock(Body):
@@ -98,7 +114,7 @@ class ToolResultBlock(Body):
 
 
 UserBlock: TypeAlias = Annotated[
-    TextBlock | ToolResultBlock | HostedToolBlock, _BY_TYPE, _of_type("text", "tool_result")
+    TextBlock | ImageBlock | ToolResultBlock | HostedToolBlock, _BY_TYPE, _of_type("text", "image", "tool_result")
 ]
 AssistantBlock: TypeAlias = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | HostedToolBlock,
@@ -194,6 +210,8 @@ class CountRequest(NamedRequest):
     """An older name for the field `format` of `output_config`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Names for the model's chat template, as in chats."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the model's preprocessing of media, as in chats."""
     cache_control: Any = None
     """Ignored: every prefix is cached. The same holds for `cache_control` of messages and tools."""
     context_management: Any = None

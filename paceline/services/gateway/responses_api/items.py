@@ -7,12 +7,14 @@ import binascii
 import json
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answer_format import Body
-from paceline.services.gateway.chat_schemas import TextPart
+from paceline.services.gateway.chat_schemas import ContentPart, TextPart, joined, kind_of_part
+from paceline.services.gateway.media.parts import MediaPart
 
 Json = dict[str, Any]
 
@@ -52,11 +54,11 @@ class Messages:
         if instructions:
             self.add("system", instructions)
 
-    def add(self, role: str, content: str, **fields: Any) -> None:
+    def add(self, role: str, content: str | list[ContentPart], **fields: Any) -> None:
         """Add a message. System messages at the beginning are joined into one."""
         if role in ("system", "developer"):
             role = "system"
-            if len(self.messages) == 1 and self.messages[0]["role"] == "system":
+            if isinstance(content, str) and len(self.messages) == 1 and self.messages[0]["role"] == "system":
                 self.messages[0]["content"] += f"\n\n{content}"
                 return
         self.messages.append({"role": role, "content": content, **fields})
@@ -100,21 +102,25 @@ class MessageItem(Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | list[ContentPart]
 
     def add_to(self, messages: Messages) -> None:
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        if self.role == "assistant":
-            messages.add_text("content", text)
+        content = self.content if isinstance(self.content, str) else joined(self.content)
+        if self.role != "assistant":
+            messages.add(self.role, content)
+        elif isinstance(content, str):
+            messages.add_text("content", content)
         else:
-            messages.add(self.role, text)
+            raise InvalidRequestError("input: a message of the assistant can have text alone", "input")
 
     def stored(self, new_id: str) -> Json:
         texts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         fields = {"type": "message", "role": self.role, "status": "completed"}
         return {"id": self.id or f"msg_{new_id}", **fields, "content": [self._stored_part(part) for part in texts]}
 
-    def _stored_part(self, part: TextPart) -> Json:
+    def _stored_part(self, part: ContentPart) -> Json:
+        if isinstance(part, MediaPart):
+            return part.stored()
         if part.type == "refusal":
             return {"type": "refusal", "refusal": part.text}
         if self.role == "assistant":
@@ -168,23 +174,23 @@ class CustomCallItem(Item):
         messages.add_call(self.call_id, self.name, self.namespace, arguments)
 
 
-class MediaPart(Body):
-    """A part of a tool's output that is no text. The model sees a note in its place."""
+class UnreadPart(Body):
+    """A document in a tool's output. The model sees a note in its place, because an agent cannot know what comes."""
 
-    type: Literal["input_image", "input_file", "input_audio", "image_url"]
+    type: Literal["input_file"]
 
-    @property
-    def text(self) -> str:
-        return f"[{self.type}: this model takes text alone]"
+    def for_message(self) -> TextPart:
+        return TextPart(type="text", text=f"[{self.type}: this model takes no documents]")
 
 
-def _kind_of_part(data: Any) -> str:
+def _kind_of_output(data: Any) -> str:
     kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
-    return "media" if isinstance(kind, str) and kind in get_args(MediaPart.model_fields["type"].annotation) else "text"
+    return "document" if kind == "input_file" else kind_of_part(data)
 
 
 OutputPart = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")], Discriminator(_kind_of_part)
+    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")] | Annotated[UnreadPart, Tag("document")],
+    Discriminator(_kind_of_output),
 ]
 
 
@@ -196,12 +202,13 @@ class CallOutputItem(Item):
     output: str | list[OutputPart] | Json
 
     def add_to(self, messages: Messages) -> None:
-        text = self.output
-        if isinstance(text, list):
-            text = "\n".join(part.text for part in text)
-        elif isinstance(text, dict):
-            text = json.dumps(text, ensure_ascii=False)
-        messages.add("tool", text, tool_call_id=self.call_id)
+        if isinstance(self.output, dict):
+            content: str | list[ContentPart] = json.dumps(self.output, ensure_ascii=False)
+        elif isinstance(self.output, list):
+            content = joined([part.for_message() if isinstance(part, UnreadPart) else part for part in self.output])
+        else:
+            content = self.output
+        messages.add("tool", content, tool_call_id=self.call_id)
 
 
 class ReferenceItem(Item):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.errors import ApiError, ContextLengthError
+from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
 from paceline.services.gateway.plan import LogprobRules, Plan, plan_chat
 from paceline.services.gateway.responses_api.items import InputItem, MessageItem, Messages
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
@@ -42,12 +44,14 @@ def plan_response(
     forms: AnswerForms,
     max_model_len: int,
     rules: LogprobRules,
+    media: Expansions = NO_ITEMS,
 ) -> Plan:
     """Return the plan of a response. With truncation, the oldest turns are left out until the others fit.
 
     Args:
         items: the whole conversation, without references.
         rules: the server's options for logprobs.
+        media: what stands in the prompt for each image, video or audio clip.
 
     Raises:
         InvalidRequestError, ApiError, NoWorkerError: as `plan_chat`. Errors name the fields of a response.
@@ -55,10 +59,17 @@ def plan_response(
 
     def plan(part: Sequence[InputItem]) -> Plan:
         chat = chat_request(request, toolbox, part)
-        return plan_chat(chat, tokenizer, forms, max_model_len, rules)
+        return plan_chat(chat, tokenizer, forms, max_model_len, rules, media)
 
-    try:
+    with in_client_fields():
         return plan(items) if request.truncation == "disabled" else _plan_what_fits(items, plan)
+
+
+@contextlib.contextmanager
+def in_client_fields() -> Iterator[None]:
+    """Rename the fields of a chat that errors name to those of a response."""
+    try:
+        yield
     except InvalidRequestError as error:
         text = str(error)
         # This error has no words of the client's, so that all names in it are ours.
@@ -89,6 +100,7 @@ def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[In
         "max_completion_tokens": request.max_output_tokens,
         "reasoning_effort": request.reasoning.effort,
         "thinking_token_budget": request.thinking_token_budget,
+        "mm_processor_kwargs": request.mm_processor_kwargs,
         "chat_template_kwargs": {**verbosity, **(request.chat_template_kwargs or {})} or None,
     }
     if request.text.format is not None:

@@ -16,9 +16,12 @@ from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_planning import with_media
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.middleware import owner_of
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
@@ -33,7 +36,7 @@ from paceline.services.gateway.responses_api.builder import ResponseBuilder, enc
 from paceline.services.gateway.responses_api.database import open_database
 from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
-from paceline.services.gateway.responses_api.planning import plan_response
+from paceline.services.gateway.responses_api.planning import chat_request, in_client_fields, plan_response
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.store import ResponseStore
 from paceline.services.gateway.responses_api.tools import Toolbox
@@ -61,15 +64,20 @@ def make_responses(gateway: Gateway) -> APIRouter:
 
     router = APIRouter(lifespan=lifespan)
 
-    async def prepare(body: ResponsesRequest, owner: str) -> tuple[list[InputItem], Toolbox, Plan]:
+    async def prepare(body: ResponsesRequest, request: Request) -> tuple[list[InputItem], Toolbox, Plan]:
         """Return the whole conversation, its tools and its plan."""
-        items = await kept.conversation(body, owner)
+        items = await kept.conversation(body, owner_of(request))
         toolbox = Toolbox(body, items)
         await gateway.wait_for_workers()
         longest = gateway.fleet.max_model_len()
         tokenizer, forms, rules = gateway.tokenizer, gateway.forms, gateway.logprob_rules
-        plan = await asyncio.to_thread(plan_response, body, toolbox, items, tokenizer, forms, longest, rules)
-        return items, toolbox, plan
+
+        def plan(media: Expansions) -> Plan:
+            return plan_response(body, toolbox, items, tokenizer, forms, longest, rules, media)
+
+        with in_client_fields():
+            chat = await asyncio.to_thread(chat_request, body, toolbox, items)
+            return items, toolbox, await with_media(gateway, [chat], request, plan, "input")
 
     @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
     async def respond(body: ResponsesRequest, request: Request) -> Response:
@@ -78,8 +86,8 @@ def make_responses(gateway: Gateway) -> APIRouter:
         if body.background and runs is None:
             message = "background: this server keeps no responses; start it with --response-store"
             raise ApiError(400, message, param="background")
-        owner = _owner(request)
-        items, toolbox, plan = await prepare(body, owner)
+        owner = owner_of(request)
+        items, toolbox, plan = await prepare(body, request)
         generation = start(gateway, plan, request, bool(body.stream))
         response_id = _response_id(request)
         is_stored = body.store and store is not None
@@ -108,7 +116,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
     @router.post("/v1/responses/input_tokens", response_model=None, responses=answers(InputTokens))
     async def count(body: ResponsesRequest, request: Request) -> Json:
         gateway.check_request(body.model)
-        *_, plan = await prepare(body, _owner(request))
+        *_, plan = await prepare(body, request)
         return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
 
     @router.get(
@@ -120,7 +128,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
         stream: bool = False,
         starting_after: Annotated[int, Query(ge=-1)] = -1,
     ) -> Response:
-        record = await kept.get(response_id, _owner(request))
+        record = await kept.get(response_id, owner_of(request))
         if not stream:
             return JSONResponse(record.response)
         run = runs.find(response_id) if runs is not None else None
@@ -131,14 +139,14 @@ def make_responses(gateway: Gateway) -> APIRouter:
 
     @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(DeletedResponse))
     async def delete(response_id: str, request: Request) -> Json:
-        await kept.delete(response_id, _owner(request))
+        await kept.delete(response_id, owner_of(request))
         if runs is not None:
             await runs.cancel(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None, responses=answers(ResponseBody))
     async def cancel(response_id: str, request: Request) -> Json:
-        owner = _owner(request)
+        owner = owner_of(request)
         record = await kept.get(response_id, owner)
         if not record.response["background"]:
             message = "only responses with background true can be cancelled"
@@ -157,7 +165,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Json:
-        owner = _owner(request)
+        owner = owner_of(request)
         record = await kept.get(response_id, owner)
         items: list[Json] = []
         if record.previous_id:
@@ -235,11 +243,6 @@ def _open_store(config: GatewayConfig) -> ResponseStore | None:
         max_bytes=parse_bytes(config.response_store_size),
         seconds=config.response_store_seconds,
     )
-
-
-def _owner(request: Request) -> str:
-    """Return the digest of the API key that let the request in; "" if the gateway needs none."""
-    return str(getattr(request.state, "key_digest", ""))
 
 
 def _response_id(request: Request) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
 from typing import Any
 
 import av
@@ -29,6 +31,17 @@ def image_file(format: str = "PNG", image: Image.Image | None = None, **options:
     file = io.BytesIO()
     (image or picture()).save(file, format, **options)
     return file.getvalue()
+
+
+def png(width: int, height: int, rows: bytes) -> bytes:
+    """Return a PNG whose head need not fit its rows."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    packed = zlib.compress(rows, 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
 
 
 def video_file(

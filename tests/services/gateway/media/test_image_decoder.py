@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from PIL import Image
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.pool import DecodeProcess
 from tests.services.gateway.media.conftest import MAX_BYTES, Decode
-from tests.services.gateway.media.samples import IMAGE_FORMATS, image_file, picture
+from tests.services.gateway.media.samples import IMAGE_FORMATS, image_file, picture, png
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
@@ -80,17 +79,6 @@ def test_takes_first_frame_of_animation(decode: Decode, format: str) -> None:
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     data = image_file(format, frames[0], save_all=True, append_images=frames[1:])
     assert np.abs(pixels(decode, data)[0, 0].astype(int) - RED).max() < 40
-
-
-def png(width: int, height: int, rows: bytes) -> bytes:
-    """Return a PNG whose head need not fit its rows."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    packed = zlib.compress(rows, 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
 
 
 HUGE_GIF = struct.pack("<6sHHBBB", b"GIF89a", 65_535, 65_535, 0, 0, 0) + struct.pack(

@@ -81,10 +81,7 @@ def test_reasoning_of_earlier_answers() -> None:
         ({"content": "sunny"}, "sunny"),
         ({"content": [text("sunny"), text("dry")]}, "sunny\ndry"),
         ({"content": "no file", "is_error": True}, "Error: no file"),
-        (
-            {"content": [text("see"), {"type": "image", "source": {"type": "base64", "data": "aaaa"}}]},
-            "see\n[image: this model takes text alone]",
-        ),
+        ({"content": [text("see"), {"type": "document"}]}, "see\n[document: this model takes no documents]"),
     ],
 )
 def test_results_of_tools(fields: dict[str, Any], expected: str) -> None:

@@ -326,7 +326,7 @@ async def test_a_tool_s_output_that_is_no_text_becomes_a_note(agents: Stack) -> 
         {"type": made["type"] + "_output", "call_id": "c", "output": output},
     ]
     first = await ask(agents, items, "ok")
-    note = "<|tool|>seen\n[input_image: this model takes text alone]<|assistant|>"
+    note = "<|tool|>seen\n[image: this model takes text alone]<|assistant|>"
     assert prompt_of(agents).endswith(note)
     await ask(agents, "y", "ok", previous_response_id=first.id)
     assert f"{note}ok<|user|>y" in prompt_of(agents)

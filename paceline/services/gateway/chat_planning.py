@@ -1,0 +1,52 @@
+"""Plans of conversations, whose media are loaded first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fastapi import Request
+
+from paceline.services.gateway.chat_prompt import media_of, render_chat
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.media.prompt import Prompt
+from paceline.services.gateway.middleware import owner_of
+from paceline.services.gateway.plan import Plan, plan_chat
+from paceline.services.gateway.schemas import ChatFields, ChatRequest
+
+T = TypeVar("T")
+
+
+async def with_media(
+    gateway: Gateway,
+    chats: Sequence[ChatFields],
+    request: Request,
+    make: Callable[[Expansions], T],
+    param: str = "messages",
+) -> T:
+    """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count."""
+    items = [item for chat in chats for item in media_of(chat.messages, gateway.tokenizer)]
+    options = chats[0].mm_processor_kwargs
+    return await gateway.media_preparer.plan(items, make, options=options, owner=owner_of(request), param=param)
+
+
+async def plan_conversation(gateway: Gateway, chat: ChatRequest, request: Request) -> Plan:
+    """Return the plan of a chat. Raises the errors of `plan_chat` and `MediaPreparer.plan`."""
+    longest = gateway.fleet.max_model_len()
+
+    def plan(media: Expansions) -> Plan:
+        return plan_chat(chat, gateway.tokenizer, gateway.forms, longest, gateway.logprob_rules, media)
+
+    return await with_media(gateway, [chat], request, plan)
+
+
+async def encode_conversation(
+    gateway: Gateway, chat: ChatFields, request: Request, add_special_tokens: bool = False
+) -> Prompt:
+    """Return the prompt of a conversation. Raises the errors of `render_chat` and `MediaPreparer.plan`."""
+
+    def encode(media: Expansions) -> Prompt:
+        return render_chat(chat, gateway.tokenizer, gateway.forms).encode(media, gateway.tokenizer, add_special_tokens)
+
+    return await with_media(gateway, [chat], request, encode)

@@ -1,0 +1,186 @@
+"""From the items of a request to what stands in its prompt: loading, the model's preprocessing, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.options import parse_bytes
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
+from paceline.services.gateway.media.items import ItemKind, MediaItem
+from paceline.services.gateway.media.loader import FrameSampling, MediaLoader, MediaService
+from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, SAMPLING_RATE, Processor
+from paceline.services.gateway.media.recent import RecentMedia
+
+T = TypeVar("T")
+Json = Mapping[str, Any]
+
+_MAX_FRAME_PIXELS = 1 << 22
+"""Larger frames of videos are scaled down when they are decoded. All models take fewer pixels of a frame."""
+
+
+class MediaPreparer:
+    """Makes what stands in prompts for the items of requests.
+
+    Args:
+        processor: the model's preprocessing; None if it takes text alone.
+        service: loads items.
+
+    Raises:
+        ConfigError: an option is not valid.
+    """
+
+    def __init__(self, config: GatewayConfig, processor: Processor | None, service: MediaService) -> None:
+        self._service = service
+        self._limits = _read_limits(config.limit_mm_per_prompt)
+        self._recent = RecentMedia(parse_bytes(config.media_cache_size))
+        options = _read_option("--mm-processor-kwargs", config.mm_processor_kwargs)
+        if options and processor is None:
+            raise ConfigError("--mm-processor-kwargs: this model takes text alone; leave it out")
+        try:
+            self._processor = processor and processor.with_options(options)
+        except InvalidRequestError as error:
+            raise ConfigError(f"--mm-processor-kwargs is wrong: {error}") from None
+
+    async def plan(
+        self,
+        items: Sequence[MediaItem],
+        make: Callable[[Expansions], T],
+        *,
+        options: Json | None,
+        owner: str,
+        param: str = "messages",
+    ) -> T:
+        """Return what `make` makes of the request's media. `make` runs in threads.
+
+        It runs twice if there are media, first without them. So an error of the request that has nothing to do with
+        its media, such as a text that is too long, comes before anything is fetched.
+
+        Args:
+            items: the media of a request, which the model takes.
+            options: the request's `mm_processor_kwargs`.
+            owner: who sends the request. Only the same owner can use an item's uuid later.
+            param: the field of the request that errors name.
+
+        Raises:
+            InvalidRequestError: an item, an option or a number of items is wrong; or what `make` raises.
+            BusyError: too many items are being loaded.
+            UnavailableError: the process that decodes cannot be started.
+        """
+        processor = self._with_options(options)
+        if processor is None or not items:
+            return await asyncio.to_thread(make, NO_ITEMS)
+        self._check_counts(items, param)
+        known = self._find_known(items, processor, owner, param)
+        await asyncio.to_thread(make, NOTHING)
+        expansions = {**known, **await self._load_all(items, processor, owner, param)}
+        return await asyncio.to_thread(make, expansions)
+
+    def _with_options(self, options: Json | None) -> Processor | None:
+        if not options:
+            return self._processor
+        if self._processor is None:
+            raise InvalidRequestError(f"{OPTIONS_FIELD}: this model takes text alone; leave it out", OPTIONS_FIELD)
+        return self._processor.with_options(options)
+
+    def _check_counts(self, items: Sequence[MediaItem], param: str) -> None:
+        for kind, count in Counter(item.kind for item in items).items():
+            if count > self._limits.get(kind, count):
+                raise InvalidRequestError(
+                    f"{param}: a request may have at most {self._limits[kind]} of the kind {kind} "
+                    f"(--limit-mm-per-prompt), this one has {count}; send fewer",
+                    param,
+                )
+
+    def _find_known(
+        self, items: Sequence[MediaItem], processor: Processor, owner: str, param: str
+    ) -> dict[MediaItem, Expansion]:
+        """Return what is kept of items that have only a uuid."""
+        known = {}
+        for item in items:
+            if item.url is not None:
+                continue
+            found = self._recent.get(_key(item, processor, owner))
+            if found is None:
+                raise InvalidRequestError(
+                    f"{param}: no {item.kind} with the uuid {item.uuid!r:.80} is kept here, for this API key and these "
+                    f"{OPTIONS_FIELD}; send the {item.kind} again with its uuid",
+                    param,
+                )
+            known[item] = found
+        return known
+
+    async def _load_all(
+        self, items: Sequence[MediaItem], processor: Processor, owner: str, param: str
+    ) -> dict[MediaItem, Expansion]:
+        """Return what stands in the prompt for items that have a URL. Each is loaded once, however often it comes."""
+        places = {item: place for item, place in zip(items, _places(items)) if item.url is not None}
+        with self._service.loader() as loader:
+            tasks = [asyncio.create_task(_load(loader, processor, item, place)) for item, place in places.items()]
+            try:
+                loaded = dict(zip(places, await asyncio.gather(*tasks), strict=True))
+            except InvalidRequestError as error:
+                error.param = param
+                raise
+            finally:
+                await end_tasks(*tasks)
+        for item, expansion in loaded.items():
+            if item.uuid is not None:
+                self._recent.put(_key(item, processor, owner), expansion)
+        return loaded
+
+
+async def _load(loader: MediaLoader, processor: Processor, item: MediaItem, place: str) -> Expansion:
+    assert item.url is not None
+    try:
+        if item.kind == "image":
+            return await asyncio.to_thread(processor.image, await loader.image(item.url, place))
+        if item.kind == "audio":
+            return await asyncio.to_thread(processor.audio, await loader.audio(item.url, place, SAMPLING_RATE))
+        sampling = FrameSampling(processor.video_frames, max_pixels=_MAX_FRAME_PIXELS)
+        video = await loader.video(item.url, place, sampling)
+        return await asyncio.to_thread(processor.video, list(video.frames), video.timestamps.tolist())
+    except MediaError:
+        raise
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{place}: {error}", place) from None
+
+
+def _places(items: Sequence[MediaItem]) -> list[str]:
+    """Return names of items for errors: their kinds, and their numbers among all of the kind."""
+    counts: Counter[str] = Counter()
+    places = []
+    for item in items:
+        counts[item.kind] += 1
+        places.append(f"{item.kind} {counts[item.kind]}")
+    return places
+
+
+def _key(item: MediaItem, processor: Processor, owner: str) -> Hashable:
+    return owner, item.kind, item.uuid, processor
+
+
+def _read_limits(text: str) -> dict[str, int]:
+    limits = _read_option("--limit-mm-per-prompt", text)
+    kinds = get_args(ItemKind)
+    if any(kind not in kinds or type(count) is not int or count < 0 for kind, count in limits.items()):
+        raise ConfigError(f'--limit-mm-per-prompt must give counts of {", ".join(kinds)}, such as {{"image": 4}}')
+    return dict(limits)
+
+
+def _read_option(name: str, text: str) -> Json:
+    """Return the JSON object that is the value of an option; {} if the option is not given."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object")
+    return value

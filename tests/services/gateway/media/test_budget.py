@@ -1,0 +1,54 @@
+"""Requests share the memory for media, and give back all that they took."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import BusyError
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.budget import MemoryBudget
+
+
+def test_bytes_are_given_back_when_the_request_ends() -> None:
+    memory = MemoryBudget(1000)
+    with memory.request() as request:
+        request.take(300)
+        with request.temporary() as take:
+            take(200)
+            assert memory.used == request.used == 500
+        assert memory.used == request.used == 300
+    assert memory.used == 0
+
+
+def test_bytes_are_given_back_after_an_error() -> None:
+    memory = MemoryBudget(1000)
+
+    def fail() -> None:
+        with memory.request() as request, request.temporary() as take:
+            request.take(300)
+            take(200)
+            take(1)
+
+    with pytest.raises(MediaError):
+        fail()
+    assert memory.used == 0
+
+
+def test_one_request_may_have_half() -> None:
+    memory = MemoryBudget(1000)
+    with memory.request() as request:
+        request.take(500)
+        with pytest.raises(MediaError, match="--media-memory"):
+            request.take(1)
+        assert memory.used == 500
+
+
+def test_other_requests_find_the_memory_full() -> None:
+    memory = MemoryBudget(1000)
+    with memory.request() as one, memory.request() as two, memory.request() as three:
+        one.take(500)
+        two.take(450)
+        with pytest.raises(BusyError, match="try again later"):
+            three.take(51)
+        three.take(50)
+    assert memory.used == 0

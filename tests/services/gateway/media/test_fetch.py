@@ -1,0 +1,290 @@
+"""Files are fetched over real connections, from servers that do all they can to harm the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import ipaddress
+import ssl
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import BusyError
+from paceline.services.gateway.errors import MediaError, UnreachableMediaError
+from paceline.services.gateway.media.fetch import REDIRECTS, Fetcher, Resolver
+from paceline.services.gateway.media.guard import Address, Guard
+from tests.services.gateway.conftest import eventually
+from tests.services.gateway.media.hostile_server import Handler, answer, redirect, repeat, response, serve
+
+MAX_BYTES = 100_000
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+FILE = bytes(range(256)) * 200
+
+
+class Names:
+    """A resolver that gives the next answer for each question, and the last one for ever."""
+
+    def __init__(self, *answers: Sequence[str]) -> None:
+        self.asked: list[str] = []
+        self._answers = [list(answer) for answer in answers]
+
+    async def __call__(self, host: str, /) -> Sequence[str]:
+        self.asked.append(host)
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def local() -> Names:
+    return Names(["127.0.0.1"])
+
+
+def fetcher(guard: Guard | None = None, resolve: Resolver | None = None) -> Fetcher:
+    return Fetcher(guard or Guard(allow_private=True), resolve or local(), MAX_BYTES)
+
+
+def count_nothing(count: int) -> None:
+    pass
+
+
+async def fetch(url: str, fetcher: Fetcher, seconds: float = 20.0) -> bytes:
+    return bytes(await fetcher.fetch(url, seconds, count_nothing))
+
+
+FILES: dict[str, Handler] = {
+    "with its length": answer(response(FILE)),
+    "in chunks": answer(
+        CHUNKED, *(b"c8\r\n" + FILE[at : at + 200] + b"\r\n" for at in range(0, len(FILE), 200)), b"0\r\n\r\n"
+    ),
+    "until the connection ends": answer(response(FILE, Content_Length="")),
+    "packed": answer(response(gzip.compress(FILE), Content_Encoding="gzip")),
+    "after an interim response": answer(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 3, response(FILE)),
+    "with more behind": answer(response(FILE), b"more"),
+}
+
+
+@pytest.mark.parametrize("how", FILES)
+async def test_fetches_file(how: str) -> None:
+    async with serve({"/": FILES[how]}) as server:
+        assert await fetch(server.url(), fetcher()) == FILE
+
+
+async def test_sends_plain_request() -> None:
+    async with serve({"/a%20b?c=d": answer(response(FILE))}) as server:
+        await fetch(server.url("/a b?c=d#e"), fetcher())
+    lines = server.heads[0].decode().lower().split("\r\n")
+    assert lines[0] == "get /a%20b?c=d http/1.1"
+    assert f"host: media.test:{server.port}" in lines
+    assert not any(line.startswith(("cookie", "authorization", "referer")) for line in lines)
+
+
+async def test_counts_bytes_as_they_come() -> None:
+    async with serve({"/": FILES["in chunks"]}) as server:
+        taken = []
+        await fetcher().fetch(server.url(), 20.0, taken.append)
+        assert sum(taken) == len(FILE)
+
+        def refuse(count: int) -> None:
+            raise BusyError("full")
+
+        with pytest.raises(BusyError):
+            await fetcher().fetch(server.url(), 20.0, refuse)
+
+
+TOO_MUCH: dict[str, Handler] = {
+    "announced": answer(response(b"", Content_Length="100001")),
+    "endless": repeat(response(Content_Length=""), bytes(5000)),
+    "endless in chunks": repeat(CHUNKED, b"1000\r\n" + bytes(4096) + b"\r\n"),
+    "packed bomb": answer(response(gzip.compress(bytes(50_000_000)), Content_Encoding="gzip")),
+}
+
+
+@pytest.mark.parametrize("how", TOO_MUCH)
+async def test_refuses_more_than_the_limit(how: str) -> None:
+    async with serve({"/": TOO_MUCH[how]}) as server:
+        with pytest.raises(MediaError, match="--max-media-size") as caught:
+            await fetch(server.url(), fetcher())
+        assert caught.value.status == 400
+        await eventually(lambda: server.open == 0)
+
+
+BROKEN: dict[str, Handler] = {
+    "nothing": answer(),
+    "no HTTP": answer(b"\x00\x01\x02" * 100),
+    "half a head": answer(b"HTTP/1.1 200 OK\r\nContent-"),
+    "endless head": repeat(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 1000),
+    "interim responses": repeat(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+    "half a file": answer(response(FILE, Content_Length=str(len(FILE) + 1))),
+    "half a chunk": answer(CHUNKED, b"c8\r\n", FILE[:100]),
+    "wrong chunk": answer(CHUNKED, b"xyz\r\n", FILE[:100]),
+    "huge chunk size": answer(CHUNKED, b"f" * 100 + b"\r\n", FILE),
+    "two lengths": answer(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n123456"),
+    "length that is no number": answer(response(FILE, Content_Length="-5")),
+    "tiny chunks": repeat(CHUNKED, b"1\r\nx\r\n" * 1000),
+    "half a packed file": answer(response(gzip.compress(FILE)[:-20], Content_Encoding="gzip")),
+    "not packed": answer(response(FILE, Content_Encoding="gzip")),
+    "missing": answer(response(b"no", "404 Not Found")),
+    "failing": answer(response(b"", "500 Oops")),
+    "empty": answer(response(b"", "204 No Content", Content_Length="")),
+    "part": answer(response(FILE, "206 Partial Content")),
+    "redirect to nowhere": answer(response(b"", "302 Found")),
+    "redirect to an invalid URL": redirect("http://[::1"),
+    "loop": redirect("/"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+async def test_dead_url_is_unreachable(how: str) -> None:
+    async with serve({"/": BROKEN[how]}) as server:
+        with pytest.raises(MediaError) as caught:
+            await fetch(server.url(), fetcher())
+        assert isinstance(caught.value, UnreachableMediaError), caught.value
+        assert caught.value.status == 422
+
+
+SLOW: dict[str, Handler] = {
+    "silent": repeat(b"", b"", 0.01),
+    "drips its head": repeat(b"HTTP/1.1 200 OK\r\n", b"a", 0.01),
+    "drips its file": repeat(response(Content_Length=""), b"a", 0.01),
+}
+
+
+@pytest.mark.parametrize("how", SLOW)
+async def test_leaves_slow_server(how: str) -> None:
+    async with serve({"/": SLOW[how]}) as server:
+        with pytest.raises(UnreachableMediaError, match="within 0"):
+            await fetch(server.url(), fetcher(), seconds=0.3)
+
+
+async def test_cancelled_download_closes_its_connection() -> None:
+    async with serve({"/": SLOW["drips its file"]}) as server:
+        task = asyncio.create_task(fetch(server.url(), fetcher()))
+        await eventually(lambda: server.open == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await eventually(lambda: server.open == 0)
+
+
+async def test_unknown_encoding_is_refused() -> None:
+    async with serve({"/": answer(response(FILE, Content_Encoding="br"))}) as server:
+        with pytest.raises(MediaError, match="Content-Encoding 'br'"):
+            await fetch(server.url(), fetcher())
+
+
+def chain(length: int) -> Mapping[str, Handler]:
+    return {**{f"/{step}": redirect(f"/{step + 1}") for step in range(length)}, f"/{length}": answer(response(FILE))}
+
+
+async def test_follows_redirects() -> None:
+    async with serve(chain(REDIRECTS)) as server:
+        assert await fetch(server.url("/0"), fetcher()) == FILE
+    async with serve(chain(REDIRECTS + 1)) as server:
+        with pytest.raises(UnreachableMediaError, match="redirects"):
+            await fetch(server.url("/0"), fetcher())
+
+
+FORBIDDEN = [
+    "http://127.0.0.1/",
+    "http://localhost/",
+    "http://[::1]/",
+    "http://[::ffff:127.0.0.1]/",
+    "http://169.254.169.254/latest/meta-data/",
+    "http://10.0.0.1/",
+    "http://100.64.0.1/",
+    "http://0.0.0.0/",
+    "http://[fe80::1]/",
+    "http://[64:ff9b::7f00:1]/",
+    "http://2130706433/",
+    "https://0x7f.1/",
+]
+
+
+async def by_itself(host: str, /) -> Sequence[str]:
+    """Resolve as a system does, but without asking a name server."""
+    return ["127.0.0.1"] if host == "localhost" else [host]
+
+
+@pytest.mark.parametrize("url", FORBIDDEN)
+async def test_refuses_private_server(url: str) -> None:
+    with pytest.raises(MediaError) as caught:
+        await fetch(url, fetcher(Guard(), by_itself))
+    assert caught.value.status == 400
+
+
+class OneAddress(Guard):
+    """A guard that allows 127.0.0.1, as if it were public, and no other address."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_private=True)
+
+    def allows(self, address: Address) -> bool:
+        return address == ipaddress.ip_address("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "location", [*FORBIDDEN[2:], "http://127.0.0.2/", "//127.0.0.2/", "file:///etc/passwd", "ftp://a/"]
+)
+async def test_refuses_redirect_to_private_server(location: str) -> None:
+    async with serve({"/": redirect(location, "307 Temporary Redirect")}) as server:
+
+        async def resolve(host: str, /) -> Sequence[str]:
+            return ["127.0.0.1"] if host == "media.test" else await by_itself(host)
+
+        with pytest.raises(MediaError) as caught:
+            await fetch(server.url(), fetcher(OneAddress(), resolve))
+        assert caught.value.status == 400
+        assert len(server.heads) == 1
+
+
+async def test_name_server_that_changes_its_mind_has_no_effect() -> None:
+    """The address that was checked is the address that is connected to, and a redirect is checked again."""
+    async with serve({"/": answer(response(FILE)), "/again": redirect("/")}) as server:
+        names = Names(["127.0.0.1"], ["127.0.0.2"])
+        assert await fetch(server.url(), fetcher(OneAddress(), names)) == FILE
+        assert names.asked == ["media.test"]
+        names = Names(["127.0.0.1"], ["127.0.0.2"])
+        with pytest.raises(MediaError, match="no public address"):
+            await fetch(server.url("/again"), fetcher(OneAddress(), names))
+        assert names.asked == ["media.test"] * 2
+
+
+async def test_connects_to_allowed_addresses_only() -> None:
+    async with serve({"/": answer(response(FILE))}) as server:
+        names = Names(["127.0.0.2", "10.0.0.1", "127.0.0.1", "::1"])
+        assert await fetch(server.url(), fetcher(OneAddress(), names)) == FILE
+
+
+async def test_unknown_name_and_closed_port_are_unreachable() -> None:
+    async def unknown(host: str, /) -> Sequence[str]:
+        raise OSError("no such name")
+
+    with pytest.raises(UnreachableMediaError, match="no address"):
+        await fetch("http://media.test/", fetcher(resolve=unknown))
+    with pytest.raises(UnreachableMediaError, match="cannot be reached"):
+        await fetch("http://media.test:1/", fetcher())
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate for media.test that nobody else has signed, and its key."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=media.test"
+    options = ["-addext", "subjectAltName=DNS:media.test", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*make.split(), *options], check=True, capture_output=True)
+    return certificate, key
+
+
+async def test_verifies_certificate_for_the_name(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(*certificate)
+    async with serve({"/": answer(response(FILE))}, tls) as server:
+        with pytest.raises(UnreachableMediaError, match="certificate"):
+            await fetch(f"https://media.test:{server.port}/", fetcher())
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        assert await fetch(f"https://media.test:{server.port}/", fetcher()) == FILE
+        with pytest.raises(UnreachableMediaError, match="certificate"):
+            await fetch(f"https://other.test:{server.port}/", fetcher())

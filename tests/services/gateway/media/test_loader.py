@@ -1,0 +1,119 @@
+"""Items of a request become arrays, and errors name the item's place in the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+import psutil
+import pytest
+
+from paceline.core.config import GatewayConfig
+from paceline.services.gateway.errors import MediaError, UnreachableMediaError, to_api_error
+from paceline.services.gateway.media.loader import FrameSampling, MediaService
+from tests.services.gateway.conftest import eventually
+from tests.services.gateway.media.hostile_server import answer, repeat, response, serve
+from tests.services.gateway.media.samples import audio_file, data_url, image_file, picture, video_file
+
+PLACE = "messages[2].content[1].image_url"
+FILE = image_file()
+
+
+async def resolve(host: str, /) -> Sequence[str]:
+    return ["127.0.0.1"]
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[MediaService]:
+    service = MediaService(GatewayConfig(allow_private_media=True, max_media_items=8), resolve)
+    yield service
+    assert service.memory.used == 0
+    await service.close()
+
+
+async def test_loads_all_kinds(service: MediaService) -> None:
+    with service.loader() as loader:
+        image, video, clip = await asyncio.gather(
+            loader.image(data_url(FILE, "image/png"), PLACE),
+            loader.video(data_url(video_file()), PLACE, FrameSampling(4)),
+            loader.audio(data_url(audio_file()), PLACE),
+        )
+        assert (image.shape, image.dtype) == ((4, 6, 3), np.uint8)
+        assert video.frames.shape == (4, 16, 32, 3)
+        assert video.indices.tolist() == [0, 6, 12, 19]
+        assert video.timestamps == pytest.approx([0.0, 0.6, 1.2, 1.9])
+        assert video.fps == pytest.approx(10.0)
+        assert (clip.shape, clip.dtype) == ((8000,), np.float32)
+        assert service.memory.used == image.nbytes + video.frames.nbytes + clip.nbytes
+
+
+async def test_loads_from_server(service: MediaService) -> None:
+    async with serve({"/": answer(response(FILE))}) as server:
+        with service.loader() as loader:
+            assert (await loader.image(server.url(), PLACE)).shape == (4, 6, 3)
+
+
+async def test_error_names_the_place(service: MediaService) -> None:
+    page = answer(response(b"<html>not found</html>"))
+    async with serve({"/page": page, "/dead": answer(response(b"", "404 Not Found"))}) as server:
+        with service.loader() as loader:
+            with pytest.raises(MediaError, match="web page") as refused:
+                await loader.image(server.url("/page"), PLACE)
+            with pytest.raises(UnreachableMediaError, match="404") as dead:
+                await loader.image(server.url("/dead"), PLACE)
+    for error, status in ((refused.value, 400), (dead.value, 422)):
+        answered = to_api_error(error)
+        assert answered.status == status
+        assert answered.body["error"]["param"] == PLACE
+        assert str(answered).startswith(f"{PLACE}: ")
+
+
+async def test_request_has_limited_items(service: MediaService) -> None:
+    with service.loader() as loader:
+        for _ in range(8):
+            await loader.image(data_url(FILE), PLACE)
+        with pytest.raises(MediaError, match="at most 8"):
+            await loader.image(data_url(FILE), PLACE)
+
+
+async def test_request_has_limited_memory() -> None:
+    service = MediaService(GatewayConfig(media_memory="4MiB"))
+    large = data_url(image_file("PNG", picture(500, 500)))  # takes 750,000 bytes
+    with service.loader() as loader:
+        for _ in range(2):
+            await loader.image(large, PLACE)
+        with pytest.raises(MediaError, match="--media-memory"):
+            await loader.image(large, PLACE)
+    assert service.memory.used == 0
+    await service.close()
+
+
+async def test_hostile_items_cost_nobody_memory(service: MediaService) -> None:
+    bad = [b"", b"\x00" * 1000, FILE[:50], b"<svg/>", video_file()[:700], audio_file()[:100]]
+
+    async def attack() -> None:
+        with service.loader() as loader:
+            for data in bad:
+                with pytest.raises(MediaError):
+                    await loader.image(data_url(data), PLACE)
+
+    await attack()
+    before = psutil.Process().memory_info().rss
+    for _ in range(50):
+        await attack()
+    assert psutil.Process().memory_info().rss - before < 8 << 20
+
+
+async def test_cancelled_request_gives_back_its_memory(service: MediaService) -> None:
+    async with serve({"/": repeat(response(Content_Length="100000"), b"a", 0.01)}) as server:
+
+        async def load() -> None:
+            with service.loader() as loader:
+                await loader.image(server.url(), PLACE)
+
+        task = asyncio.create_task(load())
+        await eventually(lambda: server.open == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert service.memory.used == 0

@@ -1,0 +1,226 @@
+"""Processes that decode may crash, hang or be killed, and each time only their own item is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, UnavailableError
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media import pool
+from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
+from paceline.services.gateway.media.pool import DecodePool, DecodeProcess
+from tests.services.gateway.conftest import eventually
+from tests.services.gateway.media.samples import audio_file, image_file, png
+
+IMAGE = {"max_pixels": 1 << 20}
+AUDIO = {"max_seconds": 10.0, "sample_rate": 16_000}
+FILE = image_file()
+
+
+@pytest.fixture
+def budget() -> Iterator[RequestBudget]:
+    with MemoryBudget(64 << 20).request() as budget:
+        yield budget
+
+
+def pool_of(processes: int, budget: RequestBudget) -> DecodePool:
+    return DecodePool(GatewayConfig(media_processes=processes, max_image_pixels=1 << 20), budget.memory)
+
+
+@pytest.fixture
+async def decoders(budget: RequestBudget) -> AsyncIterator[DecodePool]:
+    """A pool of two processes."""
+    decoders = pool_of(2, budget)
+    yield decoders
+    await decoders.close()
+    assert not decoders.processes
+
+
+async def decode(decoders: DecodePool, budget: RequestBudget, data: bytes = FILE) -> Any:
+    _, array = await decoders.decode("image", data, IMAGE, budget)
+    return array
+
+
+async def start(decoders: DecodePool, budget: RequestBudget) -> asyncio.Task[Any]:
+    """Start to decode an image, and wait until a process has it."""
+    used = budget.used
+    task = asyncio.create_task(decode(decoders, budget))
+    await eventually(lambda: budget.used > used)
+    return task
+
+
+def stop(process: DecodeProcess) -> int:
+    """Stop a process, so that it hangs at its next item."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    return process.pid
+
+
+async def test_starts_with_the_first_item_and_is_used_again(decoders: DecodePool, budget: RequestBudget) -> None:
+    assert not decoders.processes
+    assert (await decode(decoders, budget)).shape == (4, 6, 3)
+    (process,) = decoders.processes
+    pid = process.pid
+    with pytest.raises(MediaError):
+        await decode(decoders, budget, b"broken")
+    await decode(decoders, budget)
+    assert [process.pid for process in decoders.processes] == [pid]
+
+
+async def test_counts_decoded_bytes(decoders: DecodePool, budget: RequestBudget) -> None:
+    await decode(decoders, budget)
+    assert budget.used == 4 * 6 * 3
+
+
+async def test_killed_process_is_replaced(decoders: DecodePool, budget: RequestBudget) -> None:
+    await decode(decoders, budget)
+    (process,) = decoders.processes
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    assert (await decode(decoders, budget)).shape == (4, 6, 3)
+
+
+async def test_crash_costs_only_its_own_item(decoders: DecodePool, budget: RequestBudget) -> None:
+    await decode(decoders, budget)
+    pid = stop(decoders.processes[0])
+    unlucky = await start(decoders, budget)
+    other = asyncio.create_task(decode(decoders, budget))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(MediaError, match="broken, or too large"):
+        await unlucky
+    assert (await other).shape == (4, 6, 3)
+    assert pid not in [process.pid for process in decoders.processes]
+    assert not psutil.pid_exists(pid)
+
+
+async def test_hanging_process_is_killed(budget: RequestBudget) -> None:
+    decoders = pool_of(1, budget)
+    await decode(decoders, budget)
+    decoders.seconds = 0.2
+    pid = stop(decoders.processes[0])
+    with pytest.raises(MediaError, match="within"):
+        await decode(decoders, budget)
+    assert not psutil.pid_exists(pid)
+    decoders.seconds = 20.0
+    await decode(decoders, budget)
+    await decoders.close()
+
+
+async def test_cancelled_item_kills_its_process(decoders: DecodePool, budget: RequestBudget) -> None:
+    await decode(decoders, budget)
+    used, pid = budget.used, stop(decoders.processes[0])
+    task = await start(decoders, budget)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert budget.used == used
+    await eventually(lambda: not psutil.pid_exists(pid))
+    await decode(decoders, budget)
+
+
+async def test_item_cancelled_while_its_process_starts_leaves_none(decoders: DecodePool, budget: RequestBudget) -> None:
+    children = set(psutil.Process().children())
+    task = asyncio.create_task(decode(decoders, budget))
+    await eventually(lambda: bool(set(psutil.Process().children()) - children))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: not set(psutil.Process().children()) - children)
+    assert not decoders.processes
+
+
+async def test_audio_leaves_a_process_for_images(decoders: DecodePool, budget: RequestBudget) -> None:
+    clip = audio_file()
+    await decoders.decode("audio", clip, AUDIO, budget)
+    stop(decoders.processes[0])
+    clips = [asyncio.create_task(decoders.decode("audio", clip, AUDIO, budget)) for _ in range(3)]
+    await eventually(lambda: decoders.waiting == 2)
+    assert (await decode(decoders, budget)).shape == (4, 6, 3)
+    for task in clips:
+        task.cancel()
+    await asyncio.gather(*clips, return_exceptions=True)
+
+
+async def test_too_many_items_are_refused(
+    decoders: DecodePool, budget: RequestBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "MAX_WAITING", 0)
+    with pytest.raises(BusyError, match="try again later"):
+        await decode(decoders, budget)
+
+
+async def test_item_that_waits_too_long_is_busy(budget: RequestBudget) -> None:
+    decoders = pool_of(1, budget)
+    await decode(decoders, budget)
+    stop(decoders.processes[0])
+    first = await start(decoders, budget)
+    decoders.seconds = 0.1
+    with pytest.raises(BusyError, match="are being decoded"):
+        await decode(decoders, budget)
+    await decoders.close()
+    with pytest.raises(MediaError):
+        await first
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await decode(decoders, budget)
+
+
+async def test_process_is_replaced_after_many_items(
+    decoders: DecodePool, budget: RequestBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "ITEMS", 2)
+    await decode(decoders, budget)
+    (first,) = decoders.processes
+    await decode(decoders, budget)
+    assert first not in decoders.processes
+
+
+def test_memory_of_a_process_is_limited() -> None:
+    process = DecodeProcess(600 << 20)
+    job = {"kind": "image", "options": {"max_pixels": 1 << 30}, "max_bytes": 4 << 30, "seconds": 20.0}
+    try:
+        with pytest.raises(MediaError, match=r"too much memory|too large"):
+            process.decode(job, png(30_000, 30_000, b""), 60.0)
+    finally:
+        process.end()
+
+
+def test_process_has_no_secrets_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "secret")
+    process = DecodeProcess(2 << 30)
+    try:
+        process.decode({"kind": "image", "options": IMAGE, "max_bytes": 1 << 20, "seconds": 20.0}, FILE, 60.0)
+        assert "PACELINE_API_KEY" not in psutil.Process(process.pid).environ()
+        own, others = (os.readlink(f"/proc/{pid}/ns/net") for pid in (os.getpid(), process.pid))
+        if Path("/proc/sys/user/max_user_namespaces").read_text().strip() != "0":
+            assert own != others
+    finally:
+        process.end()
+    assert not psutil.pid_exists(process.pid or 0)
+
+
+def test_killed_gateway_leaves_no_process() -> None:
+    lines = [
+        "from paceline.services.gateway.media.pool import DecodeProcess",
+        "process = DecodeProcess(2 << 30)",
+        "process._start()",
+        "print(process.pid, flush=True)",
+        "input()",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as gateway:
+        assert gateway.stdout is not None
+        orphan = psutil.Process(int(gateway.stdout.readline()))
+        gateway.kill()
+    orphan.wait(20)

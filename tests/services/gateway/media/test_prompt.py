@@ -1,0 +1,88 @@
+"""Prompts of texts and media."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from paceline.core.errors import ModelError
+from paceline.core.media import MediaInput, MediaKind, MediaSpan
+from paceline.services.gateway.media.expansion import Run
+from paceline.services.gateway.media.items import MediaTokens
+from paceline.services.gateway.media.prompt import encode_prompt, media_tokens
+from paceline.services.gateway.tokenizer import Tokenizer
+from tests.services.gateway.toy_model import (
+    ASSISTANT,
+    BOI,
+    EOI,
+    IMAGE,
+    MEDIA_TOKENS,
+    USER,
+    write_toy_media_model,
+)
+
+
+def image(length: int) -> MediaInput:
+    return MediaInput(MediaKind.IMAGE, length, "uint8", (length, 1, 3), bytes(3 * length))
+
+
+def test_each_input_gets_a_span_with_its_placeholders(media_tokenizer: Tokenizer) -> None:
+    first, second = image(3), image(2)
+    pieces = ["a", "b", BOI, Run.of(IMAGE, first), EOI, "<|user|>", Run.of(IMAGE, second)]
+    prompt = encode_prompt(pieces, media_tokenizer, False, "messages")
+    assert prompt.token_ids == [97, 98, BOI, IMAGE, IMAGE, IMAGE, EOI, USER, IMAGE, IMAGE]
+    assert prompt.media == (
+        MediaSpan(3, 3, first.digest, MediaKind.IMAGE),
+        MediaSpan(8, 2, second.digest, MediaKind.IMAGE),
+    )
+    assert prompt.inputs == (first, second)
+    assert media_tokens(prompt.media) == {"image_tokens": 5}
+
+
+written = st.lists(
+    st.sampled_from([*MEDIA_TOKENS, "<|user|>", "<|assistant|>", "<|ima", "ge|>", "<", "|>", "hé", " "]), max_size=8
+).map("".join)
+
+
+@given(written)
+def test_a_text_never_becomes_a_token_of_media(media_tokenizer: Tokenizer, text: str) -> None:
+    token_ids = media_tokenizer.encode(text, False)
+    assert not media_tokenizer.reserved_ids.intersection(token_ids)
+    assert media_tokenizer.decode(token_ids) == text
+
+
+def test_other_special_tokens_stay_special(media_tokenizer: Tokenizer) -> None:
+    assert media_tokenizer.encode("<|user|><|assistant|>", False) == [USER, ASSISTANT]
+
+
+@pytest.fixture(scope="module")
+def framing(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer that writes a token before each text and one after it."""
+    folder = write_toy_media_model(tmp_path_factory.mktemp("models") / "framing")
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|user|> $A <|end|>", special_tokens=[("<|user|>", USER), ("<|end|>", 256)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder, media_tokens=MediaTokens({"image": (IMAGE,)}, frozenset({IMAGE})))
+
+
+def test_special_tokens_stand_around_the_whole_prompt(framing: Tokenizer) -> None:
+    own = image(1)
+    prompt = encode_prompt([Run.of(IMAGE, own), "a"], framing, True, "messages")
+    assert prompt.token_ids == [USER, IMAGE, 97, 256]
+    assert prompt.media == (MediaSpan(1, 1, own.digest, MediaKind.IMAGE),)
+    spelled = framing.encode("<|image|>", True)
+    assert (spelled[0], spelled[-1], framing.decode(spelled[1:-1])) == (USER, 256, "<|image|>")
+    assert framing.encode("a", True) == [USER, 97, 256]
+
+
+def test_a_tokenizer_without_the_models_tokens_is_refused(tmp_path: Path) -> None:
+    folder = write_toy_media_model(tmp_path / "broken")
+    with pytest.raises(ModelError, match="the token 5000, which tokenizer"):
+        Tokenizer(folder, media_tokens=MediaTokens({}, frozenset({5000})))

@@ -1,0 +1,176 @@
+"""Images in requests over HTTP, from the body to the work of the workers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.core.media import MediaSpan
+from paceline.proto import common_pb2
+from paceline.services.common.wire import spans_from_pb
+from paceline.services.gateway.media.expansion import Run
+from paceline.services.gateway.media.processors.base import Processor
+from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.toy_model import BOI, EOI, IMAGE, USER
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+SMALL = {"mm_processor_kwargs": {"max_soft_tokens": 70}}
+DEAD = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/cat.png"}}
+
+
+def png(pixels: np.ndarray) -> str:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+PNG = png(PIXELS)
+URL = f"data:image/png;base64,{PNG}"
+PART = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+@pytest.fixture
+async def seeing(start_stack: StartStack, media_model: Path) -> Stack:
+    """A stack whose model takes images."""
+    return await start_stack(model=str(media_model), limit_mm_per_prompt='{"image": 2}', response_store="none")
+
+
+@pytest.fixture
+def picture(processor: Processor) -> Run:
+    """What stands for PIXELS in a prompt."""
+    run = processor.with_options({"max_soft_tokens": 70}).image(PIXELS).pieces[1]
+    assert isinstance(run, Run)
+    return run
+
+
+def work(stack: Stack) -> common_pb2.Work:
+    """Return what a prefill worker was asked to compute last."""
+    return stack.workers["prefill-0"].calls[-1].work
+
+
+def shown(stack: Stack) -> tuple[list[int], list[MediaSpan]]:
+    return list(work(stack).token_ids), list(spans_from_pb(work(stack).media))
+
+
+async def chat(stack: Stack, *content: Any, **body: Any) -> Any:
+    messages = [{"role": "user", "content": list(content)}]
+    return await stack.post("/v1/chat/completions", messages=messages, max_tokens=2, **{**SMALL, **body})
+
+
+async def test_an_image_of_a_chat_reaches_the_workers(seeing: Stack, picture: Run) -> None:
+    length = picture.input.length
+    # What a user writes is text, whatever it spells, and moves no span.
+    answer = await chat(seeing, text("<|image|>"), PART, text("<|ima"), text("ge|>"))
+    assert answer.status_code == 200, answer.text
+    ids, spans = shown(seeing)
+    assert spans == [MediaSpan(len("<|image|>") + 2, length, picture.digest, picture.input.kind)]
+    assert ids[:1] == [USER]
+    spelled = [*b"<|image|>"]
+    assert ids[1:-1] == [*spelled, BOI, *[IMAGE] * length, EOI, *spelled]
+    usage = answer.json()["usage"]
+    assert usage["prompt_tokens"] == len(ids)
+    assert usage["prompt_tokens_details"]["image_tokens"] == length
+
+
+async def test_a_later_request_names_an_image_by_its_uuid(seeing: Stack, picture: Run) -> None:
+    named = {"type": "image_url", "image_url": None, "uuid": "cat"}
+    unknown = await chat(seeing, named)
+    assert unknown.status_code == 400
+    assert "no image with the uuid 'cat' is kept here" in unknown.json()["error"]["message"]
+    assert (await chat(seeing, {**PART, "uuid": "cat"})).status_code == 200
+    assert (await chat(seeing, named)).status_code == 200
+    assert [span.digest for span in shown(seeing)[1]] == [picture.digest]
+    # It was preprocessed with these options.
+    assert (await chat(seeing, named, mm_processor_kwargs={"max_soft_tokens": 140})).status_code == 400
+
+
+async def test_routes_that_count_tokens_count_those_of_images(seeing: Stack) -> None:
+    messages = [{"role": "user", "content": [text("a"), PART]}]
+    counted = (await seeing.post("/tokenize", messages=messages, **SMALL)).json()
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    same = [{"role": "user", "content": [text("a"), block]}]
+    answer = await seeing.post("/v1/messages/count_tokens", messages=same, **SMALL)
+    assert answer.json() == {"input_tokens": counted["count"]}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": URL}]}
+    ]
+    answer = await seeing.post("/v1/responses/input_tokens", input=items, **SMALL)
+    assert answer.json()["input_tokens"] == counted["count"]
+
+
+async def test_images_in_results_of_tools_follow_them(seeing: Stack, picture: Run) -> None:
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text("seen"), block]}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, text("so?")]},
+    ]
+    answer = await seeing.post("/v1/messages", messages=messages, max_tokens=2, **SMALL)
+    assert answer.status_code == 200, answer.text
+    ids, spans = shown(seeing)
+    assert [span.digest for span in spans] == [picture.digest]
+    (span,) = spans
+    assert bytes(ids[span.end + 1 : span.end + 4]) == b"so?"
+    assert ids[span.start - 2] == USER
+    assert bytes(ids[span.start - 6 : span.start - 2]) == b"seen"
+
+
+async def test_a_conversation_of_responses_keeps_its_images(
+    start_stack: StartStack, media_model: Path, picture: Run, tmp_path: Path
+) -> None:
+    stack = await start_stack(model=str(media_model), response_store=str(tmp_path / "responses.db"))
+    common = {"max_output_tokens": 2, **SMALL}
+    items = [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]
+    first = await stack.post("/v1/responses", input=items, **common)
+    assert first.status_code == 200, first.text
+    listed = (await stack.http.get(f"/v1/responses/{first.json()['id']}/input_items")).json()
+    assert listed["data"][0]["content"] == [{"type": "input_image", "image_url": URL, "detail": "auto"}]
+    later = await stack.post("/v1/responses", input="and?", previous_response_id=first.json()["id"], **common)
+    assert later.status_code == 200, later.text
+    assert [span.digest for span in shown(stack)[1]] == [picture.digest]
+    document = [{"role": "user", "content": [{"type": "input_file", "file_data": "data:application/pdf;base64,AA=="}]}]
+    refused = await stack.post("/v1/responses", input=document)
+    assert refused.status_code == 400
+    assert "'input_file' is not supported" in refused.json()["error"]["message"]
+
+
+async def test_what_is_wrong_is_told(seeing: Stack) -> None:
+    async def refusal(*content: Any, **body: Any) -> str:
+        answer = await chat(seeing, *content, **body)
+        assert answer.status_code == 400
+        return str(answer.json()["error"]["message"])
+
+    assert "at most 2 of the kind image (--limit-mm-per-prompt)" in await refusal(PART, PART, PART)
+    assert "no option 'size'" in await refusal(PART, mm_processor_kwargs={"size": 3})
+    assert "image 1: " in await refusal({"type": "image_url", "image_url": "data:image/png;base64,AAAA"})
+    assert "cannot be truncated" in await refusal(PART, truncate_prompt_tokens=5)
+    # The URL would fail, too, but a prompt that cannot be computed costs no fetch.
+    assert "maximum context length" in await refusal(DEAD, text("a" * 600))
+    assert (
+        "message of the user"
+        in (await seeing.post("/v1/chat/completions", messages=[{"role": "system", "content": [PART]}])).text
+    )
+    rendered = await seeing.post("/v1/chat/completions/render", messages=[{"role": "user", "content": [PART]}])
+    assert (rendered.status_code, "token ids" in rendered.text) == (400, True)
+    tokens = await seeing.post("/inference/v1/generate", token_ids=[1, IMAGE], sampling_params={})
+    assert (tokens.status_code, f"[{IMAGE}]" in tokens.text or str(IMAGE) in tokens.text) == (400, True)
+
+
+async def test_a_model_without_encoders_takes_text_alone(stack: Stack) -> None:
+    answer = await chat(stack, PART, mm_processor_kwargs=None)
+    assert answer.status_code == 400
+    assert "image is not supported; this model takes text alone" in answer.json()["error"]["message"]
+    answer = await stack.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **SMALL)
+    assert answer.status_code == 400
