@@ -13,6 +13,7 @@ from paceline.services.gateway.media.container import open_container
 from paceline.services.gateway.media.decoded import BrokenItemError
 
 _SAMPLE_RATES = range(1_000, 400_000)
+_BYTES_PER_SAMPLE = 4
 _FULL_SCALE = 1 << 15
 """Larger samples overflow in the features that models compute. A clip in the scale of 16 bits still works."""
 _FILTER_TAPS = "64"
@@ -32,7 +33,6 @@ def decode(
 
     Raises BrokenItemError, or any error of PyAV.
     """
-    most = min(int(max_seconds * sample_rate), max_bytes // 4)
     pieces: list[NDArray[np.float32]] = []
     samples = 0
     with open_container(data, "an audio clip") as container:
@@ -48,10 +48,12 @@ def decode(
             for resampled in resampler.resample(frame):
                 pieces.append(resampled.to_ndarray().mean(axis=0, dtype=np.float32))
                 samples += pieces[-1].size
-            if samples > most:
+            if samples > max_seconds * sample_rate:
                 raise BrokenItemError(
-                    f"the clip has more than {most // sample_rate} seconds (--max-audio-seconds); send a part of it"
+                    f"the clip has more than {max_seconds:g} seconds (--max-audio-seconds); send a part of it"
                 )
+            if samples * _BYTES_PER_SAMPLE > max_bytes:
+                raise BrokenItemError("to decode it takes too much memory (--media-memory); send a shorter clip")
     if not samples:
         raise BrokenItemError("the clip has no samples")
     clip = np.concatenate(pieces)

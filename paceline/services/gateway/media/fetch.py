@@ -178,6 +178,7 @@ class _Body:
         self._max_bytes = max_bytes
         self._take = take
         self._content = bytearray()
+        self._received = 0
         self._pieces = 0
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip"):
@@ -189,11 +190,15 @@ class _Body:
 
     def add(self, data: bytes | bytearray) -> None:
         self._pieces += 1
-        if self._inflater is not None:
-            data = self._inflater.decompress(data, self._max_bytes - len(self._content) + 1)
-        self._check_size(len(self._content) + len(data))
-        if self._pieces > max(_MAX_PIECES, len(self._content) // _PIECE_BYTES):
+        self._received += len(data)
+        self._check_size(self._received)
+        if self._pieces > max(_MAX_PIECES, self._received // _PIECE_BYTES):
             raise UnreachableMediaError("the server sent the file in too many small pieces")
+        if self._inflater is not None:
+            if self._inflater.eof:
+                raise zlib.error("data after the end of the compressed file")
+            data = self._inflater.decompress(data, self._max_bytes - len(self._content) + 1)
+            self._check_size(len(self._content) + len(data))
         self._take(len(data))
         self._content += data
 

@@ -7,12 +7,14 @@ import concurrent.futures
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, ConfigError
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
@@ -25,6 +27,10 @@ Kind: TypeAlias = Literal["image", "video", "audio"]
 
 SAMPLE_RATE = 16_000
 """Samples per second of decoded audio, which all common models of speech expect."""
+_MAX_READING = 256
+"""Items of all requests that are read at the same time. Each may need a connection."""
+_MAX_READING_OF_REQUEST = 8
+"""Items of one request that are read at the same time."""
 _THREADS = 16
 """Names that are resolved and files that are read at the same time, because both calls block."""
 
@@ -67,14 +73,20 @@ class MediaService:
 
     Args:
         resolve: how names of servers become addresses; the system's way unless a test needs another.
+
+    Raises ConfigError if `--allowed-local-media-path` is not a folder.
     """
 
     def __init__(self, config: GatewayConfig, resolve: Resolver | None = None) -> None:
         self.config = config
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "media")
+        self._reading = 0
+        folder = config.allowed_local_media_path
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(f"--allowed-local-media-path {folder} is not a folder")
         guard = Guard(config.allowed_media_domains, config.allow_private_media)
         fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
-        self._sources = Sources(fetcher, self._threads, config.allowed_local_media_path)
+        self._sources = Sources(fetcher, self._threads, folder)
         self.memory = MemoryBudget(parse_bytes(config.media_memory))
         self.pool = DecodePool(config, self.memory)
 
@@ -89,13 +101,22 @@ class MediaService:
             yield MediaLoader(self, budget)
 
     async def read(self, kind: Kind, source: str, take: Take) -> bytes | bytearray:
-        """Return the bytes of an item after `take` has counted them. Raises MediaError, and what `take` raises."""
+        """Return the bytes of an item after `take` has counted them.
+
+        Raises MediaError, BusyError if too many items are being read, and whatever `take` raises.
+        """
+        if self._reading >= _MAX_READING:
+            raise BusyError("too many images, videos and audio clips are being fetched; try again later")
         seconds = {
             "image": self.config.image_fetch_seconds,
             "video": self.config.video_fetch_seconds,
             "audio": self.config.audio_fetch_seconds,
         }[kind]
-        return await self._sources.read(source, seconds, take)
+        self._reading += 1
+        try:
+            return await self._sources.read(source, seconds, take)
+        finally:
+            self._reading -= 1
 
     async def close(self) -> None:
         """End the processes that decode. Items that are being loaded fail."""
@@ -120,6 +141,7 @@ class MediaLoader:
         self._service = service
         self._budget = budget
         self._items = 0
+        self._reading = asyncio.Semaphore(_MAX_READING_OF_REQUEST)
         # The items of one request leave a process free for others.
         self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
 
@@ -171,7 +193,8 @@ class MediaLoader:
                 )
             # The file counts until it is decoded, the array until the request's block ends.
             with self._budget.temporary() as take:
-                data = await self._service.read(kind, source, take)
+                async with self._reading:
+                    data = await self._service.read(kind, source, take)
                 async with self._decoding:
                     return await self._service.pool.decode(kind, data, options, self._budget)
         except MediaError as error:

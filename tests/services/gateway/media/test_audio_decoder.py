@@ -86,6 +86,7 @@ REFUSED: dict[str, tuple[bytes, dict[str, Any], str]] = {
     "slow": (with_rate(1), {}, "sample rate"),
     "fast": (with_rate(4_000_000), {}, "sample rate"),
     "long": (audio_file(), {"max_seconds": 0.25}, "--max-audio-seconds"),
+    "too large for memory": (audio_file(), {"sample_rate": 8_000_000}, "--media-memory"),
     "silent video": (video_file(), {}, "no audio"),
     "image": (image_file("PNG"), {}, "broken, or is not"),
 }

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from paceline.core.errors import BusyError
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError
@@ -70,6 +71,14 @@ async def test_fetches_file(how: str) -> None:
         assert await fetch(server.url(), fetcher()) == FILE
 
 
+def test_fetches_with_the_loop_of_the_server() -> None:
+    async def run() -> bytes:
+        async with serve({"/": FILES["in chunks"]}) as server:
+            return await fetch(server.url(), fetcher())
+
+    assert uvloop.run(run()) == FILE
+
+
 async def test_sends_plain_request() -> None:
     async with serve({"/a%20b?c=d": answer(response(FILE))}) as server:
         await fetch(server.url("/a b?c=d#e"), fetcher())
@@ -92,10 +101,12 @@ async def test_counts_bytes_as_they_come() -> None:
             await fetcher().fetch(server.url(), 20.0, refuse)
 
 
+PACKED = response(Content_Encoding="gzip", Content_Length="")
 TOO_MUCH: dict[str, Handler] = {
     "announced": answer(response(b"", Content_Length="100001")),
     "endless": repeat(response(Content_Length=""), bytes(5000)),
     "endless in chunks": repeat(CHUNKED, b"1000\r\n" + bytes(4096) + b"\r\n"),
+    "endless packed nothing": repeat(PACKED + gzip.compress(b"")[:10], b"\x00\x00\x00\xff\xff" * 1000),
     "packed bomb": answer(response(gzip.compress(bytes(50_000_000)), Content_Encoding="gzip")),
 }
 
@@ -123,6 +134,7 @@ BROKEN: dict[str, Handler] = {
     "length that is no number": answer(response(FILE, Content_Length="-5")),
     "tiny chunks": repeat(CHUNKED, b"1\r\nx\r\n" * 1000),
     "half a packed file": answer(response(gzip.compress(FILE)[:-20], Content_Encoding="gzip")),
+    "more behind a packed file": repeat(PACKED + gzip.compress(FILE), FILE),
     "not packed": answer(response(FILE, Content_Encoding="gzip")),
     "missing": answer(response(b"no", "404 Not Found")),
     "failing": answer(response(b"", "500 Oops")),

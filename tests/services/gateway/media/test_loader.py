@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, ConfigError
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError, to_api_error
+from paceline.services.gateway.media import loader as loader_module
 from paceline.services.gateway.media.loader import FrameSampling, MediaService
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.media.hostile_server import answer, repeat, response, serve
@@ -75,6 +78,17 @@ async def test_request_has_limited_items(service: MediaService) -> None:
             await loader.image(data_url(FILE), PLACE)
         with pytest.raises(MediaError, match="at most 8"):
             await loader.image(data_url(FILE), PLACE)
+
+
+async def test_folder_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        MediaService(GatewayConfig(allowed_local_media_path=str(tmp_path / "missing")))
+
+
+async def test_gateway_reads_limited_items_at_once(service: MediaService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_MAX_READING", 0)
+    with service.loader() as loader, pytest.raises(BusyError, match="try again later"):
+        await loader.image(data_url(FILE), PLACE)
 
 
 async def test_request_has_limited_memory() -> None:

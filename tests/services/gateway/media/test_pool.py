@@ -210,6 +210,7 @@ def test_process_has_no_secrets_and_no_network(monkeypatch: pytest.MonkeyPatch) 
     assert not psutil.pid_exists(process.pid or 0)
 
 
+@pytest.mark.slow
 def test_killed_gateway_leaves_no_process() -> None:
     lines = [
         "from paceline.services.gateway.media.pool import DecodeProcess",
