@@ -43,7 +43,13 @@ class EncodingRows:
             slots: all slots of the encoding, in order.
             first_block: blocks before this one are published already and must not change.
             rows: [length, hidden], all rows of the encoding.
+
+        Raises ValueError if the rows do not fit the blocks.
         """
+        if rows.shape[1:] != (self.hidden,):
+            raise ValueError(f"the rows have shape {list(rows.shape)} instead of [{len(rows)}, {self.hidden}]")
+        if len(rows) > len(slots) * self.block_tokens:
+            raise ValueError(f"{len(rows)} rows do not fit into {len(slots)} blocks of {self.block_tokens}")
         for block, slot in enumerate(slots[first_block:], first_block):
             part = rows[block * self.block_tokens : (block + 1) * self.block_tokens]
             self.blocks[slot, : len(part)] = part

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 import redis.asyncio as redis
 
-from paceline.core.context import Context
+from paceline.core.context import Context, encoding_context
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import Secret
 from paceline.services.gateway.block_feed import BlockFeed
@@ -21,12 +22,13 @@ from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from tests.services.gateway.conftest import eventually
-from tests.services.kvtransfer.kv_host import Host, Worker, key, release
+from tests.services.kvtransfer.kv_host import Host, Worker, key, layout, release
 
 pytestmark = pytest.mark.slow
 
 SLOTS = 8
 TOKENS = list(range(1000))
+LAYOUT = layout(encodings=pb.KVGroup(name="encoding", block_tokens=16))
 
 
 class LiveHost:
@@ -50,7 +52,7 @@ class LiveHost:
         await asyncio.to_thread(folder.mkdir, exist_ok=True)
         host = Host(folder, kv_memory=SLOTS * 4096, name=name)
         await host.start()
-        live = cls(host, await host.attach(), redis_url, cluster, epoch)
+        live = cls(host, await host.attach(shape=LAYOUT), redis_url, cluster, epoch)
         await live._registrar.start()
         await live._publisher.start()
         yield live
@@ -69,10 +71,16 @@ class LiveHost:
 
     async def cache(self, tokens: list[int]) -> None:
         """Cache a context. Others are evicted if there is no room."""
+        await self._cache(Context(tokens).links("model-a"))
+
+    async def cache_encoding(self, digest: bytes, length: int) -> None:
+        layout = layout_from_pb(LAYOUT)
+        await self._cache(encoding_context(digest, length, "", layout).links("model-a"), encoding=True)
+
+    async def _cache(self, links: Sequence[bytes], encoding: bool = False) -> None:
         self._count += 1
-        links = Context(tokens).links("model-a")
         of, count = key(f"r{self._count}"), len(links)
-        reserve = pb.Reserve(key=of, hashes=links, token_count=count * 16, max_cached_tokens=0)
+        reserve = pb.Reserve(key=of, hashes=links, token_count=count * 16, encoding=encoding)
         await self.worker.do(pb.Operation(reserve=reserve))
         await self.worker.do(pb.Operation(seal=pb.Seal(key=of, group=0, first_block=0, hashes=links)))
         await self.worker.do(pb.Operation(release=release(of).release))
@@ -117,6 +125,19 @@ async def test_what_was_there_before_and_what_comes_later(tmp_path: Path, redis_
             await gateway.comes_to_see(a=64)
             await host.cache(TOKENS[500 : 500 + 16 * SLOTS])  # evicts all other blocks
             await gateway.comes_to_see()
+
+
+async def test_encodings_are_followed_as_well(tmp_path: Path, redis_server: str, cluster: str) -> None:
+    async with LiveHost.serving(tmp_path, redis_server, cluster) as host:
+        await host.cache_encoding(b"before", 40)
+        async with Gateway(redis_server, cluster) as gateway:
+            index = gateway.index
+            await eventually(lambda: index.encoding_hosts(b"before", 40, "") == ["a"])
+            await host.cache_encoding(b"later", 16)
+            await eventually(lambda: index.encoding_hosts(b"later", 16, "") == ["a"])
+            await host.cache(TOKENS[: 16 * SLOTS])  # evicts all other blocks
+            await eventually(lambda: index.encoding_hosts(b"before", 40, "") == [])
+            assert index.encoding_hosts(b"later", 16, "") == []
 
 
 async def test_what_came_while_nobody_read_is_asked_for(tmp_path: Path, redis_server: str, cluster: str) -> None:

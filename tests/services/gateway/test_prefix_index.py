@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.block_pool import BlockEvent
-from paceline.core.context import Context, full_block_names
+from paceline.core.context import Context, encoding_context, full_block_names
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
 from paceline.services.common.block_stream import BlockBatch
@@ -84,6 +84,21 @@ def test_events_are_followed_and_gaps_are_noticed() -> None:
     index.replace("a", blocks(FULL, TOKENS))
     index.forget("a")
     assert index.cached_tokens(Context(TOKENS), 199) == {}
+
+
+def test_the_hosts_with_an_encoding_are_found() -> None:
+    index, salt = PrefixIndex(), "tenant"
+    for host, text, rows in (("a", salt, 64), ("b", salt, 32), ("c", "another", 64)):
+        layout = make_layout((16, 0), encoding_tokens=32)
+        links = encoding_context(b"cat", 64, text, layout).links(layout.fingerprint)
+        assert layout.encodings is not None
+        (group,) = layout.encodings.groups
+        index.replace(host, HostBlocks("p", 0, layout, [[], full_block_names(group, links, rows)]))
+    index.replace("blind", blocks(FULL, TOKENS))
+    assert index.encoding_hosts(b"cat", 40, salt) == ["a"]  # rounded up to two blocks
+    assert index.encoding_hosts(b"cat", 32, salt) == ["a", "b"]
+    assert index.encoding_hosts(b"dog", 64, salt) == []
+    assert index.cached_tokens(Context([0] * 64, salt), 64) == {}
 
 
 operations = st.lists(

@@ -63,6 +63,7 @@ async def test_an_arena_may_hold_no_more_than_enough(
         (layout(groups=((32, 0),)), "block_tokens 32 and window 0, the arena's is 'g0' with block_tokens 16"),
         (layout(groups=((16, 64),)), "window 64, the arena's is 'g0' with block_tokens 16 and window 0"),
         (layout(groups=((16, 0), (16, 0))), "it has 2 groups of layers, the arena 1"),
+        (layout(encodings=pb.KVGroup(name="encoding", block_tokens=16)), "only one of the two has encoders"),
     ],
 )
 async def test_a_different_layout_is_refused_while_a_worker_is_there(
@@ -180,16 +181,21 @@ async def test_no_combination_of_shapes_refuses_to_start(tmp_path: Path, shapes:
     st.lists(st.tuples(st.integers(1, 5_000_000)), max_size=2).map(tuple),
     st.integers(1, 200),
     st.sampled_from([1, 2, 4]),
+    st.integers(0, 10_000),
 )
 def test_any_layout_is_understood(
-    others: tuple[GroupShape, ...], parts: tuple[tuple[int, ...], ...], layers: int, itemsize: int
+    others: tuple[GroupShape, ...], parts: tuple[tuple[int, ...], ...], layers: int, itemsize: int, encoding_size: int
 ) -> None:
     shapes = others + (state_groups("state", range(layers), parts, others) if parts else ())
     assume(shapes)
-    made = make_layout(shapes, itemsize, "any")
+    made = make_layout(shapes, itemsize, "any", encoding_size=encoding_size)
     read = layout_from_pb(layout_to_pb(made))
     assert (read.alignment, read.slot_bytes) == (made.alignment, made.slot_bytes)
-    for group, other in zip(made.groups, read.groups, strict=True):
+    assert (read.encodings is None) == (made.encodings is None) == (encoding_size == 0)
+    if made.encodings and read.encodings:
+        assert read.encodings.first_group == made.encodings.first_group
+        assert read.encodings.slots_for(5000) == made.encodings.slots_for(5000)
+    for group, other in zip(made.all_groups, read.all_groups, strict=True):
         assert [group.first_needed_block(n) for n in (0, 1, 512, 5000)] == [
             other.first_needed_block(n) for n in (0, 1, 512, 5000)
         ]

@@ -105,3 +105,36 @@ async def test_who_had_blocks_before_the_service_came_back_without_its_arena_is_
     async with asyncio.timeout(10):
         await host.decode.session.lost
     assert not host.decode.has(KEY)
+
+
+@pytest.mark.slow
+async def test_encodings_that_are_in_use_stay_over_the_death_of_the_service(host: UnreliableHost) -> None:
+    lost: list[Key] = []
+    host.decode.on_lease_lost = host.prefill.on_lease_lost = lost.append
+    links = [bytes([number]) * 16 for number in range(8)]
+    names = links[3::4]  # a block has 64 rows
+    held: list[Reservation] = []
+    for client, context, request in (
+        (host.prefill, links, "writes"),
+        (host.prefill, links, "reads"),
+        (host.decode, links[:4], "decodes"),
+    ):
+        held.append(await client.reserve(Key(request, 1, 1), context, 16 * len(context), 128, encoding=True))
+        client.use(held[-1].key)
+        if client is host.prefill:
+            await client.publish(held[-1].key, names)
+    await host.prefill.reserve(Key("waits", 1, 1), links[:4], 64, 64, encoding=True)
+    await restart(host)
+    await come_back(host)
+    assert {lease.key.request_id: (lease.state, lease.encoding) for lease in host.leases()} == {
+        "writes": (State.DRAINING, True),
+        "reads": (State.DRAINING, True),
+        "decodes": (State.ACTIVE, True),
+    }
+    assert host.service.snapshot().counts.in_flight + host.service.snapshot().counts.held == 2
+    found = await host.decode.pin(Key("later", 1, 1), links, encoding=True)
+    assert (found.filled_tokens, found.tables) == (128, held[0].tables)
+    for client, each in zip((host.prefill, host.prefill, host.decode, host.decode), (*held, found)):
+        client.release(each.key)
+    await host.until(lambda: host.service.snapshot().counts.cached == 2)
+    assert lost == []

@@ -20,7 +20,7 @@ from paceline.services.kvtransfer.lease import Lease
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.worker.kv_client import KVClient
 
-LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
+LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test", encoding_size=16)
 SLOTS = 8
 LEASE = 0.6
 KEY = Key("r", 1, 1)
