@@ -71,8 +71,9 @@ class Encoders:
         encoder = self._encoder(kind)
         encoder.rows(tensor.shape)
         if tensor.dtype != encoder.takes:
-            raise InvalidRequestError(f"the input of kind {kind.value} must be {encoder.takes}, not {tensor.dtype}")
-        return encoder.encode(to_device(tensor, self._device), between)
+            wanted, found = (str(dtype).removeprefix("torch.") for dtype in (encoder.takes, tensor.dtype))
+            raise InvalidRequestError(f"an input of kind {kind.value} must be {wanted}, not {found}")
+        return encoder.encode(to_device(tensor.contiguous(), self._device), between)
 
     def _encoder(self, kind: MediaKind) -> Encoder:
         encoder = self._by_kind.get(kind)

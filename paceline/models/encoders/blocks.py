@@ -126,6 +126,9 @@ class Projection:
     """The last step of Gemma 4's encoders: a norm without weight, and a linear layer to the text model's hidden size.
 
     The norm is in fp32, because elements may be too large for fp16 before it.
+
+    Args:
+        names: names that the part may have; see `media_place`.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import ClippedLinear, LayerNorm, Projection, media_place
 from paceline.models.encoders.local_attention import attend_locally, distance_embeddings
 
-_FRAMES = 4
-"""Frames of one row of the encoding."""
+_FRAMES_PER_ROW = 4
 _EPS = 1e-6
 """Of norms whose eps the config does not say."""
 
@@ -49,7 +48,7 @@ class Gemma4Audio:
             raise InvalidRequestError(
                 f"audio for this model must be log-mel features [frames, {self._config.features}], not {list(shape)}"
             )
-        return -(-shape[0] // _FRAMES)
+        return -(-shape[0] // _FRAMES_PER_ROW)
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
         config = self._config
@@ -62,8 +61,10 @@ class Gemma4Audio:
 
 
 class _Shortening:
-    """Two convolutions, each of which halves frames and features, and a linear layer: [frames, features] -> [rows,
-    hidden]."""
+    """Two convolutions that halve the frames and the features, and a linear layer.
+
+    Takes [frames, features] and returns [rows, hidden].
+    """
 
     def __init__(self, config: Gemma4AudioConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         first, second = config.channels

@@ -1,0 +1,43 @@
+"""The operations of encoders, of each backend against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.kernels.interface import Kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+on_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Compare with a result in fp32."""
+    tolerance = 2e-2 if found.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@on_dtypes
+@pytest.mark.parametrize(("rows", "heads", "head_dim"), [(1, 1, 16), (9, 2, 72), (150, 3, 64), (513, 2, 20)])
+def test_full_attention(kernels: Kernels, dtype: torch.dtype, rows: int, heads: int, head_dim: int) -> None:
+    queries, keys, values = torch.randn(3, rows, heads, head_dim).to(dtype)
+    found = kernels.full_attention(queries, keys, values, 0.3)
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), keys.float()) * 0.3
+    close(found, torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.float()))
+    assert found.dtype == dtype
+
+
+@on_dtypes
+def test_rowwise_operations(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(5, 40).to(dtype), torch.randn(40).to(dtype), torch.randn(40).to(dtype)
+    wide = x.float()
+    close(kernels.clamp(x, -0.5, 0.25), wide.clamp(-0.5, 0.25))
+    close(kernels.silu(x), wide / (1 + torch.exp(-wide)))
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    close(kernels.gelu_tanh(x), 0.5 * wide * (1 + torch.tanh(inner)))
+    normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, correction=0, keepdim=True) + 0.1).sqrt()
+    close(kernels.layer_norm(x, weight, bias, 0.1), normed * weight.float() + bias.float())
+    close(kernels.layer_norm(x, weight, None, 0.1), normed * weight.float())
