@@ -14,6 +14,7 @@ import torch
 
 from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
+from paceline.core.media import MediaSpan
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.assistant import AssistantDrafter
 from paceline.engine.constraint import Grammars
@@ -26,13 +27,15 @@ from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.sampler import Draft
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
-from paceline.engine.step import Chunk, Event, Removed, Sampled, Trimmed
+from paceline.engine.step import Chunk, Computed, Event, Removed, Sampled, Trimmed
 from paceline.kernels import select_kernels
 from paceline.kernels.block_copies import BlockCopies
+from paceline.kernels.caches import view_encodings
 from paceline.models.base import Model
 from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.loader import load_model
+from paceline.models.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 256
@@ -44,6 +47,9 @@ NO_GRAMMARS = Grammars(Path())
 """Grammars for requests without a constraint."""
 
 Asked = tuple[list[int], SamplingParams]
+
+Media = Sequence[tuple[MediaSpan, torch.Tensor]]
+"""The spans of a prompt, and the encoding [length, hidden] of each."""
 
 
 def load(folder: Path) -> Model:
@@ -131,12 +137,18 @@ class Loop:
         if assistant is not None:
             assert isinstance(model, CompiledModel)
             self.watched = drafters["assistant"] = Watched(assistant, model, caches, probabilistic)
-        limits = Limits(24, MAX_TOKENS, 8, drafts)
+        limits = Limits(24, MAX_TOKENS, 8, drafts, model.config.whole_media)
+        encodings = blocks_of_encodings(model, self.slots)
+        self._encodings = encodings
+        chosen = drafters[drafter]
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
         self.engine = Engine(
             Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), own),
-            ModelRunner(model, self.layout, pool, limits, grammars or NO_GRAMMARS, drafters[drafter], probabilistic),
+            ModelRunner(
+                *(model, self.layout, pool, limits, grammars or NO_GRAMMARS, chosen, probabilistic),
+                encodings=encodings,
+            ),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,
             steps_in_flight,
@@ -157,16 +169,27 @@ class Loop:
             assert not self._failures
         self.engine.stop()
 
-    def run(self, asked: Sequence[Asked]) -> list[list[Token]]:
-        """Run requests at the same time, each from its first token, and return their output tokens."""
+    def run(self, asked: Sequence[Asked], media: Sequence[Media] = ()) -> list[list[Token]]:
+        """Run requests at the same time, each from its first token, and return their output tokens.
+
+        An encoding comes only after the tokens before its span are computed, and goes when its span is computed.
+
+        Args:
+            media: of each request; empty if no request has any.
+        """
         outputs: dict[Key, list[Token]] = {}
         own: dict[Key, list[list[int]]] = {}
+        given: dict[Key, _Given] = {}
         for index, (prompt, sampling) in enumerate(asked):
             tables = self.tables()
             key = Key(str(index), 1, 1)
             own[key] = [[*table] for table in tables]
             outputs[key] = []
-            self.engine.add(Request(key, Context(prompt), len(prompt), sampling, self.layout, tables))
+            spans = media[index] if media else ()
+            context = Context(prompt, media=[span for span, _ in spans])
+            self.engine.add(Request(key, context, len(prompt), sampling, self.layout, tables))
+            given[key] = _Given(self, key, spans)
+            given[key].go_on(0)
         left = set(outputs)
         while left:
             event = self._events.get(timeout=120)
@@ -179,9 +202,48 @@ class Loop:
                 behind = set(own[event.key][event.group][: event.first_kept_block]) - self.given_back
                 self.slots[sorted(behind)] = FOREIGN
                 self.given_back |= behind
+            elif isinstance(event, Computed):
+                given[event.key].go_on(event.first + event.length)
             elif isinstance(event, Removed):
                 left.remove(event.key)
         return list(outputs.values())
+
+    def provide(self, key: Key, index: int, encoding: torch.Tensor) -> list[int]:
+        """Write an encoding to the arena, and tell a request. Return the encoding's slots."""
+        assert self._encodings is not None
+        rows = self._encodings.shape[1]
+        slots = [self._slots.pop() for _ in range(-(-len(encoding) // rows))]
+        for place, part in zip(slots, encoding.split(rows)):
+            self._encodings[place, : len(part)] = part
+        self.engine.provide(key, index, slots)
+        return slots
+
+
+def blocks_of_encodings(model: Model, slots: torch.Tensor) -> torch.Tensor | None:
+    """Return slots [slots, elements] as blocks with as many rows as fit; None if no row fits."""
+    if not isinstance(model.config, ModelConfig) or slots.shape[1] < model.config.hidden_size:
+        return None
+    hidden = model.config.hidden_size
+    return view_encodings(slots.view(-1), slots.shape[1], slots.shape[1] // hidden, hidden)
+
+
+class _Given:
+    """The encodings of one request, each of which it gets as late as possible."""
+
+    def __init__(self, loop: Loop, key: Key, media: Media) -> None:
+        self._loop = loop
+        self._key = key
+        self._media = media
+        self._next = 0
+        self._slots: list[int] = []
+
+    def go_on(self, computed: int) -> None:
+        """Take back the encodings of spans that are computed, and give the next one if its span comes next."""
+        if self._next and computed >= self._media[self._next - 1][0].end:
+            self._loop.slots[self._slots] = FOREIGN
+        if self._next < len(self._media) and computed == self._media[self._next][0].start:
+            self._slots = self._loop.provide(self._key, self._next, self._media[self._next][1])
+            self._next += 1
 
 
 def expected(model: Model, asked: Sequence[Asked]) -> list[list[Token]]:

@@ -1,0 +1,117 @@
+"""Tiny models that read images, with the encodings of prompts and the tokens that `transformers` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
+
+from paceline.core.media import MediaKind, MediaSpan
+from paceline.models.base import Model
+from tests.engine.loops import Media, load
+from tests.tiny_checkpoints import write_gemma3_with_vision, write_gemma4_unified, write_gemma4_with_media
+
+KINDS = ("gemma3", "edge", "experts", "unified")
+"""Gemma 3 looks ahead in all layers, Gemma 4 E2B in none, and Gemma 4 26B and 12B in sliding ones."""
+
+
+@dataclass
+class Prompt:
+    token_ids: list[int]
+    media: Media
+
+    def with_other_images(self) -> Prompt:
+        """Return a prompt with the same tokens and other encodings."""
+        return Prompt(
+            self.token_ids,
+            [
+                (MediaSpan(span.start, span.length, b"other" + span.digest[5:], span.kind), rows.flip(0) + 1)
+                for span, rows in self.media
+            ],
+        )
+
+
+@dataclass
+class MediaModel:
+    model: Model
+    reference: Any
+    kind: str
+
+    def placeholder(self, kind: MediaKind) -> int:
+        config = self.reference.config
+        return int({MediaKind.IMAGE: config.image_token_id}.get(kind) or config.video_token_id)
+
+    def tower_rows(self, seed: int) -> torch.Tensor:
+        """Return the rows of a random image: [length, hidden]."""
+        generator, core = torch.Generator().manual_seed(seed), self.reference.model
+        with torch.inference_mode():
+            if self.kind == "gemma3":
+                pixels = torch.randn(1, 3, 56, 56, generator=generator)
+                return core.get_image_features(pixels, return_dict=True).pooler_output[0]
+            side = 7 if self.kind == "unified" else 18
+            grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
+            size = 3 * (12 if self.kind == "unified" else 16) ** 2
+            pixels = torch.rand(1, side**2, size, generator=generator)
+            return core.get_image_features(pixels, grid[None], return_dict=True).pooler_output[0]
+
+    def prompt(self, *parts: int | tuple[MediaKind, torch.Tensor], seed: int = 0) -> Prompt:
+        """Return a prompt of text (a number of tokens) and media."""
+        generator = torch.Generator().manual_seed(seed)
+        tokens: list[int] = []
+        media: list[tuple[MediaSpan, torch.Tensor]] = []
+        for part in parts:
+            if isinstance(part, int):
+                tokens += torch.randint(3, 90, (part,), generator=generator).tolist()
+                continue
+            kind, rows = part
+            media.append((MediaSpan(len(tokens), len(rows), bytes([len(media), seed] * 8), kind), rows))
+            tokens += [self.placeholder(kind)] * len(rows)
+        return Prompt(tokens, media)
+
+    def check(self, prompt: Prompt, output: Sequence[int]) -> None:
+        """Check that each token of the output is the best one after the tokens before it."""
+        context = torch.tensor([prompt.token_ids + list(output)])
+        with torch.inference_mode():
+            logits = self.reference(context, use_cache=False, **self._inputs(prompt, context)).logits[0]
+        best = logits[len(prompt.token_ids) - 1 : -1].topk(2)
+        assert (best.values[:, 0] - best.values[:, 1]).min() > 1e-4, "the best two tokens are too near each other"
+        assert best.indices[:, 0].tolist() == list(output)
+
+    def _inputs(self, prompt: Prompt, context: torch.Tensor) -> dict[str, Any]:
+        types = torch.zeros_like(context)
+        for span, _ in prompt.media:
+            types[0, span.start : span.end] = 1 if span.kind == MediaKind.IMAGE else 2
+        if self.kind == "gemma3":
+            rows = torch.cat([rows for _, rows in prompt.media])[None]
+            return {"token_type_ids": types, "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=rows)}}
+        names = {MediaKind.IMAGE: "image", MediaKind.VIDEO_FRAME: "video"}
+        outputs = {
+            name: SimpleNamespace(pooler_output=[rows for span, rows in prompt.media if span.kind == kind])
+            for kind, name in names.items()
+            if any(span.kind == kind for span, _ in prompt.media)
+        }
+        inputs = {"mm_token_type_ids": types, "mm_encoder_outputs": outputs}
+        if self.kind == "unified":
+            # The forward pass of transformers 5.23 would let tokens look ahead in full layers, too.
+            text = self.reference.config.text_config
+            shaped = torch.empty(*context.shape, text.hidden_size)
+            blocks = unified.get_block_sequence_ids_for_mask(types, context.device)
+            inputs["attention_mask"] = unified.create_masks_for_vision_model(text, shaped, None, None, None, blocks)
+        return inputs
+
+
+def media_model(kind: str, folder: Path) -> MediaModel:
+    """Make a random model of one of KINDS, and save it to a folder."""
+    if kind == "gemma3":
+        reference = write_gemma3_with_vision(folder)
+    elif kind == "unified":
+        reference = write_gemma4_unified(folder)
+    else:
+        whole = {"use_bidirectional_attention": "vision"} if kind == "experts" else {}
+        reference = write_gemma4_with_media(folder, kind, **whole)
+    return MediaModel(load(folder), reference, kind)
