@@ -28,7 +28,7 @@ from paceline.services.gateway.media.processors.base import Processor
 from paceline.services.gateway.media.processors.families import read_processor
 from tests.engine.media_models import MediaModel, Prompt
 from tests.models.test_encoders import reference_of_patches
-from tests.services.gateway.toy_model import IMAGE, write_toy_media_model
+from tests.services.gateway.toy_model import AUDIO, IMAGE, VIDEO, write_toy_media_model
 from tests.stack.cluster import Cluster
 from tests.stack.processes import Stack, serve
 from tests.tiny_checkpoints import write_gemma4_with_media
@@ -69,10 +69,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     ids = {name: value for name, value in json.loads((folder / "config.json").read_text()).items() if "token" in name}
     sizes = {"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "bos_token_id": None, "eos_token_id": 256}
     reference = write_gemma4_with_media(folder, "edge", **sizes)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **ids}))
     for name, value in ids.items():
         setattr(reference.config, name, value)
+    with torch.no_grad():  # a placeholder is never the best token, because the reference would take it for an image
+        reference.get_input_embeddings().weight[[IMAGE, VIDEO, AUDIO]] = 0
+    reference.save_pretrained(folder)
     processor = read_processor(folder)
     assert processor is not None
     return Model(folder, reference, processor.with_options({"max_soft_tokens": 70}))
