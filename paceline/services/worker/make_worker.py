@@ -24,6 +24,8 @@ async def make_worker(site: Site) -> Worker:
     limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight)
     worker = Worker(loaded, site.model_id, memory, site.kv, limits, place.turns)
     await warm_up(worker)
+    if site.role == "prefill" and worker.encoding is not None:
+        await worker.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
     return worker
 
 
