@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from paceline.proto import common_pb2, kvtransfer_pb2
-from tests.services.worker.conftest import StartHost
+from tests.services.worker.conftest import Host, StartHost
 from tests.services.worker.media_calls import (
     compute,
     encode_work,
@@ -189,4 +189,30 @@ async def test_a_draining_worker_encodes_for_its_own_requests_only(start: StartH
             call.cancel()
             while not (await prefill.read()).HasField("filled"):
                 pass
+        assert await host.all_blocks_back()
+
+
+async def test_preempted_requests_read_their_images_again(start: StartHost) -> None:
+    cases = [[image(6, seed)] for seed in range(6)]
+    async with start() as host:
+        expected = [await generate(host, images, 150, f"r{index}") for index, images in enumerate(cases)]
+        layout = host.decode.worker.layout
+        prompt = len(prompt_with(cases[0])[0])
+    # Requests need fewer blocks when their prompts are computed, because of the window. So more of them are admitted
+    # than have room at their ends.
+    kv_memory = int(2.4 * layout.slots_for(prompt + 64)) * layout.slot_bytes
+
+    async def eventually(host: Host, index: int) -> list[int]:
+        for attempt in range(2000):
+            try:
+                return await generate(host, cases[index], 150, f"r{index} {attempt}")
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED):
+                    raise
+                await asyncio.sleep(0.01)
+        raise AssertionError("it never ended")
+
+    async with start(kv_memory=kv_memory, max_model_len=256) as host:
+        assert await asyncio.gather(*(eventually(host, index) for index in range(len(cases)))) == expected
+        assert host.decode.worker.engine.stats.preemptions > 0
         assert await host.all_blocks_back()
