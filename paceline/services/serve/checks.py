@@ -15,6 +15,7 @@ from paceline.models.config import encoding_size, read_facts
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, count_weights
 from paceline.models.model_config import ModelConfig
+from paceline.services.serve.settings import served_name
 
 PROCESS_BYTES = 400 << 20
 """Resident memory of one worker without weights and KV cache: Python, torch and the scratch memory of a step."""
@@ -35,8 +36,15 @@ def check_config(config: ServeConfig) -> None:
 def check_model(config: ServeConfig, folder: Path) -> None:
     """Raise ConfigError or ModelError for options that do not fit the model in `folder`."""
     check_speculative(parse_speculative_config(config.speculative_config), folder, config.model_impl)
-    if config.encode and not encoding_size(folder, config.model_impl):
-        raise ConfigError(f"{folder.name} has no encoders that Paceline computes, so --encode must be 0")
+    check_encode_workers(config, folder, config.encode)
+
+
+def check_encode_workers(config: ServeConfig, folder: Path, count: int) -> None:
+    """Raise ConfigError if there shall be encode workers and the model in `folder` has no encoders."""
+    if count and not encoding_size(folder, config.model_impl):
+        raise ConfigError(
+            f"{served_name(config)} has no encoders that Paceline computes, so it needs no encode workers"
+        )
 
 
 def check_port(host: str, port: int) -> None:
