@@ -141,7 +141,7 @@ class GatewayConfig(ServiceConfig):
     api_key: str = option(
         "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
     )
-    max_body_bytes: int = option(8 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
+    max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
     queue_seconds: float = option(
         60.0,
@@ -211,8 +211,8 @@ class GatewayConfig(ServiceConfig):
     max_media_size: Size = option("64MiB", "largest file of an image, a video or an audio clip", "media")
     media_memory: Size = option(
         "2GiB",
-        "memory for media that are being fetched and decoded. One request may use half of it, one item a quarter of it "
-        "when it is decoded. A request that finds it full gets 429",
+        "memory for media that are being fetched and decoded. One request may use half of it. The items that the "
+        "processes decode may use the other half, each an equal share of it. A request that finds it full gets 429",
         "media",
     )
     max_image_pixels: int = option(

@@ -17,7 +17,15 @@ from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
 from tests.tiny_checkpoints import write_gemma4_assistant, write_tiny
 
 ROOT = Path(__file__).parents[2]
-TEXT = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+TEXT = [
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
 UNWANTED = ["README.md", "pytorch_model.bin", "model.onnx", "original/model.safetensors", "tokenizer.model"]
 
 Prepare = Callable[..., subprocess.CompletedProcess[str]]

@@ -8,12 +8,15 @@ from typing import TypeVar
 from fastapi import Request
 
 from paceline.services.gateway.chat_prompt import media_of, render_chat
+from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.prompt import Prompt
 from paceline.services.gateway.middleware import owner_of
 from paceline.services.gateway.plan import Plan, plan_chat
+from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
+from paceline.services.gateway.streaming import until_disconnect
 
 T = TypeVar("T")
 
@@ -28,7 +31,12 @@ async def with_media(
     """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count."""
     items = [item for chat in chats for item in media_of(chat.messages, gateway.tokenizer)]
     options = chats[0].mm_processor_kwargs
-    return await gateway.media_preparer.plan(items, make, options=options, owner=owner_of(request), param=param)
+    work = gateway.media_preparer.plan(items, make, options=options, owner=owner_of(request), param=param)
+    # If a client leaves, its media no longer occupy memory and a process that decodes.
+    made = await until_disconnect(request.receive, work) if items else await work
+    if made is None:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left while its images, videos or audio were loaded")
+    return made
 
 
 async def plan_conversation(gateway: Gateway, chat: ChatRequest, request: Request) -> Plan:

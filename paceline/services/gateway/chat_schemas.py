@@ -50,14 +50,14 @@ class TextPart(Body):
         return {"type": "text", "text": self.text}
 
 
-def kind_of_part(data: Any) -> Literal["media", "text"]:
-    """Return which class a part of a message's content has."""
+def kind_of_part(data: Any) -> str:
+    """Return the tag of a part of a message's content. It is no field's name, for which an error might take it."""
     kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
-    return "media" if isinstance(kind, str) and kind in MEDIA_TYPES else "text"
+    return "media part" if isinstance(kind, str) and kind in MEDIA_TYPES else "text part"
 
 
 ContentPart = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")], Discriminator(kind_of_part)
+    Annotated[TextPart, Tag("text part")] | Annotated[MediaPart, Tag("media part")], Discriminator(kind_of_part)
 ]
 
 

@@ -22,7 +22,7 @@ Nyquist frequency remains."""
 
 
 def decode(
-    data: bytearray, max_bytes: int, max_seconds: float, sample_rate: int
+    data: memoryview, max_bytes: int, max_seconds: float, sample_rate: int
 ) -> tuple[dict[str, Any], NDArray[np.float32]]:
     """Return no facts, and the mean of all channels: [samples], full scale from -1 to 1.
 

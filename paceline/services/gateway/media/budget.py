@@ -14,10 +14,12 @@ class MemoryBudget:
 
     Args:
         total: its size in bytes.
+        decoders: items that are decoded at the same time. Together they take at most half of the memory.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, decoders: int) -> None:
         self.total = total
+        self._decoders = decoders
         self.used = 0
 
     @property
@@ -27,8 +29,8 @@ class MemoryBudget:
 
     @property
     def of_item(self) -> int:
-        """The most bytes that one decoded item may have."""
-        return self.total // 4
+        """The most bytes that one decoded item may have: at most half of a request's, so that other items can come."""
+        return self.total // (2 * max(2, self._decoders))
 
     @contextlib.contextmanager
     def request(self) -> Iterator[RequestBudget]:

@@ -8,6 +8,8 @@ import struct
 import time
 from typing import Any
 
+import numpy as np
+
 _SIZES = struct.Struct(">IQ")
 """The lengths of the JSON text and of the payload."""
 _MAX_HEADER_BYTES = 1 << 20
@@ -32,7 +34,7 @@ class Channel:
         self._socket.sendall(_SIZES.pack(len(text), len(payload)) + text)
         self._socket.sendall(payload)
 
-    def receive(self, max_bytes: int, seconds: float | None = None) -> tuple[dict[str, Any], bytearray]:
+    def receive(self, max_bytes: int, seconds: float | None = None) -> tuple[dict[str, Any], memoryview]:
         """Return the header and the payload of the next message.
 
         Raises:
@@ -44,7 +46,7 @@ class Channel:
         if header_bytes > _MAX_HEADER_BYTES or payload_bytes > max_bytes:
             raise ChannelError("the message is too large")
         try:
-            header = json.loads(self._read(header_bytes, deadline))
+            header = json.loads(bytes(self._read(header_bytes, deadline)))
         except ValueError as error:
             raise ChannelError(f"the message is not JSON: {error}") from None
         if not isinstance(header, dict):
@@ -54,17 +56,15 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _read(self, count: int, deadline: float | None) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
+    def _read(self, count: int, deadline: float | None) -> memoryview:
+        # Python's own buffers would be filled with zeros first, and no other thread could run meanwhile.
+        data = np.empty(count, np.uint8).data
+        view = data
         while len(view):
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(left)
-            else:
-                self._socket.settimeout(None)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
             received = self._socket.recv_into(view)
             if not received:
                 raise ChannelError("the connection was closed")

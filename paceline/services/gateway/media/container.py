@@ -17,7 +17,7 @@ _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,wav,flac,mp3,aac,aiff,caf,gif"
 
 
 @contextlib.contextmanager
-def open_container(data: bytearray, kind: str) -> Iterator[InputContainer]:
+def open_container(data: memoryview, kind: str) -> Iterator[InputContainer]:
     """Yield a container that reads from `data`. FFmpeg may open nothing else.
 
     Args:

@@ -7,7 +7,7 @@ class BrokenItemError(Exception):
     """An item cannot be decoded. The message says what is wrong with it and what to do."""
 
 
-def check_not_text(data: bytes | bytearray, kind: str) -> None:
+def check_not_text(data: memoryview, kind: str) -> None:
     """Raise BrokenItemError if data is a text, such as the page that a server sends instead of a file."""
     begin = bytes(data[:512]).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if not begin:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import logging
 import os
 import resource
@@ -17,10 +16,13 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from paceline.services.gateway.media import audio_decoder, image_decoder, video_decoder
 from paceline.services.gateway.media.channel import Channel, ChannelError
 from paceline.services.gateway.media.decoded import BrokenItemError
 
@@ -28,7 +30,11 @@ _MAX_OPEN_FILES = 64
 _NICENESS = 5
 """Decoding media yields to the workers of the same host, which other requests wait for."""
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_DECODERS = {kind: f"paceline.services.gateway.media.{kind}_decoder" for kind in ("image", "video", "audio")}
+_DECODERS: dict[str, Callable[..., tuple[dict[str, Any], NDArray[Any]]]] = {
+    "image": image_decoder.decode,
+    "video": video_decoder.decode,
+    "audio": audio_decoder.decode,
+}
 
 
 def main(descriptor: int, memory: int) -> None:
@@ -50,12 +56,11 @@ def main(descriptor: int, memory: int) -> None:
             channel.send(*decode(job, data))
 
 
-def decode(job: dict[str, Any], data: bytearray) -> tuple[dict[str, Any], bytes | memoryview]:
+def decode(job: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes | memoryview]:
     """Return the header and the payload of the answer: the facts about the item and its array, or what is wrong."""
     _limit_cpu(job["seconds"])
     try:
-        decoder = importlib.import_module(_DECODERS[job["kind"]])
-        facts, array = decoder.decode(data, job["max_bytes"], **job["options"])
+        facts, array = _DECODERS[job["kind"]](data, job["max_bytes"], **job["options"])
     except BrokenItemError as error:
         return {"error": str(error)}, b""
     except MemoryError:

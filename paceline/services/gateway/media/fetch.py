@@ -114,7 +114,8 @@ class Fetcher:
     async def _connect(self, target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the first address that is allowed and can be reached."""
         is_tls = target.scheme == "https"
-        for address in (addresses := await self._addresses(target)):
+        addresses = await self._addresses(target)
+        for address in addresses:
             try:
                 async with asyncio.timeout(CONNECT_SECONDS / len(addresses)):
                     return await asyncio.open_connection(

@@ -15,7 +15,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _BYTES_PER_PIXEL = 3
 
 
-def decode(data: bytearray, max_bytes: int, max_pixels: int) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+def decode(data: memoryview, max_bytes: int, max_pixels: int) -> tuple[dict[str, Any], NDArray[np.uint8]]:
     """Return no facts, and an image as RGB: [height, width, 3].
 
     Args:

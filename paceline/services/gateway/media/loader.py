@@ -87,7 +87,7 @@ class MediaService:
         guard = Guard(config.allowed_media_domains, config.allow_private_media)
         fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
         self._sources = Sources(fetcher, self._threads, folder)
-        self.memory = MemoryBudget(parse_bytes(config.media_memory))
+        self.memory = MemoryBudget(parse_bytes(config.media_memory), config.media_processes)
         self.pool = DecodePool(config, self.memory)
 
     @contextlib.contextmanager

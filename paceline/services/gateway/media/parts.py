@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
@@ -54,6 +54,7 @@ class MediaPart(Body):
     def for_template(self) -> Json:
         return {"type": self.kind}
 
+    @model_serializer
     def stored(self) -> Json:
         """Return the part as a client may send it again."""
         uuid = {} if self.uuid is None else {"uuid": self.uuid}

@@ -10,6 +10,7 @@ import math
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -49,6 +50,7 @@ class DecodeProcess:
         self._memory = memory
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
+        self._lock = threading.Lock()
         self._items = 0
         self.is_usable = True
         """Whether it can decode another item."""
@@ -67,25 +69,19 @@ class DecodeProcess:
             MediaError: the item cannot be decoded within the time.
             UnavailableError: the process cannot be started.
         """
-        channel = self._start()
-        deadline = time.monotonic() + seconds
-        self._items += 1
-        try:
-            channel.send(job, data, seconds)
-            answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
-            if answer.get("retire") or self._items == ITEMS:
+        with self._lock:
+            channel = self._start()
+            self._items += 1
+            try:
+                return self._exchange(channel, job, data, seconds)
+            except TimeoutError:
                 self.is_usable = False
-            if "error" in answer:
-                raise MediaError(str(answer["error"]))
-            return answer["facts"], _array(answer, payload)
-        except TimeoutError:
-            self.is_usable = False
-            raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
-        except (ChannelError, OSError, KeyError, TypeError, ValueError) as error:
-            if self.is_usable:
-                log.warning("a process that decodes media failed at an item: %s", error)
-            self.is_usable = False
-            raise MediaError("it cannot be decoded; the file is broken, or too large") from None
+                raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
+            except (ChannelError, OSError, KeyError, TypeError, ValueError) as error:
+                if self.is_usable:
+                    log.warning("a process that decodes media failed at an item: %s", error)
+                self.is_usable = False
+                raise MediaError("it cannot be decoded; the file is broken, or too large") from None
 
     def kill(self) -> None:
         """End the process at once, whatever it does. A call of `decode` in another thread fails."""
@@ -96,10 +92,24 @@ class DecodeProcess:
     def end(self) -> None:
         """End the process, and wait until it has ended."""
         self.kill()
-        if self._process is not None:
-            self._process.wait()
-        if self._channel is not None:
-            self._channel.close()
+        with self._lock:  # a call of `decode` in another thread may still be starting the process
+            if self._process is not None:
+                self._process.wait()
+            if self._channel is not None:
+                self._channel.close()
+
+    def _exchange(
+        self, channel: Channel, job: dict[str, Any], data: bytes | bytearray, seconds: float
+    ) -> tuple[dict[str, Any], NDArray[Any]]:
+        """Send an item and return the answer to it. Raises MediaError, or the errors of the channel."""
+        deadline = time.monotonic() + seconds
+        channel.send(job, data, seconds)
+        answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
+        if answer.get("retire") or self._items == ITEMS:
+            self.is_usable = False
+        if "error" in answer:
+            raise MediaError(str(answer["error"]))
+        return answer["facts"], _array(answer, payload)
 
     def _start(self) -> Channel:
         """Return the channel to the process, which is started if it does not run."""
@@ -221,7 +231,7 @@ class DecodePool:
                 await asyncio.to_thread(process.end)
 
 
-def _array(answer: dict[str, Any], payload: bytearray) -> NDArray[Any]:
+def _array(answer: dict[str, Any], payload: memoryview) -> NDArray[Any]:
     """Return the array of an answer. Raises ValueError, KeyError or TypeError if the answer contradicts itself."""
     shape, dtype = tuple(answer["shape"]), np.dtype(answer["dtype"])
     if dtype not in (np.uint8, np.float32) or math.prod(shape) * dtype.itemsize != len(payload):

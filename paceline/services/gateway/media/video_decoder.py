@@ -22,11 +22,11 @@ from paceline.services.gateway.media.decoded import BrokenItemError
 _MAX_FRAMES = 1_000_000
 """Most frames in a file. Reading their places takes a second."""
 _INDEXED_FORMATS = frozenset({"mp4", "matroska", "avi"})
-"""Containers with an index, in which a key frame is found exactly. Others are decoded from their begin."""
+"""Containers with an index, in which a key frame is found exactly. Others are decoded from their beginning."""
 
 
 def decode(
-    data: bytearray,
+    data: memoryview,
     max_bytes: int,
     max_pixels: int,
     max_seconds: float,
@@ -74,11 +74,12 @@ def decode(
 
 
 def sample(total: int, duration: float, most: int, per_second: float | None) -> list[int]:
-    """Return the numbers of frames to take out of `total`, evenly spread from the first to the last."""
+    """Return the numbers of frames to take out of `total`: the first of each of equal parts, as in transformers."""
     count = min(most, total)
     if per_second is not None:
         count = min(count, math.floor(duration * per_second))
-    return [int(number) for number in np.linspace(0, total - 1, max(1, count))]
+    count = max(1, count)
+    return [number * total // count for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,8 @@ class _Index:
 
 
 @contextlib.contextmanager
-def _open(data: bytearray, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Yield a file's container and its first video, ready to be decoded from the begin."""
+def _open(data: memoryview, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """Yield a file's container and its first video, ready to be decoded from its beginning."""
     with open_container(data, "a video") as container:
         if not container.streams.video:
             raise BrokenItemError("the file has no video")

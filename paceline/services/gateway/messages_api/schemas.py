@@ -58,7 +58,8 @@ class ToolUseBlock(Body):
 
 class Base64Source(Body):
     type: Literal["base64"]
-    media_type: str
+    media_type: str = "image/*"
+    """Ignored: the data itself tells its format."""
     data: str
 
 

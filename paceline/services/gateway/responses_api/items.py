@@ -185,11 +185,13 @@ class UnreadPart(Body):
 
 def _kind_of_output(data: Any) -> str:
     kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
-    return "document" if kind == "input_file" else kind_of_part(data)
+    return "unread part" if kind == "input_file" else kind_of_part(data)
 
 
 OutputPart = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[MediaPart, Tag("media")] | Annotated[UnreadPart, Tag("document")],
+    Annotated[TextPart, Tag("text part")]
+    | Annotated[MediaPart, Tag("media part")]
+    | Annotated[UnreadPart, Tag("unread part")],
     Discriminator(_kind_of_output),
 ]
 

@@ -10,7 +10,7 @@ from paceline.services.gateway.media.budget import MemoryBudget
 
 
 def test_bytes_are_given_back_when_the_request_ends() -> None:
-    memory = MemoryBudget(1000)
+    memory = MemoryBudget(1000, 2)
     with memory.request() as request:
         request.take(300)
         with request.temporary() as take:
@@ -21,7 +21,7 @@ def test_bytes_are_given_back_when_the_request_ends() -> None:
 
 
 def test_bytes_are_given_back_after_an_error() -> None:
-    memory = MemoryBudget(1000)
+    memory = MemoryBudget(1000, 2)
 
     def fail() -> None:
         with memory.request() as request, request.temporary() as take:
@@ -35,7 +35,7 @@ def test_bytes_are_given_back_after_an_error() -> None:
 
 
 def test_one_request_may_have_half() -> None:
-    memory = MemoryBudget(1000)
+    memory = MemoryBudget(1000, 2)
     with memory.request() as request:
         request.take(500)
         with pytest.raises(MediaError, match="--media-memory"):
@@ -44,7 +44,7 @@ def test_one_request_may_have_half() -> None:
 
 
 def test_other_requests_find_the_memory_full() -> None:
-    memory = MemoryBudget(1000)
+    memory = MemoryBudget(1000, 2)
     with memory.request() as one, memory.request() as two, memory.request() as three:
         one.take(500)
         two.take(450)
@@ -52,3 +52,10 @@ def test_other_requests_find_the_memory_full() -> None:
             three.take(51)
         three.take(50)
     assert memory.used == 0
+
+
+def test_items_that_are_decoded_at_the_same_time_take_half() -> None:
+    with MemoryBudget(1000, 4).request() as request:
+        assert request.of_next_item == 125
+        request.take(400)
+        assert request.of_next_item == 100

@@ -44,8 +44,8 @@ async def test_loads_all_kinds(service: MediaService) -> None:
         )
         assert (image.shape, image.dtype) == ((4, 6, 3), np.uint8)
         assert video.frames.shape == (4, 16, 32, 3)
-        assert video.indices.tolist() == [0, 6, 12, 19]
-        assert video.timestamps == pytest.approx([0.0, 0.6, 1.2, 1.9])
+        assert video.indices.tolist() == [0, 5, 10, 15]
+        assert video.timestamps == pytest.approx([0.0, 0.5, 1.0, 1.5])
         assert video.fps == pytest.approx(10.0)
         assert (clip.shape, clip.dtype) == ((8000,), np.float32)
         assert service.memory.used == image.nbytes + video.frames.nbytes + clip.nbytes

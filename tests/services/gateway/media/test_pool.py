@@ -30,7 +30,7 @@ FILE = image_file()
 
 @pytest.fixture
 def budget() -> Iterator[RequestBudget]:
-    with MemoryBudget(64 << 20).request() as budget:
+    with MemoryBudget(64 << 20, 2).request() as budget:
         yield budget
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 from pathlib import Path
@@ -16,7 +17,7 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import spans_from_pb
 from paceline.services.gateway.media.expansion import Run
 from paceline.services.gateway.media.processors.base import Processor
-from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.conftest import PATIENCE, Stack, StartStack
 from tests.services.gateway.toy_model import BOI, EOI, IMAGE, USER
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
@@ -174,3 +175,25 @@ async def test_a_model_without_encoders_takes_text_alone(stack: Stack) -> None:
     assert "image is not supported; this model takes text alone" in answer.json()["error"]["message"]
     answer = await stack.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **SMALL)
     assert answer.status_code == 400
+
+
+async def test_loading_ends_if_the_client_leaves(start_stack: StartStack, media_model: Path) -> None:
+    asked, gone = asyncio.Event(), asyncio.Event()
+
+    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()
+        gone.set()
+        writer.close()
+
+    server = await asyncio.start_server(stall, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    stack = await start_stack(
+        model=str(media_model), allow_private_media=True, image_fetch_seconds=PATIENCE * 10, response_store="none"
+    )
+    slow = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/cat.png"}}
+    asking = asyncio.create_task(chat(stack, slow))
+    async with asyncio.timeout(PATIENCE), server:
+        await asked.wait()
+        asking.cancel()
+        await gone.wait()

@@ -46,7 +46,10 @@ SCRIPT = [
     "Done. The file says `<tool>` now.",
 ]
 RESULTS: dict[str, Any] = {
-    "Read": [{"type": "text", "text": "1\tprint('<tool_call>')"}, {"type": "image", "source": {"type": "base64"}}],
+    "Read": [
+        {"type": "text", "text": "1\tprint('<tool_call>')"},
+        {"type": "image", "source": {"type": "base64", "data": "aaaa"}},
+    ],
     "Grep": "no match",
     "Glob": [],
     "Edit": "<tool_use_error>String not found.</tool_use_error>",

@@ -27,9 +27,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     (
-        {"messages": [{"role": "user", "content": [IMAGE]}]},
-        "content of type 'image' is not supported here; send text or tool_result",
+        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+        "content of type 'document' is not supported here; send text or image or tool_result",
     ),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "image is not supported; this model takes text alone"),
     ({"messages": [{"role": "user", "content": [CALL]}]}, "content of type 'tool_use' is not"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "assistant", "content": [{**CALL, "input": "x"}]}, USER]}, "messages[0].content[0].input"),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3 import processing_gemma3
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.media.expansion import Expansion, Run
 from paceline.services.gateway.media.processors.gemma3 import Gemma3Processor, read_gemma3
+from paceline.services.gateway.media.prompt import encode_prompt
+from paceline.services.gateway.tokenizer import Tokenizer
 
 CONFIG = {"vision_config": {"image_size": 64}, "mm_tokens_per_image": 16}
 BOI, EOI, IMAGE = 255999, 256000, 262144
@@ -57,6 +65,47 @@ def test_crops_are_those_of_transformers(size: tuple[int, int]) -> None:
     crops = " ".join([one] * (len(wanted) - 1))
     told = f"Here is the original image {one} and here are some crops to help you see better {crops}"
     assert shown == (told if crops else one)
+
+
+SPECIAL = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer in which line breaks merge, so that those around an image join their neighbours."""
+    alphabet = sorted(set("Here is the original image and some crops to help you see better▁user:\n"))
+    merged = [*alphabet, "\n\n", "\n\n\n", "\n\n\n\n"]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
+    bpe = models.BPE({text: number for number, text in enumerate(merged)}, merges)
+    inner = tokenizers.Tokenizer(bpe)
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    inner.add_special_tokens([*SPECIAL.values()])
+    path = tmp_path_factory.mktemp("gemma3")
+    inner.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("text", ["user:\n<start_of_image>see", "<start_of_image>\n<start_of_image>\nuser"])
+@pytest.mark.parametrize("pan_and_scan", [False, True])
+def test_a_prompt_has_the_tokens_that_transformers_gives_it(folder: Path, text: str, pan_and_scan: bool) -> None:
+    inner = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens=SPECIAL)
+    made = processing_gemma3.Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 64, "width": 64}), inner, image_seq_length=16
+    )
+    images = [picture(300, 700), picture(40, 40)][: text.count("<start_of_image>")]
+    wanted = made(text=text, images=images, do_pan_and_scan=pan_and_scan)["input_ids"]
+    begin, image, end = (inner.convert_tokens_to_ids(token) for token in SPECIAL.values())
+    ids = {"boi_token_index": begin, "image_token_index": image, "eoi_token_index": end}
+    own = read_gemma3({**CONFIG, **ids}, {})
+    assert own is not None
+    own = own.with_options({"do_pan_and_scan": pan_and_scan})
+    tokenizer = Tokenizer(folder, media_tokens=own.tokens)
+    texts, pieces = text.split("<start_of_image>"), []
+    for before, pixels in zip(texts, images, strict=False):
+        pieces += [before, *own.image(pixels).pieces]
+    prompt = encode_prompt([*pieces, texts[-1]], tokenizer, False, "messages")
+    assert [prompt.token_ids] == np.asarray(wanted).tolist()
 
 
 def test_settings_of_the_model_count() -> None:

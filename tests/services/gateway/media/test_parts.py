@@ -1,0 +1,58 @@
+"""Parts of messages in all the forms that clients send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.services.gateway.chat_schemas import ChatMessage
+from paceline.services.gateway.media.items import MediaItem
+from paceline.services.gateway.media.parts import MediaPart
+
+URL = "https://example.com/a"
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "url", "uuid"),
+    [
+        ({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}, "image", URL, None),
+        ({"type": "image_url", "image_url": URL, "uuid": "a"}, "image", URL, "a"),
+        ({"type": "image_url", "image_url": None, "uuid": "a"}, "image", None, "a"),
+        ({"type": "image_url", "image_url": {"url": None}, "uuid": "a"}, "image", None, "a"),
+        ({"type": "input_image", "image_url": URL, "detail": "auto"}, "image", URL, None),
+        ({"type": "video_url", "video_url": {"url": URL}}, "video", URL, None),
+        ({"type": "audio_url", "audio_url": {"url": URL}}, "audio", URL, None),
+        (
+            {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}},
+            "audio",
+            "data:audio/wav;base64,QUJD",
+            None,
+        ),
+        ({"type": "input_audio", "uuid": "b"}, "audio", None, "b"),
+    ],
+)
+def test_forms(part: dict[str, Any], kind: Any, url: str | None, uuid: str | None) -> None:
+    made = MediaPart.model_validate(part)
+    assert made.item == MediaItem(kind, url, uuid)
+    assert MediaPart.model_validate(made.model_dump()).item == made.item
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ({"type": "image_url"}, "image_url is missing"),
+        ({"type": "image_url", "image_url": {"url": ""}}, "image_url is missing"),
+        ({"type": "image_url", "image_url": 7}, "image_url must be an object with a url"),
+        ({"type": "video_url", "video_url": {"url": ["a"]}}, "video_url must be an object with a url"),
+        ({"type": "input_image", "file_id": "f"}, "file_id is not supported"),
+        ({"type": "input_audio", "input_audio": {"data": "QUJD"}}, "input_audio must be an object with data"),
+        ({"type": "input_audio", "input_audio": {"data": "QUJD", "format": "a,b"}}, "format, such as wav"),
+        ({"type": "image_url", "image_url": URL, "uuid": ""}, "uuid must be a text of 1 to 256 characters"),
+        ({"type": "image_url", "image_url": URL, "uuid": 5}, "uuid must be a text"),
+    ],
+)
+def test_wrong_forms_are_told(part: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        ChatMessage.model_validate({"role": "user", "content": [part]})

@@ -1,0 +1,114 @@
+"""From URLs of images, videos and audio to what stands in a prompt, with the real decoders."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.media import MediaKind
+from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.expansion import Expansions, Run
+from paceline.services.gateway.media.items import MediaItem
+from paceline.services.gateway.media.loader import MediaService
+from paceline.services.gateway.media.preparation import MediaPreparer
+from paceline.services.gateway.media.processors.base import Processor
+from tests.services.gateway.media.samples import audio_file, data_url, image_file, video_file
+
+IMAGE = MediaItem("image", data_url(image_file()))
+NAMED = MediaItem("image", data_url(image_file()), "cat")
+RECALLED = MediaItem("image", None, "cat")
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[MediaService]:
+    made = MediaService(GatewayConfig(media_processes=1))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def preparer(processor: Processor, service: MediaService) -> MediaPreparer:
+    return MediaPreparer(GatewayConfig(limit_mm_per_prompt='{"image": 2}'), processor, service)
+
+
+async def prepare(preparer: MediaPreparer, *items: MediaItem, owner: str = "", **options: Any) -> Expansions:
+    return await preparer.plan(items, lambda media: media, options=options, owner=owner)
+
+
+def runs(media: Expansions, item: MediaItem) -> list[Run]:
+    return [piece for piece in media[item].pieces if isinstance(piece, Run)]
+
+
+async def test_all_kinds_of_media_become_inputs(preparer: MediaPreparer) -> None:
+    video = MediaItem("video", data_url(video_file()))
+    audio = MediaItem("audio", data_url(audio_file()))
+    media = await prepare(preparer, IMAGE, video, audio, videos_kwargs={"num_frames": 4})
+    assert [run.input.kind for run in runs(media, IMAGE)] == [MediaKind.IMAGE]
+    assert [run.input.kind for run in runs(media, video)] == [MediaKind.VIDEO_FRAME] * 4
+    # The sample has 20 frames in two seconds.
+    stamps = [piece for piece in media[video].pieces if isinstance(piece, str)]
+    assert stamps == ["00:00 ", " 00:00 ", " 00:01 ", " 00:01 "]
+    assert [run.input.kind for run in runs(media, audio)] == [MediaKind.AUDIO]
+
+
+async def test_a_uuid_recalls_an_item_for_its_owner_alone(preparer: MediaPreparer) -> None:
+    sent = await prepare(preparer, NAMED, owner="a")
+    assert (await prepare(preparer, RECALLED, owner="a"))[RECALLED] == sent[NAMED]
+    for owner, options in (("b", {}), ("a", {"max_soft_tokens": 70})):
+        with pytest.raises(InvalidRequestError, match="no image with the uuid 'cat' is kept"):
+            await prepare(preparer, RECALLED, owner=owner, **options)
+
+
+async def test_an_error_of_the_request_itself_comes_before_anything_is_loaded(preparer: MediaPreparer) -> None:
+    dead = MediaItem("image", "http://127.0.0.1:1/cat.png")
+
+    def fail(media: Expansions) -> None:
+        assert not media[dead].pieces
+        raise InvalidRequestError("too long", "messages")
+
+    with pytest.raises(InvalidRequestError, match="too long"):
+        await preparer.plan([dead], fail, options=None, owner="")
+
+
+async def test_errors_name_the_item_and_the_field(preparer: MediaPreparer) -> None:
+    broken = MediaItem("image", data_url(b"GIF89a"))
+    with pytest.raises(MediaError, match=r"^image 2: ") as caught:
+        await preparer.plan([IMAGE, broken], lambda media: media, options=None, owner="", param="input")
+    assert caught.value.param == "input"
+    with pytest.raises(InvalidRequestError, match=r"at most 2 of the kind image \(--limit-mm-per-prompt\), this one"):
+        await prepare(preparer, IMAGE, IMAGE, IMAGE)
+
+
+async def test_a_model_without_encoders_has_no_options(service: MediaService) -> None:
+    preparer = MediaPreparer(GatewayConfig(), None, service)
+    assert not await prepare(preparer)
+    with pytest.raises(InvalidRequestError, match="takes text alone"):
+        await prepare(preparer, max_soft_tokens=70)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"limit_mm_per_prompt": "{"}, "--limit-mm-per-prompt is not valid JSON"),
+        ({"limit_mm_per_prompt": '{"picture": 1}'}, "--limit-mm-per-prompt must give counts of image, video, audio"),
+        ({"mm_processor_kwargs": "5"}, "--mm-processor-kwargs must be a JSON object"),
+        ({"mm_processor_kwargs": '{"size": 5}'}, "--mm-processor-kwargs is wrong: .*no option 'size'"),
+    ],
+)
+async def test_wrong_options_end_the_start(
+    options: dict[str, str], told: str, processor: Processor, service: MediaService
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        MediaPreparer(GatewayConfig(**options), processor, service)
+
+
+async def test_the_servers_options_hold_for_requests_without_their_own(
+    processor: Processor, service: MediaService
+) -> None:
+    preparer = MediaPreparer(GatewayConfig(mm_processor_kwargs='{"max_soft_tokens": 70}'), processor, service)
+    (run,) = runs(await prepare(preparer, IMAGE), IMAGE)
+    assert run.input.length <= 70
