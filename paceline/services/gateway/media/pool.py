@@ -119,7 +119,8 @@ class DecodeProcess:
             self._channel.close()
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
-        command = [sys.executable, "-m", f"{__package__}.decoder", str(theirs.fileno()), str(self._memory)]
+        # -P: nothing is imported from the working directory.
+        command = [sys.executable, "-P", "-m", f"{__package__}.decoder", str(theirs.fileno()), str(self._memory)]
         try:
             with theirs:
                 self._process = subprocess.Popen(
