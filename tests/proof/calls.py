@@ -8,7 +8,7 @@ from paceline.services.kvtransfer.lease import TRANSFER, Lease, State
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof import judge
 from tests.proof.parties import Op
-from tests.proof.world import Violation, World, is_prefix, origin
+from tests.proof.world import Violation, World, is_encoding, is_prefix, origin
 
 Answer = Lease | PacelineError | None
 
@@ -31,6 +31,13 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
     request = request.another if op.another else request
     session, key, now = op.session, op.key, world.now
     match op.kind:
+        case "reserve" if is_encoding(key):
+            tokens = 16 * len(request.media)
+            return ledger.reserve(session, key, request.media_hashes, tokens, tokens, now, encoding=True)
+        case "pin" if is_encoding(key):
+            return ledger.pin(session, key, request.media_hashes, now, encoding=True)
+        case "seal" if is_encoding(key):
+            return ledger.seal(session, key, 0, op.published // 16, request.media_hashes[op.published // 16 :], now)
         case "reserve" if is_prefix(key):
             hashes = request.hashes[: request.reusable]
             return ledger.reserve(session, key, hashes, 16 * len(hashes), 16 * len(hashes), now)

@@ -12,8 +12,8 @@ from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.lease import NOBODY, TRANSFER, Lease, State
-from tests.proof.parties import DECODE, Asked, Block, Job, Op, Transfer, Word
-from tests.proof.world import World, is_prefix, origin
+from tests.proof.parties import Asked, Block, Job, Op, Transfer, Word
+from tests.proof.world import World, kind_of, origin
 
 
 def digest(world: World) -> bytes:
@@ -34,7 +34,7 @@ def digest(world: World) -> bytes:
 def _look(world: World, index: int) -> tuple[object, ...]:
     asked, request = world.asked[index], world.request(index)
     jobs = sorted(job.phase for job in world.jobs.values() if job.request == index)
-    return (request.text, request.tail, request.one_token, asked.phase, asked.failures, jobs)
+    return (request.text, request.tail, request.one_token, request.media, asked.phase, asked.failures, jobs)
 
 
 class _Encoder:
@@ -46,7 +46,7 @@ class _Encoder:
         self._rank = {index: rank for rank, index in enumerate(order)}
         self._sessions: dict[int, int] = {NOBODY: 0, TRANSFER: -1}
         self._slots: dict[tuple[int, int], int] = {}
-        self._names: dict[tuple[str, int], tuple[int, int, int, bool]] = {}
+        self._names: dict[tuple[str, int], tuple[int, int, int, int]] = {}
 
     def encode(self) -> bytes:
         world = self._world
@@ -78,10 +78,10 @@ class _Encoder:
         prefiller = (world.host_of(session), self._session(session)) if chosen else 0
         request = world.setup.requests.index(world.request(index))
         told = (asked.opened is not None, asked.filled is not None)
-        return (request, asked.failures, asked.phase, prefiller, told)
+        return (request, asked.failures, asked.phase, prefiller, told, asked.encoded)
 
     def _sorted(self, jobs: Iterable[Job]) -> list[Job]:
-        return sorted(jobs, key=lambda job: (self._name(job.key), job.role == DECODE, job.phase))
+        return sorted(jobs, key=lambda job: (self._name(job.key), job.role, job.phase))
 
     def _leases(self, host: int, index: int) -> list[Lease]:
         prefix = f"{index}."
@@ -93,14 +93,14 @@ class _Encoder:
         found = [each for each in self._world.transfers.values() if each.request == index]
         return sorted(found, key=lambda each: self._name(each.key))
 
-    def _name(self, key: Key) -> tuple[int, int, int, bool]:
-        """Encode a key as (request, lives ago, attempts ago, whether it is a prefix's key)."""
+    def _name(self, key: Key) -> tuple[int, int, int, int]:
+        """Encode a key as (request, lives ago, attempts ago, for what the lease is)."""
         known = self._names.get(key[:2])
         if known is None:
             index, life = map(int, origin(key.request_id).split("."))
             asked = self._world.asked[index]
             attempt = asked.tries - key[1] if asked.life == life else key[1]
-            known = self._names[key[:2]] = (self._rank[index], asked.life - life, attempt, is_prefix(key))
+            known = self._names[key[:2]] = (self._rank[index], asked.life - life, attempt, kind_of(key[0]))
         return known
 
     def _session(self, session: int) -> int:
@@ -113,7 +113,7 @@ class _Encoder:
         return [[self._slot(host, slot) for slot in table] for table in tables]
 
     def _job(self, job: Job) -> object:
-        tables = self._tables(job.host, job.tables)
+        tables = self._tables(job.host, (*job.tables, job.rows))
         flags = (job.cancelled, job.lost, job.grown, job.alone, job.another, job.context_hash, job.fetch)
         name = (*self._name(job.key), job.key.generation)
         return (job.role, job.host, self._session(job.session), name, job.phase, tables, job.settled, flags)

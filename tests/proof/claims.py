@@ -16,7 +16,9 @@ def come_back(world: World, session: int) -> None:
     claims = []
     for job in [job for job in world.jobs.values() if job.session == session]:
         claims += claims_of(world, job)
-        if job.waits:
+        if job.encoding:
+            world.jobs[job.id] = job._replace(lost=True)  # nobody is told; its user releases the blocks later
+        elif job.waits:
             worker.learn_of_loss(world, job.id)
         elif job.role == PREFILL and job.phase == "writing":
             world.put(job, phase="stopping", lost=True)
@@ -27,14 +29,15 @@ def claims_of(world: World, job: Job) -> list[Claim]:
     """Return the claims of a job, if its engine may touch blocks. Only a decode worker can go on with them."""
     if not job.touches:
         return []
-    groups = world.setup.layout.groups
+    groups = world.layout(job).groups
     names = [
         [_name(world, job, group, block, slot) for block, slot in enumerate(table)]
         for group, table in enumerate(job.tables)
     ]
     tokens = min(len(table) * group.block_tokens for group, table in zip(groups, job.tables))
     active = job.role == DECODE and not job.lost
-    return [Claim(job.session, job.key, tokens, 0, [list(table) for table in job.tables], names, active)]
+    tables = [list(table) for table in job.tables]
+    return [Claim(job.session, job.key, tokens, 0, tables, names, active, job.encoding)]
 
 
 def _name(world: World, job: Job, group: int, block: int, slot: int) -> bytes:

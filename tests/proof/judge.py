@@ -121,6 +121,16 @@ def check_content(world: World, job: Job) -> None:
             raise Violation(f"block {slot} of {job.key} contains {memory[slot]}")
 
 
+def check_rows(world: World, job: Job) -> None:
+    """Check that a prefill worker computes a prompt with the rows of the encoding that the prompt has."""
+    wanted = [
+        (world.setup.layout.part(encoding=True).first_group, name) for name in world.request(job.request).media_hashes
+    ]
+    found = [world.hosts[job.host].memory[slot] for slot in job.rows]
+    if found != wanted:
+        raise Violation(f"{job.key} reads rows {found} instead of {wanted}")
+
+
 def right_to(ledger: Ledger, op: Op, now: float) -> bool:
     """Return whether the sender may do this: on a live lease that is its own, with the newest generation."""
     if op.kind in ("reserve", "pin", "release"):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from paceline.core.types import Key
 from paceline.services.kvtransfer.lease import prefix_key
-from tests.proof import claims, gateway, judge, network, transfer, transfer_moves, worker
-from tests.proof.parties import DECODE, Job
-from tests.proof.world import Violation, World
+from tests.proof import claims, encodings, gateway, judge, network, transfer, transfer_moves, worker
+from tests.proof.parties import DECODE, ENCODE, Job
+from tests.proof.world import Violation, World, is_encoding
 
 
 class Move(NamedTuple):
@@ -94,6 +94,9 @@ def _of_return(world: World, host: int) -> Iterator[Move]:
 
 
 def _of_job(world: World, job: Job) -> Iterator[Move]:
+    if job.encoding:
+        yield from _of_encoding(world, job)
+        return
     if job.renews and not world.hosts[job.host].away and _is_lost(world, job):
         yield Move(worker.learn_of_loss, (job.id,))
     if job.fetch == "called" and not _is_read_for(world, job, job.key):
@@ -104,10 +107,23 @@ def _of_job(world: World, job: Job) -> Iterator[Move]:
         yield Move(worker.cancel, (job.id,))
     if job.phase == "admitted" and network.may_adopt(world, job):
         yield Move(network.adopt, (job.id,))
-    if job.phase in _NEXT:
+    if job.phase in _NEXT and not encodings.waits_for_rows(world, job):
         yield Move(_NEXT[job.phase], (job.id,))
     if job.phase == "waiting" and world.room_for(job.request, grown=True, host=job.host):
         yield Move(worker.reserve_again, (job.id,))
+
+
+def _of_encoding(world: World, job: Job) -> Iterator[Move]:
+    """Yield moves of a job with an encoding. Nobody is told if its lease ends early: the job releases it later."""
+    if job.role == ENCODE and not gateway.needs_encoding(world, job):
+        if job.phase == "holding":
+            yield Move(encodings.end, (job.id,))
+        elif not job.cancelled and job.phase != "stopping":
+            yield Move(worker.cancel, (job.id,))
+    if job.phase == "writing":
+        yield Move(encodings.encode, (job.id,))
+    elif job.phase == "stopping":
+        yield Move(worker.removed, (job.id,))
 
 
 _NEXT = {
@@ -138,6 +154,10 @@ def _of_gateway(world: World, index: int) -> Iterator[Move]:
         if gateway.is_admitted(world, index):
             alone = world.asked[index].prefiller == gateway.NOBODY
             yield Move(gateway.prefill_here if alone else gateway.call_prefill, (index,))
+        if gateway.may_call_encode(world, index):
+            yield from _encoders(world, index)
+        if gateway.may_tell_ready(world, index):
+            yield Move(gateway.tell_ready, (index,))
         if gateway.may_call_fetch(world, index):
             yield Move(gateway.call_fetch, (index,))
         if gateway.may_hand_over(world, index):
@@ -159,6 +179,14 @@ def _starts(world: World, index: int) -> Iterator[Move]:
             for prefiller in range(setup.decoders, setup.decoders + setup.prefillers):
                 if rooms[setup.place(prefiller)]:
                     yield Move(gateway.start, (index, decoder, prefiller))
+
+
+def _encoders(world: World, index: int) -> Iterator[Move]:
+    """Yield calls of each worker that may compute the request's encoding."""
+    setup = world.setup
+    for encoder in range(setup.decoders, setup.decoders + setup.prefillers):
+        if setup.place(encoder) == setup.place(world.asked[index].prefiller):
+            yield Move(gateway.call_encode, (index, encoder))
 
 
 def at_any_time(world: World) -> Iterator[Move]:
@@ -203,7 +231,7 @@ def _faults_of_messages(world: World) -> Iterator[Move]:
         if queue[0].kind != "release":  # a release is sent again until it is answered
             yield Move(network.lose, (session,))
             yield Move(network.delay, (session,))
-            if queue[0].kind not in ("seal", "trim"):  # nobody uses their answers
+            if queue[0].kind not in ("seal", "trim") or is_encoding(queue[0].key):  # nobody uses other answers
                 yield Move(network.lose_answer, (session,))
     if not any(host.away for host in world.hosts):
         for session in sorted({job.session for job in world.jobs.values() if job.renews}):

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from paceline.core.types import Key
 
 DECODE, PREFILL = "decode", "prefill"
+ENCODE, READ = "encode", "read"
+"""Roles of jobs that have a lease of an encoding: to compute it, and to read it for a prefill worker's prompt."""
 
 Word = tuple[object, ...]
 """Content of a block: (group, hash) if the block may be shared, else (request, attempt, group, block)."""
@@ -67,6 +69,14 @@ class Job(NamedTuple):
     fetch: str = ""
     """State of the fetch from another host: empty if there is none; "called"; "answered" when all blocks are here."""
 
+    rows: tuple[int, ...] = ()
+    """Slots of the encoding that this prefill job reads."""
+
+    @property
+    def encoding(self) -> bool:
+        """Whether the lease is of an encoding."""
+        return self.role in (ENCODE, READ)
+
     @property
     def id(self) -> JobId:
         return (self.role, self.key.request_id, self.key.attempt)
@@ -78,7 +88,7 @@ class Job(NamedTuple):
     @property
     def touches(self) -> bool:
         """Whether the engine may be writing to the blocks."""
-        return self.phase in ("writing", "running", "extending", "stopping")
+        return self.phase in ("writing", "running", "extending", "stopping", "publishing", "holding")
 
     @property
     def waits(self) -> bool:
@@ -104,6 +114,8 @@ class Asked(NamedTuple):
     """Key of the prefill worker's lease, if that is on another host than the decode worker."""
     filled: Key | None = None
     """Key of the filled lease, after the prefill worker has reported that the blocks are complete."""
+    encoded: str = ""
+    """State of the encoding: empty; "called" (a worker computes it); "told" (the prefill worker may read it)."""
 
     @property
     def runs(self) -> bool:

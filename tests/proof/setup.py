@@ -13,9 +13,11 @@ from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
 
 
 def make_layout(*groups: tuple[int, int]) -> KVLayout:
-    """Make a layout. Each group is (block_tokens, window)."""
+    """Make a layout with encodings, whose blocks have 16 rows. Each group of KV is (block_tokens, window)."""
     made = tuple(KVGroup(GroupShape(f"g{i}", (), 0, 0, window), tokens) for i, (tokens, window) in enumerate(groups))
-    return KVLayout(made, itemsize=0, slot_bytes=4096, fingerprint="proof")
+    layout = KVLayout(made, itemsize=0, slot_bytes=4096, fingerprint="proof")
+    encoding = KVGroup(GroupShape("encoding", (), 0, 0), 16)
+    return dataclasses.replace(layout, encodings=dataclasses.replace(layout, groups=(encoding,), first_group=len(made)))
 
 
 ONE_GROUP = make_layout((16, 0))
@@ -34,6 +36,8 @@ class Request:
     """Tokens for which the decode worker requests blocks only after admission."""
     one_token: bool = False
     """Whether the prefill worker's token is the last one, so that there is no handoff."""
+    media: str = ""
+    """Name of an encoding that the prefill worker reads, one letter for each 16 rows. If empty, it reads none."""
 
     @property
     def context(self) -> int:
@@ -52,6 +56,10 @@ class Request:
     @functools.cached_property
     def hashes(self) -> list[bytes]:
         return [hashlib.md5(self.text[: end + 1].encode()).digest() for end in range(len(self.text))]
+
+    @functools.cached_property
+    def media_hashes(self) -> list[bytes]:
+        return [hashlib.md5(f"encoding {self.media[: end + 1]}".encode()).digest() for end in range(len(self.media))]
 
     @functools.cached_property
     def name(self) -> bytes:
@@ -138,6 +146,22 @@ SETUPS = {
         places=(0, 1),
         cached=((1, "a"),),
         fetched="a",
+        attempts=1,
+    ),
+    # Two requests of which each reads an encoding of its own. There is room for one encoding at a time.
+    "encodings": Setup(
+        (Request("", one_token=True, media="m"), Request("", one_token=True, media="n")),
+        slots=3,
+        decoders=1,
+        prefillers=1,
+        attempts=1,
+    ),
+    # Two requests that read the same encoding. One of two workers computes it, and each may read it.
+    "one_encoding": Setup(
+        (Request("", one_token=True, media="m"), Request("", one_token=True, media="m")),
+        slots=4,
+        decoders=1,
+        prefillers=2,
         attempts=1,
     ),
     # The source has one block, which the other request gets as soon as it is free. A reader may be too late.

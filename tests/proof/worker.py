@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.kvtransfer.lease import Lease, prefix_key
-from tests.proof import judge
+from tests.proof import encodings, judge
 from tests.proof.calls import Answer
-from tests.proof.parties import DECODE, PREFILL, Job, JobId, Op, Transfer
+from tests.proof.parties import DECODE, ENCODE, PREFILL, READ, Job, JobId, Op, Transfer
 from tests.proof.world import World, tables_of
 
 
@@ -20,11 +20,12 @@ def answered(world: World, op: Op, answer: Answer) -> None:
     """Continue the job that waits for this answer."""
     job = _waiting_for(world, op)
     if job is not None:
-        _ANSWERED[op.kind](world, job, answer)
+        answers = encodings.ANSWERED if job.encoding else _ANSWERED
+        answers[op.kind](world, job, answer)
 
 
 def _waiting_for(world: World, op: Op) -> Job | None:
-    for role in (PREFILL, DECODE):
+    for role in (PREFILL, DECODE, ENCODE, READ):
         job = world.jobs.get((role, op.key.request_id, op.key.attempt))
         if job is not None and job.session == op.session and job.phase == _WAITS_IN.get(op.kind):
             return job
@@ -98,6 +99,8 @@ _WAITS_IN = {
     "open": "opening",
     "fill": "filling",
     "extend": "extending",
+    "pin": "pinning",
+    "seal": "publishing",
 }
 
 # ---- moves of one job
@@ -183,6 +186,7 @@ def compute(world: World, job_id: JobId) -> None:
     They go to the decode worker, or back to the pool if the first token is the only one.
     """
     job = world.jobs[job_id]
+    judge.check_rows(world, job)
     world.write(job)
     judge.check_content(world, job)
     request = world.request(job.request)
@@ -195,6 +199,7 @@ def compute(world: World, job_id: JobId) -> None:
     else:
         world.send(job, "fill")
         world.put(job, phase="filling")
+        encodings.let_go(world, job)
 
 
 def generate(world: World, job_id: JobId) -> None:
@@ -237,6 +242,8 @@ def removed(world: World, job_id: JobId) -> None:
     job = world.jobs[job_id]
     world.drop(job)
     world.send(job, "release")
+    if job.role == PREFILL:
+        encodings.let_go(world, job)
 
 
 def reserve_again(world: World, job_id: JobId) -> None:

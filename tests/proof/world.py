@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
-from paceline.core.kv_layout import NO_SLOT
+from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
 from paceline.services.kvtransfer.flights import Flights
 from paceline.services.kvtransfer.lease import TRANSFER, Lease, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from tests.proof.ledger_copy import copy_fields, copy_ledger
-from tests.proof.parties import Asked, Job, JobId, Late, Op, Transfer, Word
+from tests.proof.parties import DECODE, ENCODE, READ, Asked, Job, JobId, Late, Op, Transfer, Word
 from tests.proof.setup import Request, Setup
 
 LEASE = 10.0
@@ -95,7 +95,8 @@ class World:
     def is_current(self, job: Job) -> bool:
         """Return whether the job belongs to the request's present attempt."""
         asked = self.asked[job.request]
-        return asked.runs and job.key[:2] == (request_id(job.request, asked.life), asked.tries)
+        current = (request_id(job.request, asked.life), asked.tries)
+        return asked.runs and (origin(job.key.request_id), job.key.attempt) == current
 
     def prompt(self, job: Job) -> Request:
         """Return the prompt that the job got."""
@@ -105,24 +106,31 @@ class World:
     def job(self, role: str, index: int) -> Job | None:
         """Return the job of the request's present attempt, or None."""
         asked = self.asked[index]
-        return self.jobs.get((role, request_id(index, asked.life), asked.tries))
+        return self.jobs.get((role, request_id(index, asked.life, role), asked.tries))
 
     def room_for(self, index: int, grown: bool, host: int) -> bool:
         """Return whether there are enough blocks for a request, even if it can share none with running requests."""
         request, counts = self.request(index), self.hosts[host].ledger.counts()
-        tokens = request.context + grown * request.growth
-        return self.setup.layout.slots_for(tokens) <= counts.free + counts.cached
+        tokens, layout = request.context + grown * request.growth, self.setup.layout
+        rows = layout.part(encoding=True).slots_for(16 * len(request.media))
+        return layout.slots_for(tokens) + rows <= counts.free + counts.cached
+
+    def layout(self, job: Job) -> KVLayout:
+        """Return the layout of the job's blocks."""
+        return self.setup.layout.part(job.encoding)
 
     def word(self, job: Job, group: int, block: int) -> Word:
         """Return the content of a job's block after its tokens are computed."""
-        request, tokens = self.prompt(job), self.setup.layout.groups[group].block_tokens
-        end = (block + 1) * tokens
+        request, layout = self.prompt(job), self.layout(job)
+        end = (block + 1) * layout.groups[group].block_tokens
+        if job.encoding:
+            return (layout.first_group + group, request.media_hashes[end // 16 - 1])
         if end <= request.sealable:
             return (group, request.hashes[end // 16 - 1])
         return (*job.key[:2], group, block)
 
     def may_write(self, job: Job, group: int, block: int) -> bool:
-        return (block + 1) * self.setup.layout.groups[group].block_tokens > job.settled
+        return (block + 1) * self.layout(job).groups[group].block_tokens > job.settled
 
     # ---- changing
 
@@ -154,21 +162,33 @@ class World:
                 self.hosts[job.host].memory[slot] = self.word(job, group, block)
 
 
-def request_id(index: int, life: int) -> str:
-    return f"{index}.{life}"
+_PREFIX = prefix_key(Key("", 0, 0)).request_id
+_ORIGINS = ("", _PREFIX, f"{ENCODE} ", f"{READ} ")
+"""Beginnings of the ids in keys of leases. A lease of an encoding has a key of its own."""
+
+
+def request_id(index: int, life: int, role: str = DECODE) -> str:
+    return f"{role} {index}.{life}" if role in (ENCODE, READ) else f"{index}.{life}"
 
 
 def origin(request_id: str) -> str:
-    """Return the id of the request, also for the id with which its prefix is moved."""
-    return request_id.removeprefix(_PREFIX)
+    """Return the id of the request, also for the id with which its prefix is moved or its encoding is held."""
+    return request_id.removeprefix(_ORIGINS[kind_of(request_id)])
+
+
+def kind_of(request_id: str) -> int:
+    """Return for what a lease is: 0 for the request's KV, 1 for moving a prefix, 2 and 3 for an encoding."""
+    return next((kind for kind, begin in enumerate(_ORIGINS) if kind and request_id.startswith(begin)), 0)
 
 
 def is_prefix(key: Key) -> bool:
     """Return whether a lease is for the transfer of a prefix."""
-    return key.request_id.startswith(_PREFIX)
+    return kind_of(key.request_id) == 1
 
 
-_PREFIX = prefix_key(Key("", 0, 0)).request_id
+def is_encoding(key: Key) -> bool:
+    """Return whether a lease is of an encoding."""
+    return kind_of(key.request_id) > 1
 
 
 def tables_of(lease: Lease) -> tuple[tuple[int, ...], ...]:
