@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from paceline.kernels.interface import Kernels, PackedWeight
+
 
 class EncoderKernels(Protocol):
     """Operations over all rows of one image or audio clip. Nothing is cached, and nothing is recorded."""
+
+    def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+        """Return x [rows, in] @ weight [out, in].T: [rows, out], with bounds of x and of the result.
+
+        Args:
+            weight: not quantized.
+            bounds: fp32 [4]: the least and the greatest element of x, and of the result. Others become these.
+        """
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         """Return x with each element bounded to [low, high], in the same shape."""
@@ -30,6 +41,10 @@ class EncoderKernels(Protocol):
 class TorchEncoding:
     """`EncoderKernels` in plain torch, for any device."""
 
+    def clipped_linear(self: Kernels, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+        least, greatest, least_out, greatest_out = bounds.unbind()
+        return self.linear(x.clamp(least, greatest), weight).clamp(least_out, greatest_out)
+
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         return x.clamp(low, high)
 
@@ -44,6 +59,6 @@ class TorchEncoding:
 
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         # torch's fused kernels need the leading dimension of 1.
-        by_head: list[Tensor] = [x.transpose(0, 1)[None] for x in (queries, keys, values)]
-        attended: Tensor = F.scaled_dot_product_attention(*by_head, scale=scale)
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+        attended: Tensor = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
         return attended[0].transpose(0, 1)

@@ -36,9 +36,7 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
         if isinstance(weight, QuantizedMatrix):
             weight = weight.dequantize()
         *heads, size_out, size_in = weight.shape
-        if heads:
-            return PackedWeight(weight.contiguous(), size_out, size_in, weight.dtype, heads=heads[0])
-        return PackedWeight(weight, size_out, size_in, weight.dtype)
+        return PackedWeight(weight.contiguous(), size_out, size_in, weight.dtype, heads=heads[0] if heads else None)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight.data, bias)

@@ -41,3 +41,20 @@ def test_rowwise_operations(kernels: Kernels, dtype: torch.dtype) -> None:
     normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, correction=0, keepdim=True) + 0.1).sqrt()
     close(kernels.layer_norm(x, weight, bias, 0.1), normed * weight.float() + bias.float())
     close(kernels.layer_norm(x, weight, None, 0.1), normed * weight.float())
+
+
+@on_dtypes
+@pytest.mark.parametrize(("rows", "size_in", "size_out"), [(1, 20, 33), (40, 64, 48), (150, 96, 200)])
+def test_a_linear_layer_with_bounds(
+    kernels: Kernels, dtype: torch.dtype, rows: int, size_in: int, size_out: int
+) -> None:
+    x, matrix = torch.randn(rows, size_in).to(dtype), torch.randn(size_out, size_in).to(dtype)
+    weight, bounds = kernels.pack(matrix), torch.tensor([-0.5, 1.25, -3.0, 2.0])
+    found = kernels.clipped_linear(x, weight, bounds)
+    expected = kernels.linear(x.clamp(-0.5, 1.25), weight).clamp(-3.0, 2.0)
+    assert torch.equal(found, expected)
+    assert (found.min(), found.max()) == (-3.0, 2.0)
+    endless = torch.tensor([-math.inf, math.inf, -math.inf, math.inf])
+    assert torch.equal(kernels.clipped_linear(x, weight, endless), kernels.linear(x, weight))
+    x[0, 0] = math.nan
+    assert kernels.clipped_linear(x, weight, bounds)[0].isnan().all()

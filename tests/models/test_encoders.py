@@ -20,6 +20,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
+from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
@@ -151,13 +152,17 @@ def test_audio_of_the_unified_gemma4(checkpoint: Any, backend: Any, samples: int
     )
     with torch.inference_mode():
         own = reference.model.get_audio_features(inputs["input_features"], inputs["input_features_mask"])
-    found = encode(load(folder, backend()), MediaKind.AUDIO, torch.from_numpy(audio(samples)))
+    found = encode(load(folder, backend()), MediaKind.AUDIO, sound(samples))
     same(found, own.pooler_output[0])
 
 
+def sound(*shape: int) -> Tensor:
+    return torch.from_numpy(audio(math.prod(shape))).view(shape)
+
+
 INPUTS = {
-    "edge": [(MediaKind.IMAGE, image(96, 144)), (MediaKind.AUDIO, torch.randn(50, 8))],
-    "unified": [(MediaKind.IMAGE, image(24, 36)), (MediaKind.AUDIO, torch.randn(100))],
+    "edge": [(MediaKind.IMAGE, image(48, 96)), (MediaKind.AUDIO, sound(50, 8))],
+    "unified": [(MediaKind.IMAGE, image(24, 36)), (MediaKind.AUDIO, sound(100))],
     "gemma3": [(MediaKind.IMAGE, image(56, 56))],
 }
 
@@ -170,6 +175,16 @@ def test_bfloat16(checkpoint: Any, backend: Any, kind: str) -> None:
     for media, tensor in INPUTS[kind]:
         expected, found = (encode(own, media, tensor).float() for own in (exact, rounded))
         assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", INPUTS)
+def test_encoders_on_a_gpu(checkpoint: Any, kind: str) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    folder, _ = checkpoint(kind)
+    encoders = load(folder, select_kernels(CPU, "triton-invariant"))
+    for media, tensor in INPUTS[kind]:
+        same(encode(encoders, media, tensor), encode(load(folder), media, tensor))
 
 
 def change(folder: Path, to: Path, tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:

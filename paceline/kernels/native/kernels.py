@@ -172,6 +172,21 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         self.run(op, out, (queries, sinks), batch, group)
         return out
 
+    def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+        need("the bounds", bounds, torch.float32, 4)
+        if weight.format not in (None, COMPRESSED):
+            raise ValueError("a linear layer with bounds must not be quantized")
+        return self.multiply(Kind.LINEAR, x, weight, None, x.dtype, bounds)
+
+    def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        rows = len(queries)
+        # All rows are one block of a cache with one slot, and each of them sees the last one.
+        cache = LayerCache(*(x.contiguous().transpose(0, 1)[None] for x in (keys, values)))
+        nowhere = torch.empty(0, dtype=torch.int64)
+        group = GroupTables(rows, 0, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
+        batch = AttentionBatch((0, rows), (rows,), (group,), last_keys=torch.full((rows,), rows - 1))
+        return self.attention(queries, cache, batch, group, scale, 0.0, looks_ahead=True)
+
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.elementwise(Kind.SILU_AND_MUL, gate, up)
 

@@ -56,8 +56,21 @@ class Operations:
         page = ctypes.addressof(ctypes.c_char.from_buffer(turns.page))
         self._library.paceline_team_take_turns(self._team, page, turns.slot)
 
-    def multiply(self, kind: Kind, x: Tensor, weight: PackedWeight, other: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return a product [tokens, out] in `dtype`. `other` is a bias, or the best tokens of LOGITS."""
+    def multiply(
+        self,
+        kind: Kind,
+        x: Tensor,
+        weight: PackedWeight,
+        other: Tensor | None,
+        dtype: torch.dtype,
+        bounds: Tensor | None = None,
+    ) -> Tensor:
+        """Return a product [tokens, out] in `dtype`.
+
+        Args:
+            other: a bias, or the best tokens of LOGITS.
+            bounds: fp32 [4]: see `EncoderKernels.clipped_linear`.
+        """
         if x.dtype != weight.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
                 f"x is {list(x.shape)} {x.dtype}; the weight takes [tokens, {weight.size_in}] {weight.dtype}"
@@ -66,7 +79,7 @@ class Operations:
         out = x.new_empty(len(x), weight.size_out, dtype=dtype)
         op = Op(kind, rows=len(x), n0=weight.size_in, n1=weight.size_out, n2=x.stride(0))
         op.format = weight.format or 0
-        self.run(op, out, (x, weight.data, other), dtype=x.dtype)
+        self.run(op, out, (x, weight.data, other, bounds), dtype=x.dtype)
         return out
 
     def elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
     if _architecture(_read_json(folder / "config.json")) not in _ENCODERS:
         return None
     config = _read(folder, _ENCODERS)
-    return None if config.vision is config.audio is None else config
+    return None if config.vision is None and config.audio is None else config
 
 
 def encoding_size(folder: Path, model_impl: ModelImpl) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +90,7 @@ class LayerNorm:
 
 
 class ClippedLinear:
-    """A linear layer of Gemma 4's towers. If it is `clipped`, the checkpoint has bounds of its inputs and outputs."""
+    """A linear layer whose inputs and outputs have bounds, which the checkpoint has beside its weight."""
 
     def __init__(
         self,
@@ -99,27 +98,31 @@ class ClippedLinear:
         place: str,
         size_in: int,
         size_out: int,
-        clipped: bool,
         kernels: Kernels,
         order: Sequence[int] | None = None,
     ) -> None:
-        self._linear = Linear.take(weights, f"{place}.linear", size_in, size_out, False, kernels, order)
+        self._weight = weights.take_packed(f"{place}.linear.weight", size_out, size_in, order=order)
+        names = ("input_min", "input_max", "output_min", "output_max")
+        self._bounds = torch.stack([weights.take(f"{place}.{name}", dtype=torch.float32) for name in names])
         self._kernels = kernels
 
-        def bounds(name: str) -> tuple[float, float]:
-            if not clipped:
-                return -math.inf, math.inf
-            low, high = (weights.take(f"{place}.{name}_{end}", dtype=torch.float32) for end in ("min", "max"))
-            # On meta: missing, which the loader reports.
-            return (0.0, 0.0) if low.is_meta or high.is_meta else (float(low), float(high))
-
-        self._of_input, self._of_output = bounds("input"), bounds("output")
-
     def __call__(self, x: Tensor) -> Tensor:
-        return self._clip(self._linear(self._clip(x, self._of_input)), self._of_output)
+        return self._kernels.clipped_linear(x, self._weight, self._bounds)
 
-    def _clip(self, x: Tensor, bounds: tuple[float, float]) -> Tensor:
-        return x if bounds == (-math.inf, math.inf) else self._kernels.clamp(x, *bounds)
+
+def tower_linear(
+    weights: Weights,
+    place: str,
+    size_in: int,
+    size_out: int,
+    clipped: bool,
+    kernels: Kernels,
+    order: Sequence[int] | None = None,
+) -> ClippedLinear | Linear:
+    """Take a linear layer of Gemma 4's towers, which have bounds in some models. See `Linear.take`."""
+    if clipped:
+        return ClippedLinear(weights, place, size_in, size_out, kernels, order)
+    return Linear.take(weights, f"{place}.linear", size_in, size_out, False, kernels, order)
 
 
 class Projection:

@@ -7,7 +7,7 @@ https://arxiv.org/abs/1901.02860.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import Gemma4AudioConfig
 from paceline.models.encoders.base import Between
-from paceline.models.encoders.blocks import ClippedLinear, LayerNorm, Projection, media_place
+from paceline.models.encoders.blocks import LayerNorm, Projection, media_place, tower_linear
 from paceline.models.encoders.local_attention import attend_locally, distance_embeddings
 
 _FRAMES_PER_ROW = 4
@@ -124,7 +124,7 @@ class _MLP:
     def __init__(self, config: Gemma4AudioConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         size = config.hidden_size
         norm = partial(RMSNorm, size=size, eps=_EPS, kernels=kernels, kind=NormKind.WIDE)
-        take = partial(ClippedLinear, weights, clipped=config.clipped, kernels=kernels)
+        take = partial(tower_linear, weights, clipped=config.clipped, kernels=kernels)
         self._pre = norm(weights, f"{place}.pre_layer_norm")
         self._up = take(f"{place}.ffw_layer_1", size, 4 * size)
         self._down = take(f"{place}.ffw_layer_2", 4 * size, size)
@@ -145,7 +145,7 @@ class _Attention:
     def __init__(self, config: Gemma4AudioConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         size, self._heads = config.hidden_size, config.heads
         self._cap = config.score_cap
-        take = partial(ClippedLinear, weights, size_in=size, size_out=size, clipped=config.clipped, kernels=kernels)
+        take = partial(tower_linear, weights, size_in=size, size_out=size, clipped=config.clipped, kernels=kernels)
         self._q, self._k, self._v = (take(place=f"{place}.{name}_proj") for name in ("q", "k", "v"))
         self._distances = Linear.take(weights, f"{place}.relative_k_proj", size, size, False, kernels)
         self._post = take(place=f"{place}.post")
@@ -155,7 +155,7 @@ class _Attention:
         self._key_scale = math.log(1 + math.e) / math.log(2)
 
     def __call__(self, x: Tensor, distances: Tensor) -> Tensor:
-        def heads(linear: ClippedLinear | Linear, x: Tensor) -> Tensor:
+        def heads(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             return linear(x).float().view(len(x), self._heads, -1)
 
         queries = heads(self._q, x) * self._query_scales
@@ -170,7 +170,7 @@ class _Convolution:
     def __init__(self, config: Gemma4AudioConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         size = config.hidden_size
         norm = partial(RMSNorm, size=size, eps=config.norm_eps, kernels=kernels, kind=NormKind.WIDE)
-        take = partial(ClippedLinear, weights, clipped=config.clipped, kernels=kernels)
+        take = partial(tower_linear, weights, clipped=config.clipped, kernels=kernels)
         self._pre = norm(weights, f"{place}.pre_layer_norm")
         self._start = take(f"{place}.linear_start", size, 2 * size)
         self._weight = weights.take(f"{place}.depthwise_conv1d.weight", size, 1, config.conv_taps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,13 +14,13 @@ from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import Gemma4VisionConfig
 from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import (
-    ClippedLinear,
     Projection,
     media_place,
     patch_grid,
     patch_positions,
     pool,
     signed_patches,
+    tower_linear,
 )
 from paceline.models.model_config import Rope
 from paceline.models.rotary import Rotation, inverse_frequencies
@@ -104,7 +104,7 @@ class _Attention:
     def __init__(self, config: Gemma4VisionConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         dim, size = config.head_dim, config.heads * config.head_dim
         self._shape = (-1, config.heads, dim)
-        take = partial(ClippedLinear, weights, clipped=config.clipped, kernels=kernels)
+        take = partial(tower_linear, weights, clipped=config.clipped, kernels=kernels)
         # Kernels turn dimension i of a head together with i + dim / 2, and the checkpoint does so in each half.
         quarters = torch.arange(dim).view(4, -1)
         order: list[int] = quarters[[0, 2, 1, 3]].flatten().tolist()
@@ -121,7 +121,7 @@ class _Attention:
     def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
         kernels = self._kernels
 
-        def heads(linear: ClippedLinear, norm: Tensor) -> Tensor:
+        def heads(linear: Callable[[Tensor], Tensor], norm: Tensor) -> Tensor:
             return kernels.rms_norm(linear(x).view(self._shape), norm, self._eps, NormKind.WIDE)
 
         queries = kernels.rotate(heads(self._q, self._q_norm), rotation.cos, rotation.sin)
@@ -132,7 +132,7 @@ class _Attention:
 
 class _MLP:
     def __init__(self, config: Gemma4VisionConfig, weights: Weights, place: str, kernels: Kernels) -> None:
-        take = partial(ClippedLinear, weights, clipped=config.clipped, kernels=kernels)
+        take = partial(tower_linear, weights, clipped=config.clipped, kernels=kernels)
         self._gate = take(f"{place}.gate_proj", config.hidden_size, config.inner_size)
         self._up = take(f"{place}.up_proj", config.hidden_size, config.inner_size)
         self._down = take(f"{place}.down_proj", config.inner_size, config.hidden_size)

@@ -4,14 +4,22 @@ constexpr int64_t kChunkBytes = 1 << 20;   // bytes of x that stay in a core's L
 constexpr int64_t kPanelBytes = 20 << 10;  // part of a block of weights that stays in the L1 cache
 constexpr int64_t kTaskOut = 64;           // outputs of one task if there are many
 
+// Returns x between bounds[0] and bounds[1]. NaN stays NaN.
+static inline f32x16 clamp(const f32x16& x, const float* bounds) {
+    const f32x16 raised = max(splat(bounds[0]), x), greatest = splat(bounds[1]);
+    return select(greatest < raised, greatest, raised);
+}
+
+// bounds: of the results; null if there are none.
 template <class T>
-static inline void finish(const float* sums, const T* bias, T* out, int64_t count) {
+static inline void finish(const float* sums, const T* bias, T* out, int64_t count, const float* bounds = nullptr) {
     int64_t i = 0;
-    if (!bias)
+    if (!bias && !bounds)
         for (; i + kLanes <= count; i += kLanes) store(out + i, load(sums + i));
     for (; i < count; i += kLanes) {
         f32x16 value = load(sums + i);
         if (bias) value += load_some(bias + i, count - i);
+        if (bounds) value = clamp(value, bounds);
         store_some(out + i, value, count - i);
     }
 }
@@ -100,19 +108,28 @@ static inline void copy_values(const T* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i += kLanes) store_some(to + i, load_some(from + i, count - i), count - i);
 }
 
-// Returns the rows of op.a with length `in`. If op.n0 is less, or if x has another type in products, they are copies,
-// padded with zeros.
+// The same, between bounds.
+template <class T>
+static inline void clamp_values(const T* from, int64_t count, const float* bounds, Left<T>* to) {
+    for (int64_t i = 0; i < count; i += kLanes)
+        store_some(to + i, clamp(load_some(from + i, count - i), bounds), count - i);
+}
+
+// Returns the rows of op.a with length `in`. If op.n0 is less, or if x has another type in products or has bounds, they
+// are copies, padded with zeros.
 template <class T>
 static Input<T> input_of(const Op& op, const Step& step, Team& team, int64_t in, const Columns& columns) {
     using X = Left<T>;
     const int64_t rows = op.rows * step.tokens, count = op.n0, stride = op.n2;
-    const bool copies = in != count || sizeof(X) != sizeof(T), packs = rows > 1 && rows <= columns.most;
+    const float* bounds = static_cast<const float*>(op.d);
+    const bool copies = in != count || sizeof(X) != sizeof(T) || bounds, packs = rows > 1 && rows <= columns.most;
     X* memory = copies || packs ? static_cast<X*>(team.shared(2 * rows * in * sizeof(X) + 64)) : nullptr;
     Input<T> input{Chunks(rows, in * sizeof(X)), reinterpret_cast<const X*>(op.a), nullptr, stride, in};
     if (copies) {
         const T* x = static_cast<const T*>(op.a);
         for_each_row(team, rows, in, [&](int64_t row) {
-            copy_values(x + row * stride, count, memory + row * in);
+            if (bounds) clamp_values(x + row * stride, count, bounds, memory + row * in);
+            else copy_values(x + row * stride, count, memory + row * in);
             memset(memory + row * in + count, 0, (in - count) * sizeof(X));
         });
         input.x = memory;
@@ -182,6 +199,7 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
     struct Layer {
         Matrix matrix;
         const T* bias;
+        const float* bounds;
         T* out;
         int64_t outputs, width, end;  // end: number of output blocks of the layers up to this one
     };
@@ -193,7 +211,8 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
         const Op& each = (&op)[i];
         const int64_t width = each.n1 >= 4 * team.threads() * Matrix::kMostOut ? Matrix::kMostOut : kOutBlock;
         blocks += (each.n1 + width - 1) / width;
-        layers.own[i] = {Matrix::of(each.b, each), static_cast<const T*>(each.c), static_cast<T*>(each.out), each.n1,
+        layers.own[i] = {Matrix::of(each.b, each), static_cast<const T*>(each.c),
+                         each.d ? static_cast<const float*>(each.d) + 2 : nullptr, static_cast<T*>(each.out), each.n1,
                          width, blocks};
     }
     team.for_each_restartable(input.chunks * blocks, itself, [=](int64_t task, Worker& worker) {
@@ -207,7 +226,8 @@ static void linear_layers(const Op& op, const Step& step, Team& team) {
         int64_t slice = 0;
         for (int64_t i = 0; i < count; i += kOutBlock) slices[slice++] = {&layer->matrix, first + i};
         Matrix::multiply_slices(input, worker, task / blocks, slices, slice, [&](int64_t row, const float* sums) {
-            finish(sums, layer->bias ? layer->bias + first : nullptr, layer->out + row * layer->outputs + first, count);
+            finish(sums, layer->bias ? layer->bias + first : nullptr, layer->out + row * layer->outputs + first, count,
+                   layer->bounds);
         });
     });
 }

@@ -57,7 +57,8 @@ struct CompressedLayout {
 };
 
 enum Kind : int32_t {
-    kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a
+    kLinear,      // out[rows, n1] = a[rows, n0] * b (packed) + c; n2: row stride of a; d: fp32 [4], least and greatest
+                  // input and output, if the weights are not quantized, or null
     kEmbed,       // out[tokens, n0] = rows of b (packed, n1 rows) * f0; a: int64 ids
     kRmsNorm,     // out[rows, n0]; a: x with row stride n1; b: weight; n2: `NormKind`; f0: eps
     kRotation,    // out: fp32 cos [tokens, 2 * n0], c: sin; a: int64 positions; b: fp32 frequencies [n0]; f0: factor, f1:
