@@ -15,7 +15,7 @@ from paceline.engine.sampler import Draft, SamplingRow, propose
 from paceline.engine.step import Chunk
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.choosing import TokenChooser
-from paceline.models.base import EncodedRows, Model
+from paceline.models.base import PADDING, EncodedRows, Model
 from paceline.models.model_config import ModelConfig
 
 _CATCH_UP_TOKENS = 128
@@ -197,12 +197,14 @@ class ModelDrafter:
         """Return the hidden states of the last `wanted_of_each` tokens of each row."""
         batch = inputs.batch.from_group(self._first_group)
         wanted = (wanted_of_each,) * len(batch.context_len)
-        own = (inputs.token_ids, inputs.positions, self._caches, batch, self._layers)
-        return self._model.forward(*own, wanted=wanted, encoded=self._fitting(inputs.encoded))
+        token_ids, encoded = inputs.token_ids, inputs.encoded
+        if encoded is not None and not self._reads(encoded):
+            # Drafts are worse then, but no token changes.
+            token_ids, encoded = token_ids.index_fill(0, encoded.places, PADDING), None
+        own = (token_ids, inputs.positions, self._caches, batch, self._layers)
+        return self._model.forward(*own, wanted=wanted, encoded=encoded)
 
-    def _fitting(self, encoded: EncodedRows | None) -> EncodedRows | None:
-        """Return the target's rows if the draft model has hidden states of their size. Otherwise it embeds the
-        placeholder tokens, which makes its drafts worse."""
+    def _reads(self, encoded: EncodedRows) -> bool:
+        """Return whether the model can read encodings that were made for its target."""
         config = self._model.config
-        fits = encoded is not None and isinstance(config, ModelConfig)
-        return encoded if fits and config.hidden_size == encoded.values.shape[1] else None
+        return isinstance(config, ModelConfig) and config.hidden_size == encoded.values.shape[1]

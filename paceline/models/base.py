@@ -86,6 +86,11 @@ class Weights(Protocol):
         """Return the matrix of this name as the checkpoint has it: mapped, in its own dtype, not on the device."""
 
 
+PADDING = 0
+"""The token that stands in for placeholder tokens, whose ids may lie outside of the vocabulary. A row of an encoding
+replaces its embedding, but not its rows of other tables."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
     """Rows of encodings that a step reads in place of the embeddings of placeholder tokens."""

@@ -14,10 +14,7 @@ from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Forward, Kernels, Taps
 from paceline.kernels.transfer import to_device
-from paceline.models.base import Architecture, EncodedRows
-
-_PADDING = 0
-"""The token whose embedding, and row of any table, a placeholder token has until rows of encodings replace it."""
+from paceline.models.base import PADDING, Architecture, EncodedRows
 
 
 class CompiledModel:
@@ -55,7 +52,7 @@ class CompiledModel:
     ) -> Tensor:
         embedded = None
         if encoded is not None:
-            token_ids = token_ids.index_fill(0, encoded.places, _PADDING)
+            token_ids = token_ids.index_fill(0, encoded.places, PADDING)
             embedded = self.embed(token_ids).index_copy_(0, encoded.places, encoded.values)
         tokens = _Tokens(token_ids, positions, batch, embedded)
         if wanted is None or sum(wanted) == len(token_ids) or not self._can_stop(layers, taps):

@@ -12,8 +12,10 @@ import torch
 from transformers.models.gemma4_unified import modeling_gemma4_unified as unified
 
 from paceline.core.media import MediaKind, MediaSpan
+from paceline.kernels import select_kernels
 from paceline.models.base import Model
-from tests.engine.loops import Media, load
+from paceline.models.loader import load_model
+from tests.engine.loops import CPU, Media
 from tests.tiny_checkpoints import write_gemma3_with_vision, write_gemma4_unified, write_gemma4_with_media
 
 KINDS = ("gemma3", "edge", "experts", "unified")
@@ -77,12 +79,13 @@ class MediaModel:
         """Check that each token of the output is the best one after the tokens before it."""
         context = torch.tensor([prompt.token_ids + list(output)])
         with torch.inference_mode():
-            logits = self.reference(context, use_cache=False, **self._inputs(prompt, context)).logits[0]
+            logits = self.reference(context, use_cache=False, **self.inputs(prompt, context)).logits[0]
         best = logits[len(prompt.token_ids) - 1 : -1].topk(2)
         assert (best.values[:, 0] - best.values[:, 1]).min() > 1e-4, "the best two tokens are too near each other"
         assert best.indices[:, 0].tolist() == list(output)
 
-    def _inputs(self, prompt: Prompt, context: torch.Tensor) -> dict[str, Any]:
+    def inputs(self, prompt: Prompt, context: torch.Tensor) -> dict[str, Any]:
+        """Return what `transformers` takes beside the tokens [1, length] of a prompt and of some output."""
         types = torch.zeros_like(context)
         for span, _ in prompt.media:
             types[0, span.start : span.end] = 1 if span.kind == MediaKind.IMAGE else 2
@@ -105,7 +108,7 @@ class MediaModel:
         return inputs
 
 
-def media_model(kind: str, folder: Path) -> MediaModel:
+def media_model(kind: str, folder: Path, kernels: str = "native") -> MediaModel:
     """Make a random model of one of KINDS, and save it to a folder."""
     if kind == "gemma3":
         reference = write_gemma3_with_vision(folder)
@@ -114,4 +117,5 @@ def media_model(kind: str, folder: Path) -> MediaModel:
     else:
         whole = {"use_bidirectional_attention": "vision"} if kind == "experts" else {}
         reference = write_gemma4_with_media(folder, kind, **whole)
-    return MediaModel(load(folder), reference, kind)
+    model = load_model(folder, torch.float32, select_kernels(CPU, kernels), CPU)
+    return MediaModel(model, reference, kind)

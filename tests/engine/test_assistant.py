@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from paceline.core.context import Context
+from paceline.core.media import MediaKind
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.request import Request
 from paceline.kernels import select_kernels
@@ -19,6 +20,7 @@ from paceline.models.base import Model
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.loader import load_assistant, load_model
 from tests.engine.loops import CPU, DRAFTS, Loop, assert_same, expected
+from tests.engine.media_models import media_model
 from tests.engine.test_decode_loop import requests
 from tests.tiny_checkpoints import write_gemma4_assistant, write_tiny
 
@@ -51,16 +53,24 @@ def load_pair(kind: str, tmp_path: Path, kernels: str = "native") -> Pair:
 
 
 def reference_drafts(
-    target: transformers.PreTrainedModel, assistant: transformers.PreTrainedModel, context: Sequence[int], count: int
+    target: transformers.PreTrainedModel,
+    assistant: transformers.PreTrainedModel,
+    context: Sequence[int],
+    count: int,
+    media: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the best of the ALLOWED tokens in each of `count` passes of the reference of an assistant."""
-    config, kinds = target.config, ("sliding_attention", "full_attention")
+    """Return the best of the ALLOWED tokens in each of `count` passes of the reference of an assistant.
+
+    Args:
+        media: further inputs of the target.
+    """
+    config, kinds = target.config.get_text_config(), ("sliding_attention", "full_attention")
     own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
     last = {kind: max(layer for layer, other in enumerate(own) if other == kind) for kind in kinds}
     cache = transformers.DynamicCache(config=config)
     drafts: list[int] = []
     with torch.inference_mode():
-        out = target.model(torch.tensor([context[:-1]]), past_key_values=cache)
+        out = target.model(torch.tensor([context[:-1]]), past_key_values=cache, **(media or {}))
         state = out.last_hidden_state[:, -1:]
         seen = {kind: (cache.layers[layer].keys, cache.layers[layer].values) for kind, layer in last.items()}
         # The newest token sees WINDOW keys, of which its own is not computed yet.
@@ -95,6 +105,22 @@ def test_drafts_are_those_of_transformers(pair: Pair) -> None:
     assert loop.given_back
     assert 0 < loop.engine.stats.accepted_tokens < loop.engine.stats.draft_tokens
     check_drafts(pair, loop)
+
+
+@pytest.mark.parametrize("kind", ["edge", "experts"])
+def test_drafts_after_an_image_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    made = media_model(kind, tmp_path / "target")
+    drafter = write_gemma4_assistant(tmp_path / "assistant")
+    assistant = load_assistant(tmp_path / "assistant", torch.float32, select_kernels(CPU, "native"), CPU)
+    prompt = made.prompt(9, (MediaKind.IMAGE, made.tower_rows(1)), 5)
+    loop = Loop(made.model, 2, "assistant", assistant=assistant)
+    sampling = SamplingParams(max_tokens=20, allowed_token_ids=ALLOWED)
+    loop.run([(prompt.token_ids, sampling)], [prompt.media])
+    loop.engine.stop()
+    assert len(loop.watched.drafted) > 2
+    for context, drafts in loop.watched.drafted:
+        media = made.inputs(prompt, torch.tensor([context[:-1]]))
+        assert drafts == reference_drafts(made.reference, drafter, context, len(drafts), media)
 
 
 # Rows that pad a step have arbitrary content, about which numpy warns in Triton's interpreter.

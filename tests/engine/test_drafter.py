@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.media import MediaKind, MediaSpan
 from paceline.engine.drafter import PromptLookup
 
 
@@ -27,6 +28,18 @@ def test_too_little_agreement_is_no_idea() -> None:
     assert lookup([1, 2, 3, 9, 2]) == []
     assert lookup([1, 2, 3, 9, 2], shortest=1) == [3, 9, 2]
     assert lookup([5]) == []
+
+
+def test_placeholder_tokens_are_never_proposed() -> None:
+    context = [1, 2, 3, 100, 100, 4, 1, 2]
+
+    def found(start: int, length: int) -> list[int]:
+        span = MediaSpan(start, length, b"digest", MediaKind.IMAGE)
+        return PromptLookup(2, 4).lookup(np.array(context, dtype=np.int32), 6, [span])
+
+    assert found(3, 2) == [3]
+    assert found(2, 3) == []  # what followed begins with the span
+    assert found(0, 2) == [3, 100, 100, 4, 1, 2]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3), st.integers(3, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
-from tests.engine.loops import Loop
+from tests.engine.loops import Loop, load
+from tests.engine.media_host import MAX_TOKENS, MediaHost
 from tests.engine.media_models import KINDS, MediaModel, Prompt, media_model
+from tests.tiny_checkpoints import write_tiny
 
 GREEDY = SamplingParams(max_tokens=64)
 IMAGE, FRAME = MediaKind.IMAGE, MediaKind.VIDEO_FRAME
@@ -22,7 +25,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def prompts(made: MediaModel) -> list[Prompt]:
-    """Return prompts whose spans are longer than a step and than a window, or shorter, at both ends and side by side."""
+    """Return prompts whose spans are longer than a step and than a window, or short, and at both ends of a prompt."""
     generator = torch.Generator().manual_seed(3)
     other = IMAGE if made.kind == "gemma3" else FRAME
 
@@ -53,3 +56,75 @@ def test_tokens_are_those_of_transformers(made: MediaModel, drafter: str, on_dev
     loop.engine.stop()
     check_all(made, asked, [[token.id for token in output] for output in outputs])
     assert (loop.engine.stats.accepted_tokens > 0) == (drafter != "none")
+
+
+@pytest.mark.parametrize("budget", [8, 32, 500])
+def test_tokens_do_not_depend_on_chunks(made: MediaModel, budget: int) -> None:
+    host, asked = MediaHost(made.model, budget), prompts(made)
+    check_all(made, asked, host.run(asked))
+    spans = {chunk.length for chunk in host.chunks if not chunk.follows}
+    longest = max(span.length for prompt in asked for span, _ in prompt.media)
+    assert (max(spans) > budget) == (budget < longest and bool(made.model.config.whole_media))
+
+
+def test_a_reused_prefix_may_end_inside_a_span(made: MediaModel) -> None:
+    host = MediaHost(made.model, 500)
+    rows = torch.randn(45, made.model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    prompt = made.prompt(29, (IMAGE, rows), 40, seed=4)
+    whole = host.run([prompt])
+    check_all(made, [prompt], whole)
+    host.reused.clear()
+    for most in range(16, len(prompt.token_ids), 16):
+        assert host.run([prompt], most_reused=most) == whole
+    assert any(29 < reused < 29 + 45 for reused in host.reused)
+    # With another image, not even the first tokens of the span are reused.
+    other = prompt.with_other_images()
+    host.reused.clear()
+    check_all(made, [other], host.run([other], most_reused=len(prompt.token_ids)))
+    assert host.reused[0] <= 29
+
+
+def test_a_preempted_request_computes_its_span_again_or_reuses_it(made: MediaModel) -> None:
+    for most_reused in (0, MAX_TOKENS):
+        host, asked = MediaHost(made.model, 24, contexts=1.2), prompts(made)
+        check_all(made, asked, host.run(asked, most_reused))
+        assert host.preempted
+
+
+def test_a_draft_model_of_another_size_reads_no_encodings(made: MediaModel, tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama", vocab_size=made.model.config.vocab_size)
+    loop, asked = Loop(made.model, 2, "model", load(tmp_path)), prompts(made)
+    outputs = loop.run([(prompt.token_ids, GREEDY) for prompt in asked], [prompt.media for prompt in asked])
+    loop.engine.stop()
+    check_all(made, asked, [[token.id for token in output] for output in outputs])
+    assert loop.engine.stats.draft_tokens > 0
+
+
+def test_a_worker_decodes_what_another_one_has_computed(made: MediaModel) -> None:
+    host, asked = MediaHost(made.model, 32), prompts(made)
+    check_all(made, asked, host.run(asked, hands_over=True))
+
+
+def test_a_recorded_step_gives_the_same_tokens_over_the_same_memory(made: MediaModel) -> None:
+    host = MediaHost(made.model, 24)
+    host.run(prompts(made))
+    assert host.memory is not None
+    runner = host.runner(host.memory)
+    for step, result in zip(host.steps, host.results, strict=True):
+        found = runner.execute(pickle.loads(step))
+        assert [own.tokens for own in found.chunks] == [own.tokens for own in result.chunks]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
+@pytest.mark.parametrize("kernels", ["reference", "triton-invariant"])
+@pytest.mark.parametrize("kind", ["edge", "experts"])
+def test_other_kernels_read_encodings_too(tmp_path: Path, kind: str, kernels: str) -> None:
+    pytest.importorskip("triton", reason="the package triton is not installed")
+    made = media_model(kind, tmp_path, kernels)
+    rows = torch.randn(20, 40, generator=torch.Generator().manual_seed(5))
+    asked = [made.prompt(3, (IMAGE, rows), 2, (FRAME, rows[:4]), 2, seed=5)]
+    # Some steps are small enough to be recorded. With "edge", rows of encodings are among them.
+    host = MediaHost(made.model, 24, max_tokens=3)
+    for prompt, output in zip(asked, host.run(asked)):
+        made.check(prompt, output)

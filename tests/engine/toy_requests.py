@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.context import Context
 from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
+from paceline.core.media import MediaSpan
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
+from paceline.engine.step import Chunk, ChunkResult, RowAssigned, RowEncoded, Step, StepResult
 
 FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 MIXED = make_layout(
@@ -23,11 +24,18 @@ def next_token(context: Sequence[int]) -> int:
 
 
 def make_request(
-    name: str, prompt: list[int], max_tokens: int, layout: KVLayout = FULL, capacity: int = 1024, **more: object
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    layout: KVLayout = FULL,
+    capacity: int = 1024,
+    media: Sequence[MediaSpan] = (),
+    **more: object,
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
     tables = [list(range(group.blocks_for(capacity))) for group in layout.groups]
-    return Request(Key(name, 1, 1), Context(prompt), len(prompt), params, layout, tables, **more)  # type: ignore[arg-type]
+    context = Context(prompt, media=media)
+    return Request(Key(name, 1, 1), context, len(prompt), params, layout, tables, **more)  # type: ignore[arg-type]
 
 
 class ToyDevice:
@@ -43,7 +51,8 @@ class ToyDevice:
         for update in step.updates:
             if isinstance(update, RowAssigned):
                 self.contexts[update.row], self.limits[update.row] = list(update.token_ids), update.limit
-            self.blocks[update.row] = len(update.tables[0])
+            if not isinstance(update, RowEncoded):
+                self.blocks[update.row] = len(update.tables[0])
         return StepResult([self._compute(chunk) for chunk in step.chunks])
 
     def _compute(self, chunk: Chunk) -> ChunkResult:

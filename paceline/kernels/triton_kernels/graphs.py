@@ -90,7 +90,7 @@ class Size:
 
 
 def size_of(batch: AttentionBatch) -> Size | None:
-    """Return the smallest size that fits. Return None if the step is too large, empty, or has tokens that look ahead."""
+    """Return the smallest size that fits; None if the step is too large or empty, or if its tokens look ahead."""
     if not batch.context_len or batch.query_start[-1] == 0 or batch.last_keys is not None:
         return None
     queries = triton.next_power_of_2(max(end - begin for begin, end in pairwise(batch.query_start)))
