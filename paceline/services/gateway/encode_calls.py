@@ -130,23 +130,40 @@ class EncodeCalls:
         lacking: frozenset[str] = frozenset()
         refusal: WorkerFailedError | WorkerBusyError | None = None
         while True:
-            hosts = self._media.encodings.hosts(span, self._work.cache_salt) - lacking
-            need = EncodeNeed(reader.member, hosts, refused, self._media.failed, self._fleet.failed_links())
+            need = self._need(reader, span, refused, lacking)
             if (member := place_encoding(need, self._fleet.snapshot())) is None:
                 assert refusal is not None
                 raise refusal
             worker = self._fleet.worker(member.worker_id)
             try:
-                told = await self._ask(worker, reader, span, with_input=member.host_id not in hosts)
+                told = await self._ask(worker, reader, span, with_input=not need.is_known_to(member))
             except _RefusedError as error:
                 refusal, refused = error.reason, refused | {member.worker_id}
                 continue
             if told is None:
-                lacking |= {member.host_id}
+                lacking |= {member.host_id, member.worker_id}
                 continue
             encoded, moved = told
             self._record.add_encoding(span, member, began, encoded, moved)
             return
+
+    def _need(
+        self, reader: RemoteWorker, span: MediaSpan, refused: frozenset[str], lacking: frozenset[str]
+    ) -> EncodeNeed:
+        """Return the facts for placing an encoding.
+
+        Args:
+            lacking: ids of hosts and workers that turned out not to have the encoding.
+        """
+        index, salt = self._media.encodings, self._work.cache_salt
+        return EncodeNeed(
+            reader.member,
+            hosts=index.hosts(span, salt) - lacking,
+            computing=index.workers(span, salt) - lacking,
+            refused=refused,
+            failed=self._media.failed,
+            cut=self._fleet.failed_links(),
+        )
 
     async def _ask(
         self, worker: RemoteWorker, reader: RemoteWorker, span: MediaSpan, with_input: bool
@@ -161,8 +178,8 @@ class EncodeCalls:
         """
         with contextlib.ExitStack() as resources:
             resources.enter_context(self._fleet.encode_call(worker))
-            host_id = worker.member.host_id
-            resources.enter_context(self._media.encodings.under_way(span, self._work.cache_salt, host_id))
+            worker_id = worker.member.worker_id
+            resources.enter_context(self._media.encodings.computing(span, self._work.cache_salt, worker_id))
             stub = worker_pb2_grpc.ComputeStub(worker.channel)
             running = stub.Run(self._order(span, with_input), timeout=self._seconds, metadata=trace_headers())
             resources.callback(running.cancel)

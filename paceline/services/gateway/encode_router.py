@@ -19,7 +19,9 @@ class EncodeNeed:
     reader: Member
     """The worker that computes the prompt and reads the encoding."""
     hosts: frozenset[str] = frozenset()
-    """Ids of hosts that have the encoding cached, or compute it now, as far as this gateway knows."""
+    """Ids of hosts that have cached the encoding. A hint."""
+    computing: frozenset[str] = frozenset()
+    """Ids of workers that compute the encoding for another request now."""
     refused: frozenset[str] = frozenset()
     """Ids of workers that have just refused this encoding. They are not asked again for now."""
     failed: frozenset[str] = frozenset()
@@ -27,11 +29,15 @@ class EncodeNeed:
     cut: frozenset[Link] = frozenset()
     """Links on which transfers failed recently."""
 
+    def is_known_to(self, member: Member) -> bool:
+        """Return whether the worker need not get the encoder's input, because it will find the encoding."""
+        return member.host_id in self.hosts or member.worker_id in self.computing
+
 
 def place_encoding(need: EncodeNeed, snapshot: Iterable[Candidate]) -> Member | None:
     """Return the worker for an encoding, or None if no worker is left that may be asked.
 
-    A worker whose host has the encoding comes first, the reader's own host before all others. Then an encode worker
+    A worker that will find the encoding comes first, on the reader's own host before all others. Then an encode worker
     computes it, the one with the fewest encodings. If there is none, the reader does it.
     """
 
@@ -40,8 +46,8 @@ def place_encoding(need: EncodeNeed, snapshot: Iterable[Candidate]) -> Member | 
         is_here, is_reader = member.host_id == need.reader.host_id, member.worker_id == need.reader.worker_id
         return (
             member.worker_id in need.failed,
-            member.host_id not in need.hosts,
-            member.host_id in need.hosts and not is_here,
+            not need.is_known_to(member),
+            need.is_known_to(member) and not is_here,
             member.role != "encode",
             not is_reader,
             max(candidate.encodings, member.load.running + member.load.waiting) if member.role == "encode" else 0,
@@ -61,4 +67,4 @@ def _may_encode(need: EncodeNeed, member: Member) -> bool:
     if member.worker_id == need.reader.worker_id:
         return True
     is_reachable = member.host_id == need.reader.host_id or (member.host_id, need.reader.host_id) not in need.cut
-    return member.state == "ready" and is_reachable and (member.role == "encode" or member.host_id in need.hosts)
+    return member.state == "ready" and is_reachable and (member.role == "encode" or need.is_known_to(member))

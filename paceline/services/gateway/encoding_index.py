@@ -1,4 +1,4 @@
-"""Which hosts have the encoding of an image, a frame or audio, or compute it now, as far as this gateway knows."""
+"""Where the encoding of an image, a frame or audio is cached or computed now, as far as this gateway knows."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ class EncodingIndex:
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
-        self._under_way: dict[tuple[str, bytes], Counter[str]] = {}
-        """For each cache salt and digest, the ids of hosts that compute the encoding."""
+        self._computing: dict[tuple[str, bytes], Counter[str]] = {}
+        """For each cache salt and digest, the ids of workers that have been asked for the encoding."""
 
     def hosts(self, span: MediaSpan, cache_salt: str) -> frozenset[str]:
-        """Return the ids of hosts that have the encoding of a span, or compute it now."""
-        cached = self._prefixes.encoding_hosts(span.digest, span.length, cache_salt)
-        return frozenset(cached).union(self._under_way.get((cache_salt, span.digest), ()))
+        """Return the ids of hosts that have cached the encoding of a span."""
+        return frozenset(self._prefixes.encoding_hosts(span.digest, span.length, cache_salt))
+
+    def workers(self, span: MediaSpan, cache_salt: str) -> frozenset[str]:
+        """Return the ids of workers that compute the encoding of a span for this gateway now."""
+        return frozenset(self._computing.get((cache_salt, span.digest), ()))
 
     @contextlib.contextmanager
-    def under_way(self, span: MediaSpan, cache_salt: str, host_id: str) -> Iterator[None]:
-        """Note that a host computes an encoding. Other requests for it are sent there and wait for the result."""
+    def computing(self, span: MediaSpan, cache_salt: str, worker_id: str) -> Iterator[None]:
+        """Note that a worker computes an encoding. Other requests for it are sent there and wait for the result."""
         name = (cache_salt, span.digest)
-        hosts = self._under_way.setdefault(name, Counter())
-        hosts[host_id] += 1
+        workers = self._computing.setdefault(name, Counter())
+        workers[worker_id] += 1
         try:
             yield
         finally:
-            hosts[host_id] -= 1
-            if not hosts[host_id]:
-                del hosts[host_id]
-            if not hosts:
-                del self._under_way[name]
+            workers[worker_id] -= 1
+            if not workers[worker_id]:
+                del workers[worker_id]
+            if not workers:
+                del self._computing[name]

@@ -11,15 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.services.common.tasks import InUse
-from paceline.services.gateway.traces import (
-    AttemptTrace,
-    EncodingTrace,
-    Gaps,
-    RequestTrace,
-    SequenceTrace,
-    WorkerName,
-    gaps_of,
-)
+from paceline.services.gateway.trace_facts import EncodingTrace, Gaps, WorkerName, gaps_of
+from paceline.services.gateway.traces import AttemptTrace, RequestTrace, SequenceTrace
 
 KEPT = 1000
 """Sequences of ended requests whose traces are kept."""

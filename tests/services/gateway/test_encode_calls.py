@@ -38,7 +38,12 @@ class Request:
     """
 
     def __init__(
-        self, runner: SequenceRunner, images: list[int], gap: int = 17, kind: int = common_pb2.WORK_KIND_GENERATE
+        self,
+        runner: SequenceRunner,
+        images: list[int],
+        gap: int = 17,
+        kind: int = common_pb2.WORK_KIND_GENERATE,
+        name: str = "r",
     ) -> None:
         self.inputs = [image(number) for number in images]
         spans = [
@@ -46,7 +51,7 @@ class Request:
         ]
         scores = 0 if kind == common_pb2.WORK_KIND_SCORE else None
         self.sequence = SequenceRun(
-            request_id="r",
+            request_id=name,
             prompt_ids=[1] * (len(images) * (gap + ROWS) + 1),
             sampling=SamplingParams(max_tokens=9, prompt_logprobs=scores),
             media=tuple(spans),
@@ -183,6 +188,24 @@ async def test_a_host_that_has_an_encoding_gets_no_input(cluster: Cluster) -> No
     prefill.encodings.clear()
     assert len(await Request(runner_of(cluster, prefixes), [1]).task) == 9
     assert [call.work.HasField("media_input") for call in encodings(prefill)] == [False, False, True]
+
+
+async def test_requests_with_the_same_image_share_its_computation(cluster: Cluster) -> None:
+    await cluster.add("d")
+    await cluster.add("p", "prefill")
+    encoders = [await cluster.add(name, "encode") for name in ("e1", "e2")]
+    for encoder in encoders:
+        encoder.pause_after = ADMISSION
+    runner = runner_of(cluster)
+    requests = [Request(runner, [1], name=f"r{index}") for index in range(3)]
+    await eventually(lambda: sum(len(encoder.calls) for encoder in encoders) == 3)
+    for encoder in encoders:
+        encoder.resume.set()
+    for request in requests:
+        assert len(await request.task) == 9
+    (busy,) = [encoder for encoder in encoders if encoder.calls]
+    assert sum(call.work.HasField("media_input") for call in busy.calls) < len(busy.calls)
+    assert runner._encodings.workers(requests[0].sequence.media[0], "") == frozenset()
 
 
 async def test_who_leaves_ends_all_calls(cluster: Cluster) -> None:

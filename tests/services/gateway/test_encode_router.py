@@ -57,6 +57,13 @@ def test_workers_that_cannot_encode_for_the_reader_are_left_out(field: dict[str,
     assert placed(worker("e", "encode", **field)) == "p"
 
 
+def test_a_worker_that_computes_the_encoding_now_is_joined() -> None:
+    encoders = [worker("e1", "encode"), worker("e2", "encode", encodings=5)]
+    assert placed(*encoders, computing=frozenset({"e2"})) == "e2"
+    assert placed(*encoders, computing=frozenset({"p2"})) == "p2"
+    assert placed(*encoders, computing=frozenset({"e2"}), failed=frozenset({"e2"})) == "e1"
+
+
 def test_who_has_failed_is_taken_last() -> None:
     assert placed(worker("e", "encode"), failed=frozenset({"e"})) == "p"
     assert placed(worker("e", "encode"), failed=frozenset({"p"})) == "e"
