@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Exists when the packages for tests are installed too.
 TEST_READY := $(VENV)/.ready-test
+LITELLM := $(VENV)/litellm/bin/python
 EXTRAS := gateway,worker,convert,local,otlp,dev
 # Processes that run tests side by side, each with one compute thread. Two of them also run the stacks.
 WORKERS := 3
@@ -77,8 +78,8 @@ bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
 proto: $(READY) ## regenerate the Python code of paceline/proto/*.proto
 	$(BIN)/python -m paceline.proto.generate
 
-lock: ## resolve all extras anew into requirements.lock, and packages for tests into requirements-test.lock
-	rm -rf build/lock build/lock-test
+lock: ## resolve all extras anew into requirements.lock, and packages for tests into the other two lock files
+	rm -rf build/lock build/lock-test build/lock-litellm
 	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock
 	build/lock/bin/python -m pip install --quiet '$(TORCH)' -e '.[$(EXTRAS)]'
 	build/lock/bin/python -m pip freeze --exclude-editable > build/lock/freeze
@@ -86,11 +87,15 @@ lock: ## resolve all extras anew into requirements.lock, and packages for tests 
 	{ echo "# Made by 'make lock'."; sed -E -e '/^(nvidia-|cuda-)/d' -e "s/^triton==.*/&; sys_platform == 'linux'/" -e 's/\+[A-Za-z0-9.]+$$//' build/lock/freeze; } > requirements.lock
 	@# UCX requires packages of a CUDA release that may differ from torch's. It works without them if there is no GPU.
 	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock-test
-	build/lock-test/bin/python -m pip install --quiet -c requirements.lock -e '.[ucx]'
+	build/lock-test/bin/python -m pip install --quiet -c requirements.lock -e '.[clients,ucx]'
 	build/lock-test/bin/python -m pip freeze --exclude-editable > build/lock-test/freeze
 	{ echo "# Made by 'make lock', to be installed with --no-deps."; \
-	comm -13 <(sort requirements.lock) <(sort build/lock-test/freeze) | sed -E -e '/^(nvidia-|cuda-)/d' -e "s/$$/; sys_platform == 'linux'/"; } > requirements-test.lock
-	rm -rf build/lock build/lock-test
+	comm -13 <(sort requirements.lock) <(sort build/lock-test/freeze) | sed -E -e '/^(nvidia-|cuda-)/d' -e "/-cu12==|^rapids-/s/$$/; sys_platform == 'linux'/"; } > requirements-test.lock
+	@# LiteLLM requires versions of packages that requirements.lock has in others.
+	python=$$($(FIND_PYTHON)); "$$python" -m venv build/lock-litellm
+	build/lock-litellm/bin/python -m pip install --quiet litellm
+	{ echo "# Made by 'make lock'."; build/lock-litellm/bin/python -m pip freeze; } > requirements-litellm.lock
+	rm -rf build/lock build/lock-test build/lock-litellm
 
 dist: $(READY) ## build a source archive and a manylinux wheel in dist/
 	@$(PIP) install --quiet $(DIST_TOOLS)
@@ -127,7 +132,10 @@ $(READY): requirements.lock pyproject.toml setup.py $(wildcard paceline/kernels/
 	@$(PIP) install --quiet --no-deps -e .
 	@touch $@
 
-$(TEST_READY): $(READY) requirements-test.lock
-	@echo "Installing packages that only tests need."
+$(TEST_READY): $(READY) requirements-test.lock requirements-litellm.lock
+	@echo "Installing packages that only tests need. LiteLLM gets an environment of its own; see 'make lock'."
 	@$(PIP) install --quiet --no-deps -r requirements-test.lock
+	@test -x $(LITELLM) || $(BIN)/python -m venv --without-pip $(VENV)/litellm
+	@{ $(HAS_UV) && $(UV) pip install --quiet --python $(LITELLM) -r requirements-litellm.lock; } || \
+		$(PIP) --python $(LITELLM) install --quiet -r requirements-litellm.lock
 	@touch $@

@@ -22,10 +22,10 @@ from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_planning import encode_conversation, plan_conversation
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.kinds import KINDS
-from paceline.services.gateway.plan import check_ids, kind_of, plan_completion
+from paceline.services.gateway.plan import kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat
+from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -54,9 +54,7 @@ def make_api(gateway: Gateway) -> APIRouter:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
-        await gateway.wait_for_workers()
-        longest = gateway.fleet.max_model_len(KINDS[kind_of(body)].decodes)
-        plan = await asyncio.to_thread(plan_completion, body, gateway.tokenizer, longest, gateway.logprob_rules)
+        plan = await gateway.plan(lambda model: plan_completion(body, model), kind_of(body))
         response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await respond(gateway, body, plan, response_format, request)
 
@@ -64,7 +62,6 @@ def make_api(gateway: Gateway) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
-        await gateway.wait_for_workers()
         plan = await plan_conversation(gateway, body, request)
         response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
         return await respond(gateway, body, plan, response_format, request)

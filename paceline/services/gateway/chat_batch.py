@@ -11,13 +11,12 @@ from pydantic import Field, model_validator
 
 from paceline.services.gateway.api_bodies import ChatBatch
 from paceline.services.gateway.api_schema import answers
-from paceline.services.gateway.chat_planning import with_media
+from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta
-from paceline.services.gateway.media.expansion import Expansions
-from paceline.services.gateway.plan import Plan, plan_chats
+from paceline.services.gateway.plan import plan_chats
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.responses import ChatFormat, Json
 from paceline.services.gateway.schemas import MAX_CHOICES, ChatRequest
@@ -56,15 +55,9 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
     async def batch(body: ChatBatchRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         response_id = choose_id(body.request_id, request)
-        await gateway.wait_for_workers()
-        chats, tokenizer = body.chats(), gateway.tokenizer
-        longest = gateway.fleet.max_model_len()
-
-        def plan_all(media: Expansions) -> Plan:
-            return plan_chats(chats, tokenizer, gateway.forms, longest, gateway.logprob_rules, media)
-
-        plan = await with_media(gateway, chats, request, plan_all)
-        formats = [ChatFormat(chat, plan, response_id, gateway.model, tokenizer) for chat in chats]
+        chats = body.chats()
+        plan = await plan_with_media(gateway, chats, request, lambda model, media: plan_chats(chats, model, media))
+        formats = [ChatFormat(chat, plan, response_id, gateway.model, gateway.tokenizer) for chat in chats]
         generation = start(gateway, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
 

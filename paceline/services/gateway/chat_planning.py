@@ -13,7 +13,7 @@ from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.prompt import Prompt
 from paceline.services.gateway.middleware import owner_of
-from paceline.services.gateway.plan import Plan, plan_chat
+from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
 from paceline.services.gateway.streaming import until_disconnect
@@ -39,14 +39,21 @@ async def with_media(
     return made
 
 
+async def plan_with_media(
+    gateway: Gateway,
+    chats: Sequence[ChatFields],
+    request: Request,
+    make: Callable[[ServedModel, Expansions], Plan],
+    param: str = "messages",
+) -> Plan:
+    """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
+    model = await gateway.served_model()
+    return await with_media(gateway, chats, request, lambda media: make(model, media), param)
+
+
 async def plan_conversation(gateway: Gateway, chat: ChatRequest, request: Request) -> Plan:
     """Return the plan of a chat. Raises the errors of `plan_chat` and `MediaPreparer.plan`."""
-    longest = gateway.fleet.max_model_len()
-
-    def plan(media: Expansions) -> Plan:
-        return plan_chat(chat, gateway.tokenizer, gateway.forms, longest, gateway.logprob_rules, media)
-
-    return await with_media(gateway, [chat], request, plan)
+    return await plan_with_media(gateway, [chat], request, lambda model, media: plan_chat(chat, model, media))
 
 
 async def encode_conversation(

@@ -48,6 +48,8 @@ class Detokenizer:
         self._tokens = 0
         self.stop_reason: str | int | None = None
         """The stop string or the stop token's id that ended the text; None until then."""
+        self.cut_off = ""
+        """The stop string that was left out at the end of the text; "" if there is none."""
 
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that is certain now. After a stop, ignore it and return ""."""
@@ -78,7 +80,10 @@ class Detokenizer:
             start, stop = found
             self.stop_reason = stop
             self._decoder.reset()
-            return text[: start + len(stop)] if self._include_stop else text[:start]
+            if self._include_stop:
+                return text[: start + len(stop)]
+            self.cut_off = stop
+            return text[:start]
         certain = len(text) - self._possible_start(text)
         self._held = text[certain:]
         return text[:certain]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
+from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
@@ -18,16 +20,18 @@ from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.media.items import NO_MEDIA
 from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.media.preparation import MediaPreparer
 from paceline.services.gateway.media.processors.families import read_processor
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.placements import PlacementLog
-from paceline.services.gateway.plan import LogprobRules
+from paceline.services.gateway.plan import Kind, Plan, ServedModel
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
+from paceline.services.gateway.sampling import LogprobRules
 from paceline.services.gateway.scoring import Scoring
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
@@ -50,7 +54,7 @@ class Gateway:
             tokenizer.chat_template_source,
             tokenizer.vocabulary.added_tokens,
         )
-        self.logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
+        self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self.model = config.served_model_name or Path(config.model).name
         self.started = int(time.time())
@@ -102,12 +106,33 @@ class Gateway:
                 await self.traces.requests.wait_until_idle()  # slow clients may still read
         self.runner.abort()
 
-    async def wait_for_workers(self) -> None:
+    async def _wait_for_workers(self) -> None:
         """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker."""
         if not self.fleet.has_served.is_set() and self.fleet.is_starting:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.queue_seconds):
                     await self.fleet.has_served.wait()
+
+    async def plan(self, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE) -> Plan:
+        """Return a request's plan, after the first workers have loaded the model.
+
+        Args:
+            make: returns the plan. It runs on a thread, because to tokenize a long prompt takes a while.
+            kind: as for `served_model`.
+
+        Raises the errors of `make`.
+        """
+        return await asyncio.to_thread(make, await self.served_model(kind))
+
+    async def served_model(self, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
+        """Return what plans are made for, after the first workers have loaded the model.
+
+        Args:
+            kind: the kind of work, which says whose context the request has to fit into.
+        """
+        await self._wait_for_workers()
+        longest = self.fleet.max_model_len(KINDS[kind].decodes)
+        return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
 
     def check_ready(self) -> None:
         """Raise UnavailableError while draining, or if no decode worker is ready."""

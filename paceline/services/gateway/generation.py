@@ -342,7 +342,7 @@ class Choice:
             delta.text += text
         else:
             is_cut_off = reason != "stop" or isinstance(self._detokenizer.stop_reason, str)
-            delta.add_parts(self._parser.finish(text, is_cut_off))
+            delta.add_parts(self._parser.finish(text, is_cut_off, self._detokenizer.cut_off))
             if not self._parser.is_thinking:
                 delta.answer_tokens += self._undecided
             delta.has_open_call = self._parser.has_open_call

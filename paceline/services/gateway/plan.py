@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
-from paceline.services.gateway.answer_format import constraint_of
 from paceline.services.gateway.answer_plan import AnswerPlan, answer_constraint, plan_answer
 from paceline.services.gateway.answers.registry import AnswerForms
-from paceline.services.gateway.bad_words import sequences_of
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
+from paceline.services.gateway.sampling import LogprobRules, check_ids, check_no_media, logprob_count, resolve_sampling
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, RepetitionDetection
 from paceline.services.gateway.token_schemas import TokenSampling, TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -29,17 +27,17 @@ Kind: TypeAlias = common_pb2.WorkKind.ValueType
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
-class LogprobRules:
-    """The server's options for logprobs."""
+class ServedModel:
+    """The model, with the limits of its workers and of this server."""
 
-    most: int = 20
-    """Most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary."""
-    as_ids: bool = False
-    """Whether tokens are named by their ids if a request does not say it."""
+    tokenizer: Tokenizer
+    max_model_len: int
+    """Longest context of any worker that can run the request, in tokens; 0 if there is no worker."""
+    forms: AnswerForms = AnswerForms()
+    """How the model writes reasoning and tool calls."""
+    rules: LogprobRules = LogprobRules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +83,24 @@ def kind_of(request: GenerationRequest) -> Kind:
     return common_pb2.WORK_KIND_SCORE if request.max_tokens == 0 else common_pb2.WORK_KIND_GENERATE
 
 
-def plan_completion(
-    request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int, rules: LogprobRules = LogprobRules()
-) -> Plan:
+def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     """Return the plan of POST /v1/completions.
-
-    Args:
-        max_model_len: longest context of any worker, in tokens; 0 if there is no worker.
-        rules: the server's options for logprobs.
 
     Raises:
         InvalidRequestError: a value is wrong in a way that the schema alone cannot check.
         ContextLengthError: the prompt, or the prompt and the answer together, is too long.
         NoWorkerError: there is no worker.
     """
+    tokenizer, rules = model.tokenizer, model.rules
     kind = kind_of(request)
-    logprobs = _count(request.logprobs, "logprobs", rules, tokenizer)
-    scores = _count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer)
+    logprobs = logprob_count(request.logprobs, "logprobs", rules, tokenizer)
+    scores = logprob_count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer)
     if request.echo and logprobs is not None:
         scores = max(logprobs, scores or 0)
     if kind == common_pb2.WORK_KIND_SCORE:
         scores = scores or 0
+    wanted = 1 if kind == common_pb2.WORK_KIND_SCORE else request.max_tokens
+    answer = _Wanted(wanted, DEFAULT_COMPLETION_TOKENS, logprobs, scores)
     prompts = []
     for index, prompt in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
@@ -113,64 +108,36 @@ def plan_completion(
             prompt = fill_in_middle(prompt, request.suffix, tokenizer.vocabulary.added_tokens)
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
-            _check_length(prompt, request, tokenizer, max_model_len, param)
+            _check_length(prompt, request, model, param)
             ids = tokenizer.encode(prompt, request.add_special_tokens, param)
         else:
             ids = list(prompt)
-            _check_reserved(ids, tokenizer, param)
-        wanted = 1 if kind == common_pb2.WORK_KIND_SCORE else request.max_tokens
-        prompts.append(
-            _plan_prompt(
-                request,
-                tokenizer,
-                text,
-                ids,
-                wanted,
-                DEFAULT_COMPLETION_TOKENS,
-                logprobs,
-                scores,
-                max_model_len,
-                param,
-            )
-        )
+            check_no_media(ids, tokenizer, param)
+        prompts.append(_plan_prompt(request, model, param, text, ids, answer))
     return _plan(request, prompts, kind, rules)
 
 
-def plan_chat(
-    request: ChatRequest,
-    tokenizer: Tokenizer,
-    forms: AnswerForms,
-    max_model_len: int,
-    rules: LogprobRules = LogprobRules(),
-    media: Expansions = NO_ITEMS,
-) -> Plan:
-    """Return the plan of POST /v1/chat/completions. Arguments and errors are as for `plan_completion`.
+def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_ITEMS) -> Plan:
+    """Return the plan of POST /v1/chat/completions. Errors are as for `plan_completion`.
 
     Args:
-        forms: how the model writes reasoning and tool calls.
         media: what stands in the prompt for each image, video or audio clip.
     """
+    tokenizer, forms, rules = model.tokenizer, model.forms, model.rules
     rendered = render_chat(request, tokenizer, forms)
     text = rendered.text
-    _check_length(text, request, tokenizer, max_model_len, "messages")
+    _check_length(text, request, model, "messages")
     encoded = rendered.encode(media, tokenizer, request.add_special_tokens)
     if rendered.items and request.truncate_prompt_tokens is not None:
         name = "truncate_prompt_tokens"
         raise InvalidRequestError(f"{name}: a prompt with images, videos or audio cannot be truncated", name)
-    wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    logprobs = _count(request.top_logprobs or 0, "top_logprobs", rules, tokenizer) if request.logprobs else None
-    prompt = _plan_prompt(
-        request,
-        tokenizer,
-        text,
-        encoded.token_ids,
-        wanted,
-        tokenizer.defaults.max_new_tokens or max_model_len,
-        logprobs,
-        _count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
-        max_model_len,
-        "messages",
+    wanted = _Wanted(
+        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        tokenizer.defaults.max_new_tokens or model.max_model_len,
+        logprob_count(request.top_logprobs or 0, "top_logprobs", rules, tokenizer) if request.logprobs else None,
+        logprob_count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
     )
+    prompt = _plan_prompt(request, model, "messages", text, encoded.token_ids, wanted)
     constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
     sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
     answer = plan_answer(request, forms, tokenizer, text)
@@ -178,46 +145,32 @@ def plan_chat(
     return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
 
 
-def plan_chats(
-    requests: Sequence[ChatRequest],
-    tokenizer: Tokenizer,
-    forms: AnswerForms,
-    max_model_len: int,
-    rules: LogprobRules = LogprobRules(),
-    media: Expansions = NO_ITEMS,
-) -> Plan:
+def plan_chats(requests: Sequence[ChatRequest], model: ServedModel, media: Expansions = NO_ITEMS) -> Plan:
     """Return one plan of several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
     plans = []
     for index, request in enumerate(requests):
         with _renamed({"messages": f"messages[{index}]"}):
-            plans.append(plan_chat(request, tokenizer, forms, max_model_len, rules, media))
+            plans.append(plan_chat(request, model, media))
     return dataclasses.replace(plans[0], prompts=[prompt for plan in plans for prompt in plan.prompts])
 
 
-def plan_tokens(
-    request: TokensRequest, tokenizer: Tokenizer, max_model_len: int, rules: LogprobRules = LogprobRules()
-) -> Plan:
-    """Return the plan of POST /inference/v1/generate. Arguments and errors are as for `plan_completion`."""
-    params = request.sampling_params
-    _check_reserved(request.token_ids, tokenizer, "token_ids")
+def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
+    """Return the plan of POST /inference/v1/generate. Errors are as for `plan_completion`."""
+    params, tokenizer, rules = request.sampling_params, model.tokenizer, model.rules
+    check_no_media(request.token_ids, tokenizer, "token_ids")
     with _renamed({name: f"sampling_params.{name}" for name in type(params).model_fields}):
-        prompt = _plan_prompt(
-            params,
-            tokenizer,
-            None,
-            list(request.token_ids),
+        wanted = _Wanted(
             params.max_tokens,
-            tokenizer.defaults.max_new_tokens or max_model_len,
-            _count(params.logprobs, "logprobs", rules, tokenizer),
-            _count(params.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
-            max_model_len,
-            "token_ids",
+            tokenizer.defaults.max_new_tokens or model.max_model_len,
+            logprob_count(params.logprobs, "logprobs", rules, tokenizer),
+            logprob_count(params.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
         )
+        prompt = _plan_prompt(params, model, "token_ids", None, list(request.token_ids), wanted)
         plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
     return dataclasses.replace(plan, cache_salt=request.cache_salt or "", priority=request.priority)
 
 
-def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], tokenizer: Tokenizer, max_model_len: int) -> Plan:
+def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], model: ServedModel) -> Plan:
     """Return a plan for the logprobs of given tokens after each prompt. One token is generated, which does not matter.
 
     Args:
@@ -225,13 +178,13 @@ def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], tokenizer:
 
     Raises the errors of `plan_completion`.
     """
-    wanted = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": list(token_ids)}
-    params = TokenSampling.model_validate({**wanted, "ignore_eos": True})
+    fields = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": list(token_ids)}
+    params = TokenSampling.model_validate({**fields, "ignore_eos": True})
     plans = []
     for param, text in prompts.items():
-        _check_length(text, params, tokenizer, max_model_len, param)
-        ids = tokenizer.encode(text, False, param)
-        plans.append(_plan_prompt(params, tokenizer, text, ids, 1, 1, 0, None, max_model_len, param))
+        _check_length(text, params, model, param)
+        ids = model.tokenizer.encode(text, False, param)
+        plans.append(_plan_prompt(params, model, param, text, ids, _Wanted(1, 1, 0, None)))
     return _plan(params, plans, common_pb2.WORK_KIND_GENERATE, LogprobRules(most=-1))
 
 
@@ -245,27 +198,16 @@ def _renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def _count(wanted: int | None, param: str, rules: LogprobRules, tokenizer: Tokenizer) -> int | None:
-    """Return the number of most likely tokens to report; None if there is nothing to report."""
-    if wanted is None:
-        return None
-    most = tokenizer.vocab_size if rules.most < 0 else min(rules.most, tokenizer.vocab_size)
-    count = tokenizer.vocab_size if wanted < 0 else wanted
-    if count > most:
-        message = f"{param}: this server returns logprobs of at most {most} tokens at a position (--max-logprobs)"
-        raise InvalidRequestError(message, param)
-    return count
-
-
-def _check_length(text: str, request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+def _check_length(text: str, request: GenerationRequest, model: ServedModel, param: str) -> None:
     """Raise ContextLengthError if a text is certainly too long, because to tokenize a large text takes seconds."""
-    if request.truncate_prompt_tokens is None and len(text) > max_model_len * tokenizer.longest_token > 0:
+    longest_token = model.tokenizer.longest_token
+    if request.truncate_prompt_tokens is None and len(text) > model.max_model_len * longest_token > 0:
         raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
-            f"are more tokens than that: shorten {param}",
+            f"This model's maximum context length is {model.max_model_len} tokens; the prompt is too long: {param} has "
+            f"{len(text)} characters, which are more tokens than that; shorten it",
             param,
-            -(-len(text) // tokenizer.longest_token),
-            max_model_len,
+            -(-len(text) // longest_token),
+            model.max_model_len,
         )
 
 
@@ -289,134 +231,62 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rul
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a request wants of the answers to its prompts."""
+
+    max_tokens: int | None
+    default_max_tokens: int
+    """Used if max_tokens is None. What the context has left may be less."""
+    logprobs: int | None
+    """Number of most likely tokens to report for each token; None if nothing is to be reported."""
+    prompt_logprobs: int | None
+    """The same for the tokens of the prompt."""
+
+
 def _plan_prompt(
     request: GenerationRequest,
-    tokenizer: Tokenizer,
+    model: ServedModel,
+    param: str,
     text: str | None,
     token_ids: list[int],
-    max_tokens: int | None,
-    default_max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    max_model_len: int,
-    param: str,
+    wanted: _Wanted,
 ) -> PromptPlan:
-    if max_model_len == 0:
+    """Return the plan of one prompt.
+
+    Args:
+        param: the field that holds the prompt.
+        text: the text of the prompt; None if the client sent token ids.
+    """
+    longest, max_tokens = model.max_model_len, wanted.max_tokens
+    if longest == 0:
         raise NoWorkerError
     if (kept := request.truncate_prompt_tokens) is not None:
-        kept = kept if kept > 0 else max(1, max_model_len - (max_tokens or 1))
+        kept = kept if kept > 0 else max(1, longest - (max_tokens or 1))
         text = text if kept >= len(token_ids) else None
         token_ids = token_ids[-kept:] if request.truncation_side == "left" else token_ids[:kept]
     if not token_ids:
         raise InvalidRequestError(f"{param} must not be empty: it holds no token", param)
-    check_ids(token_ids, tokenizer.vocab_size, param)
-    left = max_model_len - len(token_ids)
-    if left < 1 or (max_tokens or 1) > left:
-        limit = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
-        # Clients search for the first words of this message, which are OpenAI's.
-        raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens; {param} has {len(token_ids)} and the "
-            f"answer may have {max_tokens or 1}: shorten {param} or lower {limit}",
-            param if left < 1 else limit,
-            len(token_ids),
-            max_model_len,
-        )
+    check_ids(token_ids, model.tokenizer.vocab_size, param)
+    _check_room(request, param, len(token_ids), max_tokens or 1, longest)
     if max_tokens is None:
-        max_tokens = min(default_max_tokens, left)
-    return PromptPlan(text, token_ids, _sampling(request, tokenizer, max_tokens, logprobs, prompt_logprobs))
+        max_tokens = min(wanted.default_max_tokens, longest - len(token_ids))
+    sampling = resolve_sampling(request, model.tokenizer, max_tokens, wanted.logprobs, wanted.prompt_logprobs)
+    return PromptPlan(text, token_ids, sampling)
 
 
-def _sampling(
-    request: GenerationRequest,
-    tokenizer: Tokenizer,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-) -> SamplingParams:
-    if request.min_tokens > max_tokens:
-        raise InvalidRequestError(f"min_tokens must be at most max_tokens, which is {max_tokens}", "min_tokens")
-    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-        check_ids(getattr(request, name) or [], tokenizer.vocab_size, name)
-    defaults = tokenizer.defaults
-    stop_token_ids = frozenset(request.stop_token_ids or ())
-    if not request.ignore_eos:
-        stop_token_ids |= tokenizer.eos_token_ids
-    _check_choice(request, stop_token_ids, tokenizer.vocab_size)
-    bad_words = sequences_of(request.bad_words or (), tokenizer)
-    if request.allowed_token_ids is not None and {(id,) for id in request.allowed_token_ids} <= {*bad_words}:
-        raise InvalidRequestError("bad_words: they forbid all of allowed_token_ids; allow others", "bad_words")
-    return SamplingParams(
-        temperature=_either(request.temperature, defaults.temperature),
-        # -1 is an older way to ask for all tokens.
-        top_k=max(0, _either(request.top_k, defaults.top_k)),
-        top_p=_either(request.top_p, defaults.top_p),
-        min_p=_either(request.min_p, defaults.min_p),
-        # Drawn here, so that a later attempt samples the same tokens. -1 means that the client gave no seed.
-        seed=random.getrandbits(64) if request.seed in (None, -1) else request.seed % 2**64,
-        repetition_penalty=_either(request.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(request, tokenizer.vocab_size),
-        allowed_token_ids=tuple(request.allowed_token_ids or ()),
-        stop_token_ids=stop_token_ids,
-        min_tokens=request.min_tokens,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        constraint=constraint_of(request, tokenizer.eos_token_ids, tokenizer.vocabulary.added_tokens),
-        bad_words=bad_words,
-        logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
-    )
-
-
-def _either(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
-def check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
-    """Raise InvalidRequestError, naming `param` and the ids, if ids are not in the vocabulary."""
-    if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
-        raise InvalidRequestError(
-            f"{param}: token ids {_some(outside)} are out of vocabulary, which has {vocab_size} tokens", param
-        )
-
-
-def _check_reserved(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
-    """Raise InvalidRequestError if ids stand for media, which a prompt of ids cannot have."""
-    if found := [token_id for token_id in token_ids if token_id in tokenizer.reserved_ids]:
-        raise InvalidRequestError(
-            f"{param}: token ids {_some(found)} belong to images, videos or audio, which a prompt of token ids cannot "
-            "have; send messages to /v1/chat/completions",
-            param,
-        )
-
-
-def _check_choice(request: GenerationRequest, stop_token_ids: frozenset[int], vocab_size: int) -> None:
-    """Raise InvalidRequestError if no token may be sampled while the answer is shorter than min_tokens."""
-    if request.min_tokens == 0:
+def _check_room(request: GenerationRequest, param: str, prompt_tokens: int, max_tokens: int, longest: int) -> None:
+    """Raise ContextLengthError if a prompt and its answer together are longer than the context."""
+    left = longest - prompt_tokens
+    if max_tokens <= left:
         return
-    if request.allowed_token_ids is not None and stop_token_ids.issuperset(request.allowed_token_ids):
-        message = (
-            "allowed_token_ids: all of them end the answer, which min_tokens forbids; allow others, or set it to 0"
-        )
-        raise InvalidRequestError(message, "allowed_token_ids")
-    if len(stop_token_ids) >= vocab_size:
-        message = (
-            "stop_token_ids: every token ends the answer, which min_tokens forbids; leave some out, or set it to 0"
-        )
-        raise InvalidRequestError(message, "stop_token_ids")
-
-
-def _logit_bias(request: GenerationRequest, vocab_size: int) -> dict[int, float]:
-    given = request.logit_bias or {}
-    if wrong := [key for key in given if not (key.isascii() and key.isdigit() and len(key) <= 20)]:
-        raise InvalidRequestError(f"logit_bias: keys must be token ids, not {_some(wrong)}", "logit_bias")
-    bias = {int(key): value for key, value in given.items()}
-    check_ids(list(bias), vocab_size, "logit_bias")
-    return bias
-
-
-def _some(values: list[T]) -> str:
-    """Return the first values as text, for a message of bounded length."""
-    shown = ", ".join(repr(value)[:40] for value in values[:5])
-    return shown + (f" and {len(values) - 5} more" if len(values) > 5 else "")
+    # Clients search for the first words, which are OpenAI's, and LangChain for "prompt is too long".
+    limits = f"This model's maximum context length is {longest} tokens;"
+    if left < 1:
+        message = f"{limits} the prompt is too long: {param} has {prompt_tokens}, and an answer needs 1; shorten it"
+        raise ContextLengthError(message, param, prompt_tokens, longest)
+    limit = "max_tokens" if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
+    message = (
+        f"{limits} {param} has {prompt_tokens} and the answer may have {max_tokens}: shorten {param} or lower {limit}"
+    )
+    raise ContextLengthError(message, limit, prompt_tokens, longest)

@@ -17,9 +17,10 @@ from paceline.services.gateway.derender import derender_chat, derender_completio
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import NOTHING
-from paceline.services.gateway.plan import check_ids, plan_chat, plan_completion
+from paceline.services.gateway.plan import plan_chat, plan_completion
 from paceline.services.gateway.render import render
 from paceline.services.gateway.respond import choose_id
+from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
 
@@ -35,24 +36,20 @@ def make_render_api(gateway: Gateway) -> APIRouter:
         request_id = choose_id(body.request_id, request)
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
-        await gateway.wait_for_workers()
-        longest = gateway.fleet.max_model_len()
-        plan = await asyncio.to_thread(plan_completion, body, tokenizer, longest, gateway.logprob_rules)
+        plan = await gateway.plan(lambda model: plan_completion(body, model))
         return render(body, plan, request_id, gateway.model)
 
     @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
     async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
         gateway.check_request(body.model)
         request_id = choose_id(body.request_id, request)
-        await gateway.wait_for_workers()
-        longest = gateway.fleet.max_model_len()
         if media_of(body.messages, tokenizer):
             message = (
                 "messages: a rendered request is token ids, which cannot have images, videos or audio; send them to "
                 "/v1/chat/completions"
             )
             raise ApiError(400, message, param="messages")
-        plan = await asyncio.to_thread(plan_chat, body, tokenizer, gateway.forms, longest, gateway.logprob_rules)
+        plan = await gateway.plan(lambda model: plan_chat(body, model))
         return render(body, plan, request_id, gateway.model)[0]
 
     @router.post("/v1/completions/derender", response_model=None, responses=answers(DerenderedCompletion))
@@ -63,11 +60,8 @@ def make_render_api(gateway: Gateway) -> APIRouter:
                 check_ids(choice.token_ids, tokenizer.vocab_size, f"generate_responses[{index}]")
         request_id = body.generate_responses[0].request_id or request.state.request_id
         plan = None
-        if body.completion_request is not None:
-            await gateway.wait_for_workers()
-            longest = gateway.fleet.max_model_len()
-            wanted = body.completion_request
-            plan = await asyncio.to_thread(plan_completion, wanted, tokenizer, longest, gateway.logprob_rules)
+        if (completion_request := body.completion_request) is not None:
+            plan = await gateway.plan(lambda model: plan_completion(completion_request, model))
         return await asyncio.to_thread(derender_completion, body, plan, request_id, gateway.model, tokenizer)
 
     @router.post("/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat))
@@ -77,12 +71,9 @@ def make_render_api(gateway: Gateway) -> APIRouter:
             check_ids(choice.token_ids, tokenizer.vocab_size, "generate_response")
         request_id = body.generate_response.request_id or request.state.request_id
         plan = None
-        if body.chat_request is not None:
-            await gateway.wait_for_workers()
-            longest = gateway.fleet.max_model_len()
-            forms, rules = gateway.forms, gateway.logprob_rules
+        if (chat_request := body.chat_request) is not None:
             # Only how answers are read matters here, not the prompt.
-            plan = await asyncio.to_thread(plan_chat, body.chat_request, tokenizer, forms, longest, rules, NOTHING)
+            plan = await gateway.plan(lambda model: plan_chat(chat_request, model, NOTHING))
         return await asyncio.to_thread(derender_chat, body, plan, request_id, gateway.model, tokenizer)
 
     return router

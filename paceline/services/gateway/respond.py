@@ -92,9 +92,9 @@ async def respond(
     return await whole(generation, request, response_format.whole)
 
 
-def stream(generation: Generation, writer: StreamWriter) -> Response:
-    """Return the response that runs a generation and sends its events."""
-    return EventStreamResponse(event_stream(generation, writer), writer.error)
+def stream(generation: Generation, writer: StreamWriter, ping: Callable[[], bytes] | None = None) -> Response:
+    """Return the response that runs a generation and sends its events. See `EventStreamResponse` about pings."""
+    return EventStreamResponse(event_stream(generation, writer), writer.error, ping)
 
 
 async def whole(generation: Generation, request: Request, body: Callable[[list[Delta], Json], Json]) -> Response:

@@ -7,6 +7,7 @@ answer without them. Unknown fields are ignored with a warning, as clients of ot
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -122,6 +123,12 @@ class NamedRequest(Body):
         if unknown := [name for name in said if name not in known]:
             log.warning("a request holds unknown fields, which are ignored: %.300s", ", ".join(map(repr, unknown)))
         return said
+
+
+def warn_of_hosted_tools(kinds: Iterable[str]) -> None:
+    """Log the tools of a request that only OpenAI's or Anthropic's servers have."""
+    if listed := ", ".join(map(repr, kinds)):
+        log.warning("a request holds tools that this server cannot run; the model is not told of them: %.300s", listed)
 
 
 def _allow_null(schema: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta
-from paceline.services.gateway.plan import Plan, plan_scores
+from paceline.services.gateway.plan import Plan, ServedModel, plan_scores
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.schemas import NamedRequest
 from paceline.services.gateway.scoring import probability
@@ -162,14 +161,12 @@ async def _respond(
     gateway.check_request(body.model)
     response_id = choose_id(body.request_id, request)
     scoring = gateway.scoring
-    await gateway.wait_for_workers()
-    longest = gateway.fleet.max_model_len()
 
-    def plan() -> Plan:
+    def plan(model: ServedModel) -> Plan:
         prompts = {place: scoring.render(*pair, body.instruction) for place, pair in pairs.items()}
-        return plan_scores(prompts, scoring.token_ids, gateway.tokenizer, longest)
+        return plan_scores(prompts, scoring.token_ids, model)
 
-    generation = start(gateway, await asyncio.to_thread(plan), request, is_streamed=False)
+    generation = start(gateway, await gateway.plan(plan), request, is_streamed=False)
 
     def finish(choices: Sequence[Delta], usage: Json) -> Json:
         margins = [scoring.margin(choice.tokens[0]) for choice in choices]

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.services.common.tasks import StallWatch
+from paceline.services.common.tasks import StallWatch, end_tasks
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.generation import Delta, Generation
 from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 SEND_SECONDS = 60.0
 """A client that takes no data for this long loses its request, which occupies a place on a worker. In seconds."""
+PING_SECONDS = 15.0
+"""Seconds of silence after which a stream sends a ping, if its API has pings."""
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _MARK = "\0"
@@ -50,7 +52,7 @@ class StreamWriter(Protocol):
     """A converter of one response's deltas into server-sent events of an API. Empty bytes are no event."""
 
     def begin(self) -> bytes:
-        """Return the events before the first delta. They are sent with it."""
+        """Return the events before the first delta. They are sent with it, or with an earlier ping."""
 
     def write(self, delta: Delta) -> bytes:
         """Return the events of a delta."""
@@ -128,6 +130,7 @@ class EventStreamResponse(Response):
 
     Args:
         error_events: returns the events of an error that comes later.
+        ping: returns the events to send after a while of silence. Headers are sent with them. None sends none.
     """
 
     media_type = "text/event-stream"
@@ -136,6 +139,7 @@ class EventStreamResponse(Response):
         self,
         events: AsyncGenerator[bytes],
         error_events: Callable[[ApiError], bytes],
+        ping: Callable[[], bytes] | None = None,
         send_seconds: float = SEND_SECONDS,
     ) -> None:
         super().__init__()
@@ -144,7 +148,11 @@ class EventStreamResponse(Response):
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
         self._events = events
+        self._ping = ping
         self._send_seconds = send_seconds
+        self._has_begun = False
+        self._is_silent = True
+        """Whether no events have been sent for a while."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -157,27 +165,43 @@ class EventStreamResponse(Response):
             log.warning("a client took nothing for %g seconds; its request was cancelled", self._send_seconds)
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send, watch: StallWatch) -> None:
-        begun = False
         # Bodies go to the server directly, because middlewares do nothing with them and would cost a call per token.
         send_body: Send = scope.get("state", {}).get("send", send)
-        async with contextlib.aclosing(self._events) as events:
+        ping = self._ping
+        pings = [asyncio.create_task(self._send_pings(ping, send, send_body))] if ping is not None else []
+        try:
             try:
-                async for data in events:
-                    watch.begin()
-                    if not begun:
-                        begun = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await send_body({"type": "http.response.body", "body": data, "more_body": True})
-                    watch.end()
-            except Exception as error:
-                watch.begin()
-                answer = to_api_error(error)
-                if not begun:
-                    await answer.response()(scope, receive, send)
-                    return
-                await send({"type": "http.response.body", "body": self._error_events(answer), "more_body": True})
+                async with contextlib.aclosing(self._events) as events:
+                    async for data in events:
+                        watch.begin()
+                        await self._send_events(data, send, send_body)
+                        watch.end()
+            finally:
+                await end_tasks(*pings)
+        except Exception as error:
+            watch.begin()
+            answer = to_api_error(error)
+            if not self._has_begun:
+                await answer.response()(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": self._error_events(answer), "more_body": True})
         watch.begin()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, data: bytes, send: Send, send_body: Send) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._is_silent = False
+        await send_body({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _send_pings(self, ping: Callable[[], bytes], send: Send, send_body: Send) -> None:
+        """Send pings during silence, until the task is cancelled."""
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(PING_SECONDS)
+            if self._is_silent:
+                await self._send_events(ping(), send, send_body)
 
 
 def event(data: Json, name: str = "") -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -24,9 +22,7 @@ def make_token_api(gateway: Gateway) -> APIRouter:
     async def generate(body: TokensRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         request_id = choose_id(body.request_id, request)
-        await gateway.wait_for_workers()
-        longest = gateway.fleet.max_model_len()
-        plan = await asyncio.to_thread(plan_tokens, body, gateway.tokenizer, longest, gateway.logprob_rules)
+        plan = await gateway.plan(lambda model: plan_tokens(body, model))
         tokens_format = TokensFormat(body, plan, request_id, gateway.model, gateway.tokenizer)
         return await respond(gateway, body, plan, tokens_format, request)
 

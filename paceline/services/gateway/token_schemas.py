@@ -76,7 +76,7 @@ class TokensRequest(NamedRequest):
 
 
 class AbortRequest(Body):
-    """The body of POST /abort_requests."""
+    """The body of POST /abort_requests. It ends requests of this gateway alone: other gateways have to be told, too."""
 
     request_ids: list[str]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,10 +108,10 @@ class Tokenizer:
         """Ids of tokens that belong to media."""
         self.media_kinds: frozenset[ItemKind] = frozenset(media_tokens.markers)
         """The kinds of media that the model takes."""
-        reserved = [self._text_of(token_id, folder) for token_id in media_tokens.reserved]
-        cuts = [f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in reserved]
-        self._in_reserved = re.compile("|".join(cuts) or r"(?!)")
-        """Matches between the first and the second character of a text that spells a reserved token."""
+        reserved = sorted(self._text_of(token_id, folder) for token_id in media_tokens.reserved)
+        spelled = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in reserved]
+        self._first_of_reserved = re.compile("|".join(spelled) or r"(?!)")
+        """Matches the first character of a text that spells a reserved token."""
         markers = media_tokens.markers.items()
         self.marks = MediaMarks({kind: "".join(self._text_of(own, folder) for own in ids) for kind, ids in markers})
         self.chat_template_source = _chat_template_source(folder, settings, chat_template) or ""
@@ -124,7 +125,8 @@ class Tokenizer:
 
         A text that spells a reserved token is cut within it, so it becomes other tokens of the same text.
         """
-        parts = self._in_reserved.split(text)
+        cuts = [found.end() for found in self._first_of_reserved.finditer(text)]
+        parts = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
         is_whole = len(parts) == 1
         try:
             # Unlike `encode`, the batch form lets other Python threads run.

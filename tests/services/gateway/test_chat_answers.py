@@ -169,6 +169,25 @@ async def test_the_finish_reason_says_how_an_answer_ends(chat: Chat, script: str
     assert joined(streamed)["calls"] == calls
 
 
+async def test_text_before_a_stop_string_is_kept(chat: Chat) -> None:
+    for script, content in (("a <b", "a <"), ("a <tool", "a")):
+        choice = (await chat.whole(script, tools=TOOLS, stop=script[3:]))["choices"][0]
+        assert choice["message"]["content"].strip() == content
+        streamed = await chat.stream(script, tools=TOOLS, stop=script[3:])
+        assert joined(streamed)["content"].strip() == content
+
+
+async def test_a_request_without_tools_gets_no_calls(chat: Chat) -> None:
+    """As with vLLM, the text stays as the model wrote it, because the client knows no tool that it could run."""
+    function = {"name": "find", "arguments": "{}"}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "none"}]
+    body = await chat.whole(CALL, messages=[{"role": "user", "content": "x"}, *messages])
+    (choice,) = body["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+    assert "tool_calls" not in choice["message"]
+
+
 async def test_reasoning_has_two_names_and_is_counted(chat: Chat) -> None:
     body = await chat.whole(f"{THOUGHT}42")
     message = body["choices"][0]["message"]

@@ -7,10 +7,10 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import common_pb2
-from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
-from paceline.services.gateway.plan import LogprobRules, Plan, plan_chat, plan_completion
+from paceline.services.gateway.plan import Plan, ServedModel, plan_chat, plan_completion
+from paceline.services.gateway.sampling import LogprobRules
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
@@ -24,12 +24,12 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 def completion(tokenizer: Tokenizer, limit: int = LIMIT, **fields: Any) -> Plan:
-    return plan_completion(CompletionRequest(**{"prompt": "hello", **fields}), tokenizer, limit)
+    return plan_completion(CompletionRequest(**{"prompt": "hello", **fields}), ServedModel(tokenizer, limit))
 
 
 def chat(tokenizer: Tokenizer, **fields: Any) -> Plan:
     messages = [{"role": "user", "content": "hi"}]
-    return plan_chat(ChatRequest(**{"messages": messages, **fields}), tokenizer, AnswerForms(), LIMIT)
+    return plan_chat(ChatRequest(**{"messages": messages, **fields}), ServedModel(tokenizer, LIMIT))
 
 
 def test_what_the_client_does_not_say_is_the_model_s_default(tokenizer: Tokenizer) -> None:
@@ -102,9 +102,12 @@ def test_text_parts_are_one_text(tokenizer: Tokenizer) -> None:
 
 def test_the_context_must_hold_prompt_and_answer(tokenizer: Tokenizer) -> None:
     completion(tokenizer, limit=10, max_tokens=5)
-    for fields in ({"limit": 9, "max_tokens": 5}, {"limit": 5}):
-        with pytest.raises(ContextLengthError, match="shorten prompt or lower max_tokens"):
-            completion(tokenizer, **fields)
+    with pytest.raises(ContextLengthError, match="shorten prompt or lower max_tokens") as caught:
+        completion(tokenizer, limit=9, max_tokens=5)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(ContextLengthError, match="the prompt is too long: prompt has 5") as caught:
+        completion(tokenizer, limit=5)
+    assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -154,10 +157,10 @@ def test_the_server_says_how_many_logprobs_there_may_be(
 ) -> None:
     rules = LogprobRules(most)
     body = CompletionRequest(prompt="x", logprobs=wanted, prompt_logprobs=wanted, echo=True)
-    sampling = plan_completion(body, tokenizer, LIMIT, rules).prompts[0].sampling
+    sampling = plan_completion(body, ServedModel(tokenizer, LIMIT, rules=rules)).prompts[0].sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (count, count)
     chat_body = ChatRequest(messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=wanted)
-    assert plan_chat(chat_body, tokenizer, AnswerForms(), LIMIT, rules).prompts[0].sampling.logprobs == count
+    assert plan_chat(chat_body, ServedModel(tokenizer, LIMIT, rules=rules)).prompts[0].sampling.logprobs == count
 
 
 @pytest.mark.parametrize(
@@ -171,14 +174,15 @@ def test_the_server_says_how_many_logprobs_there_may_be(
 )
 def test_more_logprobs_are_refused(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"at most 3 tokens .*--max-logprobs") as caught:
-        plan_completion(CompletionRequest(prompt="x", **fields), tokenizer, LIMIT, LogprobRules(3))
+        plan_completion(CompletionRequest(prompt="x", **fields), ServedModel(tokenizer, LIMIT, rules=LogprobRules(3)))
     assert caught.value.param == param
 
 
 def test_a_request_says_how_tokens_are_named_else_the_server_does(tokenizer: Tokenizer) -> None:
+    model = ServedModel(tokenizer, LIMIT, rules=LogprobRules(as_ids=True))
     for said, named in ((None, True), (False, False), (True, True)):
         body = CompletionRequest(prompt="x", return_tokens_as_token_ids=said)
-        assert plan_completion(body, tokenizer, LIMIT, LogprobRules(as_ids=True)).logprobs_as_ids is named
+        assert plan_completion(body, model).logprobs_as_ids is named
 
 
 def test_bad_words_are_sequences_with_and_without_a_space(tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,24 @@ from tokenizers import decoders, models, pre_tokenizers
 END, USER, ASSISTANT = 256, 257, 258
 VOCAB_SIZE = 300
 """More ids than the tokenizer has tokens, as in a padded vocabulary."""
+_NAMES = {END: b"<|end|>", USER: b"<|user|>", ASSISTANT: b"<|assistant|>"}
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+AGENT_TEMPLATE = """
+{%- if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>{% endif %}
+{%- for message in messages %}<|{{ message.role }}|>
+    {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+    {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- endif %}"""
+"""A chat template with tools in the form of Hermes, and with reasoning."""
 
 
 def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, **generation_config: Any) -> Path:
@@ -81,6 +95,11 @@ def write_toy_media_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """Return the text of tokens, special tokens included."""
+    return b"".join(_NAMES.get(each) or bytes([each]) for each in token_ids).decode()
 
 
 def _byte_vocabulary() -> dict[str, int]:

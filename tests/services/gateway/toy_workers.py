@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from paceline.services.common.wire import token_from_pb
 from paceline.services.decode.outbox import Outbox, Outboxes
 from paceline.services.worker.worker import OFFLOAD_BYTES
 from tests.services.gateway.toy_kvtransfer import ToyKVTransfer
+from tests.services.gateway.toy_model import END, text_of
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
 
@@ -123,6 +124,8 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         """Error that the worker raises instead of admitting a call."""
         self.stop_at: int | None = None
         """Output position at which the end token comes."""
+        self.answer: Callable[[str], str] | None = None
+        """Returns the whole answer to a prompt, which is recited instead of the text, whatever the seed is."""
         self.resets = 0
         self.encodings: set[bytes] = set()
         """Digests of the encodings that its host has."""
@@ -331,7 +334,11 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
 
     def _token(self, work: common_pb2.Work, position: int) -> tuple[common_pb2.Token, int]:
         sampling = work.sampling
-        token_id = 256 if self.stop_at == position else self.script[(sampling.seed + position) % len(self.script)]
+        if self.answer is not None:
+            text = self.answer(text_of(work.token_ids[: work.prompt_tokens])).encode()
+            token_id = text[position] if position < len(text) else END
+        else:
+            token_id = END if self.stop_at == position else self.script[(sampling.seed + position) % len(self.script)]
         reason = common_pb2.FINISH_REASON_NONE
         if token_id in sampling.stop_token_ids or token_id in sampling.constraint.end_token_ids:
             reason = common_pb2.FINISH_REASON_STOP

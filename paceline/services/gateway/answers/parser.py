@@ -35,7 +35,7 @@ def read_answer(
         if can_begin and form is not None:
             can_begin = False
             if (yield from _begins(reader, form)):
-                yield from _read_calls(answer, form)
+                yield from _read_calls(answer, form, is_bare=bool(form.bare_start))
         marker = yield from answer.read_content(markers)
         if marker is None:
             return
@@ -54,7 +54,9 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
     try:
         return (yield from form.begins(reader))
     except EndOfAnswerError:
-        return False
+        if form.bare_start:
+            return False
+        raise  # the answer was cut off within a marker, which is no text
     finally:
         reader.restore()
 
@@ -65,8 +67,13 @@ def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
         yield from answer.reader.choose((thought.label,))
 
 
-def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:
-    """Read calls. Text that is no call after all becomes content, without the trigger."""
+def _read_calls(answer: Answer, form: ToolForm, is_bare: bool = False) -> Steps[None]:
+    """Read calls. Text that is no call after all becomes content, without the trigger.
+
+    Args:
+        is_bare: whether there is no trigger. Then text that ends before the name of a call is content, because it may
+            have been no call.
+    """
     reader = answer.reader
     reader.keep()
     calls = answer.call_count
@@ -75,6 +82,10 @@ def _read_calls(answer: Answer, form: ToolForm) -> Steps[None]:
     except FormError:
         if answer.call_count == calls:
             reader.restore()
+    except EndOfAnswerError:
+        if not is_bare or answer.call_count > calls:
+            raise
+        reader.restore()
     finally:
         reader.forget()
 
@@ -121,14 +132,15 @@ class AnswerParser:
             self._count()
         return self._taken()
 
-    def finish(self, text: str = "", is_cut_off: bool = False) -> list[Part]:
+    def finish(self, text: str = "", is_cut_off: bool = False, follows: str = "") -> list[Part]:
         """Take text that was held back until after the last token. Return the parts that were held back.
 
         Args:
             is_cut_off: whether something else than the model's own end has ended the answer.
+            follows: text of the model that was cut off, such as a stop string; "" if it is not known.
         """
         self._answer.reader.feed(text)
-        self._answer.reader.end(is_cut_off)
+        self._answer.reader.end(is_cut_off, follows)
         self._resume()
         self._answer.close()
         self._count()

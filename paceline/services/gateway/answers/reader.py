@@ -52,6 +52,8 @@ class Reader:
         self.has_ended = False
         self.is_cut_off = False
         """Whether the answer has ended at a place that the model did not choose."""
+        self._follows = ""
+        """Text that would have come next, as far as it is known."""
         self.resting: tuple[re.Pattern[str], Sink] | None = None
         """Set while the parser passes text and nothing is unread: text without a match may go to the sink."""
 
@@ -64,14 +66,16 @@ class Reader:
             self._at -= self._kept
             self._kept = 0
 
-    def end(self, is_cut_off: bool = False) -> None:
+    def end(self, is_cut_off: bool = False, follows: str = "") -> None:
         """Say that no more text comes.
 
         Args:
             is_cut_off: whether the answer was to go on. Then the beginning of a marker at its end is no text.
+            follows: text that was cut off, as far as it is known. It may show that no marker has begun.
         """
         self.has_ended = True
         self.is_cut_off = is_cut_off
+        self._follows = follows
 
     @property
     def is_empty(self) -> bool:
@@ -145,7 +149,7 @@ class Reader:
         """
         while True:
             rest = self._text[self._at :]
-            possible = [option for option in options if option.startswith(rest) and len(option) > len(rest)]
+            possible = [option for option in options if len(option) > len(rest) and self._may_be(option, rest)]
             if self.has_ended or not possible:
                 fitting = [option for option in options if rest.startswith(option)]
                 if self.is_cut_off and rest and possible:
@@ -289,7 +293,12 @@ class Reader:
         return start, max((marker for at, marker in starts if at == start), key=len)
 
     def _possible_start(self, markers: Sequence[str]) -> int:
-        """Return the length of the longest end of the unread text with which a marker begins, a whole one included."""
+        """Return how many characters at the end of the unread text may be a marker or the beginning of one."""
         rest = self._text[self._at :]
         longest = min(len(rest), max(map(len, markers), default=0))
-        return next((n for n in range(longest, 0, -1) if any(m.startswith(rest[-n:]) for m in markers)), 0)
+        return next((n for n in range(longest, 0, -1) if any(self._may_be(m, rest[-n:]) for m in markers)), 0)
+
+    def _may_be(self, marker: str, begun: str) -> bool:
+        """Return whether the text at the end of the answer may be the beginning of a marker, or all of it."""
+        text = begun + self._follows
+        return marker.startswith(text) or (len(begun) <= len(marker) and text.startswith(marker))

@@ -158,10 +158,10 @@ def grammar_of_tag(form: Form, spelling: Spelling, spacing: dict[str, Any]) -> s
 
 
 class _Writer:
-    """Collects the rules of a grammar.
+    """Writes the rules of a grammar.
 
-    The methods that write a form get the texts of which one must follow it, and return an expression that includes this
-    text. No text follows the form at the end of an answer.
+    A method that writes a form returns an expression for the form and for the text after it. Its argument `ends` lists
+    what that text may be. The list is empty at the end of an answer, where nothing follows.
     """
 
     def __init__(self, spelling: Spelling, spacing: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ class MessageWriter:
     def __init__(self, message_format: MessageFormat, usage: Callable[[], Json]) -> None:
         self._format = message_format
         self._usage = usage
+        self._has_begun = False
         self._index = -1
         """Index of the latest content block."""
         self._open: type[Part] | None = None
@@ -70,8 +71,16 @@ class MessageWriter:
         self._stop = _NO_STOP
 
     def begin(self) -> bytes:
+        return b"" if self._has_begun else self.ping()
+
+    def ping(self) -> bytes:
+        """Return a ping, after the event that begins the stream if it has not been sent."""
+        ping = event({"type": "ping"}, "ping")
+        if self._has_begun:
+            return ping
+        self._has_begun = True
         start = {"type": "message_start", "message": self._format.message([], _NO_STOP, self._usage())}
-        return event(start, "message_start") + event({"type": "ping"}, "ping")
+        return event(start, "message_start") + ping
 
     def write(self, delta: Delta) -> bytes:
         written = b"".join(map(self._write_part, delta.all_parts))

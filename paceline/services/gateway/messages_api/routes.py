@@ -29,13 +29,13 @@ def make_messages(gateway: Gateway) -> APIRouter:
     )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
-        await gateway.wait_for_workers()
         plan = await _plan(gateway, body, request)
         generation = start(gateway, plan, request, body.stream)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         message_format = MessageFormat(request.state.request_id, gateway.model, shows_thinking)
         if body.stream:
-            return stream(generation, MessageWriter(message_format, generation.usage))
+            writer = MessageWriter(message_format, generation.usage)
+            return stream(generation, writer, writer.ping)
         return await whole(generation, request, message_format.whole)
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.chat_schemas import ReasoningEffort
-from paceline.services.gateway.schemas import NamedRequest, StopString
+from paceline.services.gateway.schemas import NamedRequest, StopString, warn_of_hosted_tools
 
 Json = dict[str, Any]
 
@@ -217,6 +217,11 @@ class CountRequest(NamedRequest):
     """Ignored: every prefix is cached. The same holds for `cache_control` of messages and tools."""
     context_management: Any = None
     """Ignored: the model sees the whole conversation."""
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> CountRequest:
+        warn_of_hosted_tools(tool.type or "" for tool in self.tools or () if not tool.is_custom)
+        return self
 
 
 class MessagesRequest(CountRequest):

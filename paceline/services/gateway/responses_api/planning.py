@@ -10,15 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.errors import ApiError, ContextLengthError
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
-from paceline.services.gateway.plan import LogprobRules, Plan, plan_chat
+from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
 from paceline.services.gateway.responses_api.items import InputItem, MessageItem, Messages
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.schemas import ChatRequest, GenerationRequest
-from paceline.services.gateway.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
@@ -40,17 +38,13 @@ def plan_response(
     request: ResponsesRequest,
     toolbox: Toolbox,
     items: Sequence[InputItem],
-    tokenizer: Tokenizer,
-    forms: AnswerForms,
-    max_model_len: int,
-    rules: LogprobRules,
+    model: ServedModel,
     media: Expansions = NO_ITEMS,
 ) -> Plan:
     """Return the plan of a response. With truncation, the oldest turns are left out until the others fit.
 
     Args:
         items: the whole conversation, without references.
-        rules: the server's options for logprobs.
         media: what stands in the prompt for each image, video or audio clip.
 
     Raises:
@@ -58,8 +52,7 @@ def plan_response(
     """
 
     def plan(part: Sequence[InputItem]) -> Plan:
-        chat = chat_request(request, toolbox, part)
-        return plan_chat(chat, tokenizer, forms, max_model_len, rules, media)
+        return plan_chat(chat_request(request, toolbox, part), model, media)
 
     with in_client_fields():
         return plan(items) if request.truncation == "disabled" else _plan_what_fits(items, plan)

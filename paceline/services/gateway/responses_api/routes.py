@@ -16,13 +16,13 @@ from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.gateway.api_schema import answers
-from paceline.services.gateway.chat_planning import with_media
+from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Delta, Generation
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.middleware import owner_of
-from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
 from paceline.services.gateway.responses_api.bodies import (
@@ -68,16 +68,13 @@ def make_responses(gateway: Gateway) -> APIRouter:
         """Return the whole conversation, its tools and its plan."""
         items = await kept.conversation(body, owner_of(request))
         toolbox = Toolbox(body, items)
-        await gateway.wait_for_workers()
-        longest = gateway.fleet.max_model_len()
-        tokenizer, forms, rules = gateway.tokenizer, gateway.forms, gateway.logprob_rules
 
-        def plan(media: Expansions) -> Plan:
-            return plan_response(body, toolbox, items, tokenizer, forms, longest, rules, media)
+        def plan(model: ServedModel, media: Expansions) -> Plan:
+            return plan_response(body, toolbox, items, model, media)
 
         with in_client_fields():
             chat = await asyncio.to_thread(chat_request, body, toolbox, items)
-            return items, toolbox, await with_media(gateway, [chat], request, plan, "input")
+            return items, toolbox, await plan_with_media(gateway, [chat], request, plan, "input")
 
     @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
     async def respond(body: ResponsesRequest, request: Request) -> Response:

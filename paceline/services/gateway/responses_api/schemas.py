@@ -10,7 +10,7 @@ from paceline.services.gateway.answer_format import AnswerFormat, Body, JsonSche
 from paceline.services.gateway.chat_schemas import ReasoningEffort
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.responses_api.items import InputItem, MessageItem
-from paceline.services.gateway.schemas import GenerationRequest
+from paceline.services.gateway.schemas import GenerationRequest, warn_of_hosted_tools
 
 Json = dict[str, Any]
 
@@ -200,6 +200,7 @@ class ResponsesRequest(GenerationRequest):
             raise ApiError(400, "n must be 1: a response is one answer", param="n")
         if self.background and not self.store:
             raise ApiError(400, "background needs store to be true: the response is fetched later", param="background")
+        warn_of_hosted_tools(tool.type for tool in self.tools or () if isinstance(tool, HostedTool))
         return self
 
     @property

@@ -34,6 +34,16 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
     return [text[start:end] for start, end in zip([0, *places], [*places, len(text)])]
 
 
+PLACES = st.lists(st.integers(0, 400), max_size=12)
+"""Places to cut any text; see `cut_at`."""
+
+
+def cut_at(text: str, places: Sequence[int]) -> list[str]:
+    """Return a text in pieces. Places beyond its end count from its beginning again."""
+    ends = sorted(place % (len(text) + 1) for place in places)
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)])]
+
+
 def parse(
     pieces: Sequence[str],
     form: ToolForm | None = None,
@@ -42,11 +52,12 @@ def parse(
     is_open: bool = False,
     tools: Sequence[Tool] = (),
     is_cut_off: bool = False,
+    follows: str = "",
 ) -> list[Part]:
     """Return the parts of an answer that comes in these pieces. Ids of calls are "id"."""
     parser = AnswerParser(lambda answer: read_answer(answer, thought, form, is_open, tools), lambda: "id")
     parts = [part for piece in pieces for part in parser.push(piece)]
-    return join_parts(parts + parser.finish(is_cut_off=is_cut_off))
+    return join_parts(parts + parser.finish("", is_cut_off, follows))
 
 
 def loaded(arguments: str) -> Any:

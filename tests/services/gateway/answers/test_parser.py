@@ -81,6 +81,23 @@ def test_half_a_marker_is_text_only_where_the_model_has_ended_with_it(
     assert [_stripped(part) for part in parse([*text], Hermes(), THINK, is_cut_off=True)] == cut_off
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "parts"),
+    [
+        ("a <", " so", [Content("a <")]),
+        ("a <", "tool", [Content("a")]),
+        ("a <tool", "_call> {", [Content("a")]),
+        ("a <tool", "_box>", [Content("a <tool")]),
+        ("a <<", "tool_", [Content("a <")]),
+        ("<think>abc <", "so", [Reasoning("abc <")]),
+        ("<think>abc <", "/", [Reasoning("abc")]),
+    ],
+)
+def test_a_stop_string_may_show_that_no_marker_has_begun(text: str, stop: str, parts: list[Part]) -> None:
+    read = parse([*text], Hermes(), THINK, is_cut_off=True, follows=stop)
+    assert [_stripped(part) for part in read] == parts
+
+
 def _stripped(part: Part) -> Part:
     return Content(part.text.rstrip()) if isinstance(part, Content) else part
 
@@ -105,7 +122,8 @@ def test_forms_that_models_write_besides_the_documented_one(call: str, arguments
 
 
 def test_what_is_no_call_is_content() -> None:
-    assert parse([*"<tool_call>see above</tool_call>!"], Hermes()) == [Content("see above!")]
+    for text in ("see above", '{"age": 1}'):
+        assert parse([*f"<tool_call>{text}</tool_call>!"], Hermes()) == [Content(f"{text}!")]
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ class Vocabulary:
         self._tokenizer.save(str(path))
         self._matching = LLTokenizer(str(path), eos_token=[END])
         self.spelling = Tokenizer(folder).vocabulary.spelling
+        self._latest: tuple[str, LLMatcher] | None = None
 
     def allows(self, grammar: str, text: str) -> bool:
         """Return whether a text is a whole answer under a grammar."""
-        matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
+        matcher = self._matcher(grammar).deep_copy()
         for token in self._tokenizer.encode(text, add_special_tokens=False).ids:
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             if not mask[token >> 3] >> (token & 7) & 1:
@@ -38,9 +38,17 @@ class Vocabulary:
             matcher.consume_token(token)
         return matcher.is_accepting()
 
+    def _matcher(self, grammar: str) -> LLMatcher:
+        """Return the matcher at the beginning of an answer. Tests ask about many texts under one grammar."""
+        if self._latest is None or self._latest[0] != grammar:
+            matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
+            assert not matcher.is_error(), matcher.get_error()
+            self._latest = grammar, matcher
+        return self._latest[1]
+
     def random_answer(self, grammar: str, random: Random) -> str | None:
         """Return the first whole answer on a random path through a grammar; None if it is too long."""
-        matcher = LLMatcher(self._matching, grammar_of(ConstraintKind.ANSWER, grammar), log_level=0)
+        matcher = self._matcher(grammar).deep_copy()
         ids: list[int] = []
         while not matcher.is_accepting():
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)

@@ -8,19 +8,7 @@ import anthropic
 import pytest
 
 from tests.services.gateway.conftest import PATIENCE, Stack, StartStack, eventually
-from tests.services.gateway.toy_model import write_toy_model
-
-TEMPLATE = """
-{%- if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>{% endif %}
-{%- for message in messages %}<|{{ message.role }}|>
-    {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-    {{- message.content }}
-    {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|>
-    {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
-{%- endif %}"""
-"""A chat template with tools in the form of Hermes, and with reasoning."""
+from tests.services.gateway.toy_model import AGENT_TEMPLATE, text_of, write_toy_model
 
 
 class Desk:
@@ -39,9 +27,7 @@ class Desk:
     @property
     def prompt(self) -> str:
         """The prompt that the worker got last."""
-        marks = {256: "<|end|>", 257: "<|user|>", 258: "<|assistant|>"}
-        pieces = [marks[i].encode() if i in marks else bytes([i]) for i in self.worker.calls[-1].work.token_ids]
-        return b"".join(pieces).decode()
+        return text_of(self.worker.calls[-1].work.token_ids)
 
     @property
     def constraint(self) -> str:
@@ -69,7 +55,7 @@ def with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_model(tmp_path_factory.mktemp("models") / "toy", chat_template=TEMPLATE)
+    return write_toy_model(tmp_path_factory.mktemp("models") / "toy", chat_template=AGENT_TEMPLATE)
 
 
 @pytest.fixture

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from paceline.services.gateway import streaming
 from tests.services.gateway.messages_api.conftest import Desk, with_defaults
+from tests.services.gateway.toy_workers import ADMISSION
 
 
 async def test_a_whole_answer(desk: Desk) -> None:
@@ -32,6 +36,22 @@ async def test_a_streamed_answer(desk: Desk) -> None:
     first, second = (message.to_dict(exclude_none=True) for message in (streamed, whole))
     assert {**first, "id": ""} == {**second, "id": ""}
     assert [block.type for block in whole.content] == ["thinking", "text"]
+
+
+async def test_a_silent_stream_sends_pings(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "PING_SECONDS", 0.05)
+    desk.answers("Good day.")
+    desk.worker.pause_after = ADMISSION
+    fields = with_defaults({})
+    body = {"stream": True, **fields.pop("extra_body"), **fields}
+    lines = []
+    async with desk.stack.http.stream("POST", "/v1/messages", json=body) as response:
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if lines.count("event: ping") == 3:
+                desk.worker.resume.set()
+    assert lines[0] == "event: message_start"
+    assert lines.count("event: message_start") == lines.count("event: message_stop") == 1
 
 
 async def test_the_reasons_why_an_answer_ends(desk: Desk) -> None:

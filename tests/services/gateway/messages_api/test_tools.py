@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.services.gateway.messages_api.conftest import Desk
 
 LOOK = {
@@ -79,11 +81,12 @@ async def test_no_tool_may_be_called(desk: Desk) -> None:
     assert "calls" not in desk.constraint
 
 
-async def test_hosted_tools_are_left_out(desk: Desk) -> None:
+async def test_hosted_tools_are_left_out(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     desk.answers("x")
     hosted = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     await desk.ask(tools=[LOOK, hosted])
     assert desk.prompt.startswith("<|tools|>look <tool_call>")
+    assert "cannot run; the model is not told of them: 'web_search_20250305'" in caplog.text
     await desk.ask(tools=[hosted], tool_choice={"type": "auto"})
     assert desk.prompt == "<|user|>hello<|assistant|>"
     await desk.ask(tools=[])

@@ -9,11 +9,10 @@ import pytest
 from openai.types.responses import Response
 
 from tests.services.gateway.conftest import Stack, StartStack, eventually
-from tests.services.gateway.toy_model import ASSISTANT, END, USER
+from tests.services.gateway.toy_model import text_of
 
 CONTEXT = 1 << 13
 SEED = {"seed": 0}
-NAMES = {END: "<|end|>", USER: "<|user|>", ASSISTANT: "<|assistant|>"}
 
 StartAgents = Callable[..., Awaitable[Stack]]
 
@@ -53,9 +52,7 @@ def recite(stack: Stack, text: str, ends: bool = True) -> None:
 
 def prompt_of(stack: Stack) -> str:
     """Return the text that the model saw last."""
-    ids = list(stack.workers["prefill-0"].calls[-1].work.token_ids)
-    parts = b"".join(NAMES[each].encode() if each in NAMES else bytes([each]) for each in ids)
-    return parts.decode()
+    return text_of(stack.workers["prefill-0"].calls[-1].work.token_ids)
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -170,11 +170,12 @@ async def test_a_tool_of_a_namespace_is_called_by_both_names(agents: Stack) -> N
     assert "A database." in prompt_of(agents)
 
 
-async def test_tools_of_other_servers_are_left_out(agents: Stack) -> None:
+async def test_tools_of_other_servers_are_left_out(agents: Stack, caplog: pytest.LogCaptureFixture) -> None:
     tools: list[Any] = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "made_up", "x": [1]}]
     response = await ask(agents, "x", "ok", tools=tools, tool_choice="auto")
     assert prompt_of(agents) == "<|user|>x<|assistant|>"
     assert [tool.type for tool in response.tools] == ["web_search", "local_shell", "made_up"]
+    assert "cannot run; the model is not told of them: 'web_search', 'local_shell', 'made_up'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,6 @@ FRAME_BUDGET = 70
 FRAMES = 32
 MEL_SECONDS = 30
 """Longest audio of models that hear log-mel features."""
-_TOKEN_SIDE = 48
-"""Pixels on each side of the square that one token stands for."""
-_SAMPLES_PER_TOKEN = 640
 _FRAMES_PER_TOKEN = 4
 """Frames of log-mel features for each token of audio."""
 
@@ -51,6 +48,9 @@ class Gemma4Processor(Processor):
     """The ids of the media tokens by their names in config.json, without `_token_id`."""
     hears_samples: bool
     """Whether audio is raw samples, as in the unified models, and not log-mel features."""
+    side: int = 48
+    """Pixels on each side of the square that one token stands for."""
+    samples_per_token: int = 640
     budget: int = 280
     frame_budget: int = FRAME_BUDGET
     video_frames: int = FRAMES
@@ -83,13 +83,13 @@ class Gemma4Processor(Processor):
         return Expansion(tuple(pieces))
 
     def audio(self, samples: Samples) -> Expansion:
-        own = _raw_audio(samples) if self.hears_samples else _mel_audio(samples)
+        own = _raw_audio(samples, self.samples_per_token) if self.hears_samples else _mel_audio(samples)
         ids = self.token_ids
         return Expansion((ids["boa"], Run.of(ids["audio"], own), ids["eoa"]))
 
     def _picture(self, pixels: Pixels, kind: MediaKind, budget: int) -> tuple[Piece, ...]:
-        height, width = fitted_size(pixels.shape[0], pixels.shape[1], budget)
-        length = height * width // _TOKEN_SIDE**2
+        height, width = fitted_size(pixels.shape[0], pixels.shape[1], budget, self.side)
+        length = height * width // self.side**2
         own = media_input(kind, length, resized(pixels, height, width, Image.Resampling.BICUBIC))
         ids = self.token_ids
         placeholder = ids["image"] if kind is MediaKind.IMAGE else ids["video"]
@@ -111,19 +111,19 @@ def _refusal(message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{OPTIONS_FIELD}: {message}", OPTIONS_FIELD)
 
 
-def fitted_size(height: int, width: int, budget: int) -> tuple[int, int]:
-    """Return the height and width, multiples of 48, of an image of about the same shape within a budget of tokens.
+def fitted_size(height: int, width: int, budget: int, side: int = 48) -> tuple[int, int]:
+    """Return the height and width, multiples of `side`, of an image of about the same shape within a budget of tokens.
 
-    A side that would vanish in an image of an extreme shape is 48; the other one then has as many multiples as the
-    longer side of the image has shorter ones.
+    If the image is so long that one size would vanish, that size is `side`. Then the other one has as many multiples as
+    the longer size of the image has shorter ones.
     """
-    factor = math.sqrt(budget * _TOKEN_SIDE**2 / (height * width))
-    rows, columns = math.floor(factor * height / _TOKEN_SIDE), math.floor(factor * width / _TOKEN_SIDE)
+    factor = math.sqrt(budget * side**2 / (height * width))
+    rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
     if rows == 0:
         rows, columns = 1, min(width // height, budget)
     elif columns == 0:
         rows, columns = min(height // width, budget), 1
-    return rows * _TOKEN_SIDE, columns * _TOKEN_SIDE
+    return rows * side, columns * side
 
 
 def _mel_audio(samples: Samples) -> MediaInput:
@@ -138,11 +138,11 @@ def _mel_audio(samples: Samples) -> MediaInput:
     return media_input(MediaKind.AUDIO, -(-frames // _FRAMES_PER_TOKEN), log_mel(samples))
 
 
-def _raw_audio(samples: Samples) -> MediaInput:
+def _raw_audio(samples: Samples, per_token: int) -> MediaInput:
     if len(samples) == 0:
         raise InvalidRequestError("an audio clip has no samples; send a longer one")
-    length = -(-len(samples) // _SAMPLES_PER_TOKEN)
-    padded = np.pad(samples, (0, length * _SAMPLES_PER_TOKEN - len(samples)))
+    length = -(-len(samples) // per_token)
+    padded = np.pad(samples, (0, length * per_token - len(samples)))
     return media_input(MediaKind.AUDIO, length, padded.astype(np.float32))
 
 
@@ -180,8 +180,15 @@ def read_gemma4(config: Json, settings: Json) -> Gemma4Processor | None:
     budget = settings.get("image_processor", settings).get("max_soft_tokens", 280)
     if budget not in BUDGETS:
         raise ModelError(f"the model's max_soft_tokens is {budget!r}, but must be one of {BUDGETS}; correct its config")
-    unified = config.get("model_type") == "gemma4_unified"
-    return Gemma4Processor(MediaTokens(markers, frozenset(ids.values())), ids, unified, budget)
+    vision, audio = config.get("vision_config") or {}, config.get("audio_config") or {}
+    return Gemma4Processor(
+        MediaTokens(markers, frozenset(ids.values())),
+        ids,
+        hears_samples=config.get("model_type") == "gemma4_unified",
+        side=vision.get("patch_size", 16) * vision.get("pooling_kernel_size", 3),
+        samples_per_token=audio.get("audio_embed_dim", 640),
+        budget=budget,
+    )
 
 
 def _token_id(config: Json, names: Sequence[str], default: int) -> int:

@@ -41,5 +41,14 @@ def test_json_with_another_name_is_content() -> None:
     assert parse([*text], Llama3Json(), tools=[Tool("f", {})]) == [Content(text)]
 
 
+@pytest.mark.parametrize("is_cut_off", [True, False])
+def test_half_a_call_without_a_name_is_content(is_cut_off: bool) -> None:
+    for text in ('{"na', '{"name"', '{"name": ', '{"name": "Ad'):
+        assert parse([*text], Llama3Json(), is_cut_off=is_cut_off) == [Content(text)]
+        assert not parse([*f"<|python_tag|>{text}"], Llama3Json(), is_cut_off=True)
+    (call,) = calls_of(parse([*'{"name": "f", "par'], Llama3Json(), is_cut_off=is_cut_off))
+    assert (call.name, call.arguments) == ("f", "")
+
+
 def test_a_call_of_a_built_in_tool_is_content_without_its_marker() -> None:
     assert parse([*'<|python_tag|>search.call(query="x")'], Llama3Json()) == [Content('search.call(query="x")')]

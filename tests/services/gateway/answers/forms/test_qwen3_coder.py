@@ -12,6 +12,7 @@ from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.forms.qwen3_coder import Qwen3Coder
 from paceline.services.gateway.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, calls_of, join_parts
+from tests.services.gateway.answers import pieces
 from tests.services.gateway.answers.forms.written import allowed, tool
 from tests.services.gateway.answers.pieces import TEXT, cut
 from tests.services.gateway.answers.vocabulary import Vocabulary
@@ -107,6 +108,13 @@ def test_texts_come_as_they_are_written_and_numbers_when_they_are_complete() -> 
 )
 def test_tags_may_be_missing(text: str, arguments: str) -> None:
     assert parse([*text]) == [CallBegin(0, "id", "find"), CallArguments(0, arguments)]
+
+
+@pytest.mark.parametrize("text", ["<func", "\n<function=", "<function=find"])
+def test_a_first_tag_that_is_cut_off_is_no_content(text: str) -> None:
+    assert not pieces.parse([*text], FORM, is_cut_off=True)
+    if "=" not in text:
+        assert parse([*text]) == [Content(text)]
 
 
 def test_what_is_no_call_is_content() -> None:

@@ -152,6 +152,18 @@ def test_a_model_takes_what_its_config_has_encoders_for() -> None:
     assert read_gemma4({**CONFIG, "vision_config": None, "audio_config": None}, {}) is None
 
 
+def test_a_model_may_have_other_patches() -> None:
+    made = processor(vision_config={"patch_size": 4, "pooling_kernel_size": 2})
+    pixels = picture(100, 60)
+    reference = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2)(pixels, return_tensors="np")
+    own = only_input(made.image(pixels))
+    assert own.length == reference["num_soft_tokens_per_image"][0] == own.shape[0] * own.shape[1] // 64
+    samples = processor(model_type="gemma4_unified", audio_config={"audio_embed_dim": 10}).audio(
+        np.ones(25, np.float32)
+    )
+    assert only_input(samples).length == 3
+
+
 def test_the_models_settings_give_the_budget() -> None:
     made = read_gemma4(CONFIG, {"image_processor": {"max_soft_tokens": 560}})
     assert made is not None
