@@ -59,6 +59,10 @@ proof: $(READY) ## check the handoff protocol: every state of small worlds, 10,0
 	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
 		$(BIN)/python -m tests.proof.explore growth --attempts 1 --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.explore between_hosts --faults 1
+	for kind in duplicate delay lose lose_answer fail crash pass_time crash_ledger; do \
+		$(BIN)/python -m tests.proof.explore encoding --faults 1 --kind $$kind; done
+	for kind in crash crash_ledger pass_time; do \
+		$(BIN)/python -m tests.proof.explore evicted_encoding --faults 1 --kind $$kind; done
 	for kind in cut run_out_of_time leave_prefix fail crash_ledger; do \
 		$(BIN)/python -m tests.proof.explore prefix lost_prefix --faults 1 --kind $$kind; done
 	$(BIN)/python -m tests.proof.simulate --seeds 10000

@@ -15,8 +15,10 @@ from paceline.services.kvtransfer.flights import Flights
 from paceline.services.kvtransfer.lease import NOBODY, Lease, State
 from paceline.services.kvtransfer.lease_book import LeaseBook
 from paceline.services.kvtransfer.ledger import Ledger
-from tests.proof import claims, network, transfer, worker
-from tests.proof.parties import Job
+from tests.proof import claims, encodings, moves, network, transfer, worker
+from tests.proof.calls import Answer
+from tests.proof.moves import Move
+from tests.proof.parties import Job, JobId
 from tests.proof.transfer import put
 from tests.proof.world import World
 
@@ -219,3 +221,40 @@ def without_those_who_fly_when_one_who_waits_goes(patch: Patch) -> None:
 
     original = Flights.end
     patch.setattr(Flights, "end", end)
+
+
+def without_a_look_at_what_an_encoding_lacks(patch: Patch) -> None:
+    """Take every lease of an encoding for complete, although none of its rows may be cached."""
+    patch.setattr(encodings, "is_complete", lambda world, job, lease: True)
+
+
+def without_a_lease_of_the_reader(patch: Patch) -> None:
+    """Let a prefill worker find the blocks of an encoding, release their lease, and read them later."""
+
+    def answered(world: World, job: Job, answer: Answer) -> None:
+        original(world, job, answer)
+        world.send(job, "release")
+
+    original = encodings.ANSWERED["pin"]
+    patch.setitem(encodings.ANSWERED, "pin", answered)
+
+
+def without_the_word_of_an_encoding_s_user(patch: Patch) -> None:
+    """Restore an old bug: a worker released an encoding whose lease had ended, while its encoder was still writing."""
+
+    def release(world: World, job_id: JobId) -> None:
+        world.send(world.put(world.jobs[job_id], lost=True), "release")
+
+    def of_encoding(world: World, job: Job) -> Iterator[Move]:
+        if job.renews and not world.hosts[job.host].away and moves._is_lost(world, job):
+            yield Move(release, (job.id,))
+        yield from original(world, job)
+
+    original = moves._of_encoding
+    patch.setattr(moves, "_of_encoding", of_encoding)
+
+
+def without_claims_of_encodings(patch: Patch) -> None:
+    """Let a worker claim only leases of KV, although it is writing or reading an encoding."""
+    original = claims.claims_of
+    patch.setattr(claims, "claims_of", lambda world, job: [] if job.encoding else original(world, job))

@@ -148,20 +148,14 @@ SETUPS = {
         fetched="a",
         attempts=1,
     ),
-    # Two requests of which each reads an encoding of its own. There is room for one encoding at a time.
-    "encodings": Setup(
-        (Request("", one_token=True, media="m"), Request("", one_token=True, media="n")),
-        slots=3,
+    # A request whose prefill worker reads an encoding. Its first token is its last, so that there is no handoff.
+    "encoding": Setup((Request("", one_token=True, media="m"),), slots=3, decoders=1, prefillers=1, attempts=1),
+    # Another request needs all blocks, so it evicts the encoding, or comes first.
+    "evicted_encoding": Setup(
+        (Request("", one_token=True, media="m"), Request("", tail=17, one_token=True)),
+        slots=2,
         decoders=1,
         prefillers=1,
-        attempts=1,
-    ),
-    # Two requests that read the same encoding. One of two workers computes it, and each may read it.
-    "one_encoding": Setup(
-        (Request("", one_token=True, media="m"), Request("", one_token=True, media="m")),
-        slots=4,
-        decoders=1,
-        prefillers=2,
         attempts=1,
     ),
     # The source has one block, which the other request gets as soon as it is free. A reader may be too late.

@@ -57,9 +57,11 @@ def setup_of(seed: int) -> Setup:
     """Make a setup: 20 requests with common beginnings, 4 decode and 4 prefill workers, and blocks for few requests.
 
     For odd seeds there are two hosts, so that about half of the attempts are between hosts. In half of these seeds,
-    prefixes are fetched from the other host. The cache policy is random.
+    prefixes are fetched from the other host. In a third of all seeds, half of the requests read encodings. The cache
+    policy is random.
     """
     draw = random.Random(seed)
+    media = random.Random(f"media {seed}")
     layout = draw.choice((ONE_GROUP, WITH_A_WINDOW))
     requests = tuple(
         Request(
@@ -67,6 +69,7 @@ def setup_of(seed: int) -> Setup:
             tail=draw.choice((0, 4, 15)),
             growth=draw.choice((0, 16, 40)),
             one_token=draw.random() < 0.1,
+            media=media.choice(("", "", "m", "mn")) if seed % 3 == 2 else "",
         )
         for _ in range(20)
     )

@@ -15,7 +15,9 @@ from tests.proof.world import make_world
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", [name for name in SETUPS if name not in ("too_late", "longer_prefix")])
+@pytest.mark.parametrize(
+    "name", [name for name in SETUPS if name not in ("too_late", "longer_prefix", "evicted_encoding")]
+)
 def test_every_state_without_faults(name: str) -> None:
     found = Explorer(SETUPS[name]).run()
     assert found.quiet >= 1
@@ -32,6 +34,11 @@ def test_every_state_of_two_requests_with_a_message_that_comes_twice() -> None:
 
 def test_every_state_of_a_handoff_whose_kvtransfer_is_killed_and_comes_back() -> None:
     Explorer(dataclasses.replace(SETUPS["handoff"], faults=1, attempts=1, kind="crash_ledger")).run()
+
+
+@pytest.mark.parametrize("kind", ["pass_time", "lose_answer"])
+def test_every_state_of_an_encoding_with_a_fault(kind: str) -> None:
+    Explorer(dataclasses.replace(SETUPS["encoding"], faults=1, kind=kind)).run()
 
 
 @pytest.mark.parametrize("kind", ["cut", "fetch_failed"])

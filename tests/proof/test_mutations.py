@@ -126,6 +126,24 @@ def test_the_explorer_finds_a_prefix(mutate: Callable[[Patch], None], kind: str,
         Explorer(dataclasses.replace(SETUPS["prefix"], faults=bool(kind), kind=kind)).run()
 
 
+@pytest.mark.parametrize(
+    ("mutate", "kind"),
+    [
+        (mutations.without_a_look_at_what_an_encoding_lacks, ""),
+        (mutations.without_a_lease_of_the_reader, ""),
+        (mutations.without_the_word_of_an_encoding_s_user, "pass_time"),
+        (mutations.without_quarantine, "pass_time"),
+        (mutations.without_claims_of_encodings, "crash_ledger"),
+        (mutations.without_truth_about_contents, "crash_ledger"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_the_explorer_finds_an_encoding(mutate: Callable[[Patch], None], kind: str, monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    with found():
+        Explorer(dataclasses.replace(SETUPS["encoding"], faults=bool(kind), kind=kind)).run()
+
+
 def test_the_explorer_finds_a_prefix_that_ends_when_one_of_three_waits_no_longer(monkeypatch: Patch) -> None:
     mutations.without_those_who_fly_when_one_who_waits_goes(monkeypatch)
     three = dataclasses.replace(SETUPS["prefix"], requests=(Request("a"),) * 3, slots=6)
@@ -182,10 +200,10 @@ def test_the_explorer_finds_a_protocol_without_generations(monkeypatch: Patch) -
 def test_a_reservation_that_was_refused_must_not_come_again(monkeypatch: Patch) -> None:
     # The simulator found this bug with seed 20: a reservation refused for lack of blocks came again and was granted.
 
-    def reserve(ledger: Ledger, session: int, key: Key, *rest: object) -> Lease:
+    def reserve(ledger: Ledger, session: int, key: Key, *rest: object, **options: object) -> Lease:
         seen = ledger._book._ended.get(key[:2])
         try:
-            return original(ledger, session, key, *rest)  # type: ignore[arg-type]
+            return original(ledger, session, key, *rest, **options)  # type: ignore[arg-type]
         except BusyError:
             del ledger._book._ended[key[:2]]
             if seen is not None:

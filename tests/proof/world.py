@@ -112,7 +112,8 @@ class World:
         """Return whether there are enough blocks for a request, even if it can share none with running requests."""
         request, counts = self.request(index), self.hosts[host].ledger.counts()
         tokens, layout = request.context + grown * request.growth, self.setup.layout
-        rows = layout.part(encoding=True).slots_for(16 * len(request.media))
+        # A preempted request needs no encoding here: its decode worker's reading is not modelled.
+        rows = 0 if grown else layout.part(encoding=True).slots_for(16 * len(request.media))
         return layout.slots_for(tokens) + rows <= counts.free + counts.cached
 
     def layout(self, job: Job) -> KVLayout:
