@@ -17,6 +17,7 @@ from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.assistant import AssistantDrafter
 from paceline.engine.constraint import Grammars
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.row_media import EncodingReader
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
 from paceline.kernels.choosing import TokenChooser
@@ -58,7 +59,7 @@ class Loaded:
     def max_drafts(self) -> int:
         return self.speculative.num_speculative_tokens if self.speculative is not None else 0
 
-    def runner(self, pool: Tensor, limits: Limits, encodings: Tensor | None = None) -> ModelRunner:
+    def runner(self, pool: Tensor, limits: Limits, encodings: EncodingReader | None = None) -> ModelRunner:
         """Return a runner of the model over `pool`, a flat tensor of the KV's dtype.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,20 +24,33 @@ class Piece(NamedTuple):
     begin: int
 
 
+class EncodingReader(Protocol):
+    """A reader of encodings in the slots of the host's arena."""
+
+    def read(self, slots: Sequence[int], start: int, end: int) -> Tensor:
+        """Return rows [start, end) of an encoding: [end - start, hidden] in the model's dtype, on the CPU.
+
+        Args:
+            slots: all slots of the encoding, in order.
+        """
+
+
 class RowMedia:
     """The spans in the contexts of up to `count` rows, and their encodings.
 
     Args:
         whole: kinds of media whose tokens attend to each other. A step computes all tokens of their spans at once.
-        encodings: [slots, rows of a block, hidden]: the arena as blocks of encodings; None if the model reads none.
+        encodings: None if the model reads none.
         device: the device of the model.
     """
 
-    def __init__(self, count: int, whole: frozenset[MediaKind], encodings: Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self, count: int, whole: frozenset[MediaKind], encodings: EncodingReader | None, device: torch.device
+    ) -> None:
         self.ends = [0] * count
         """For each row, the end of its last span; 0 if it has none."""
         self.spans: list[Sequence[MediaSpan]] = [()] * count
-        self._slots: list[dict[int, np.ndarray]] = [{} for _ in range(count)]
+        self._slots: list[dict[int, Sequence[int]]] = [{} for _ in range(count)]
         self._whole = whole
         self._encodings = encodings
         self._device = device
@@ -50,26 +63,24 @@ class RowMedia:
 
     def provide(self, update: RowEncoded) -> None:
         """Take in where the encoding of a span is."""
-        self._slots[update.row][update.span] = np.array(update.slots)
+        self._slots[update.row][update.span] = update.slots
 
     def encoded(self, pieces: Sequence[Piece]) -> EncodedRows | None:
         """Return the rows of encodings that a step reads; None if it reads none."""
-        places, slots, offsets = [], [], []
+        places: list[np.ndarray] = []
+        rows: list[Tensor] = []
         for piece in pieces:
             for index, span in enumerate(self.spans[piece.row]):
                 start, end = max(piece.start, span.start), min(piece.end, span.end)
-                if start >= end:
-                    continue
-                assert self._encodings is not None
-                blocks, own = np.divmod(np.arange(start, end) - span.start, self._encodings.shape[1])
-                places.append(np.arange(start, end) + (piece.begin - piece.start))
-                slots.append(self._slots[piece.row][index][blocks])
-                offsets.append(own)
-        if not places or self._encodings is None:
+                if start < end:
+                    assert self._encodings is not None
+                    slots = self._slots[piece.row][index]
+                    rows.append(self._encodings.read(slots, start - span.start, end - span.start))
+                    places.append(np.arange(start, end) + (piece.begin - piece.start))
+        if not rows:
             return None
-        rows = self._encodings[torch.from_numpy(np.concatenate(slots)), torch.from_numpy(np.concatenate(offsets))]
-        places_there = to_device(torch.from_numpy(np.concatenate(places)), self._device)
-        return EncodedRows(places_there, to_device(rows, self._device))
+        own_places = to_device(torch.from_numpy(np.concatenate(places)), self._device)
+        return EncodedRows(own_places, to_device(torch.cat(rows), self._device))
 
     def last_keys(self, pieces: Sequence[Piece], positions: np.ndarray) -> Tensor | None:
         """Return `AttentionBatch.last_keys` for the tokens of a step at `positions`; None if no token looks ahead."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.kv_layout import KVLayout
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
-from paceline.engine.row_media import Piece, RowMedia
+from paceline.engine.row_media import EncodingReader, Piece, RowMedia
 from paceline.engine.sampler import Draft, takes_best
 from paceline.engine.step import Chunk, RowAssigned, RowEncoded, RowUpdate
 from paceline.kernels.batch import AttentionBatch, GroupTables
@@ -84,7 +84,7 @@ class Rows:
         layout: KVLayout,
         device: torch.device,
         whole_media: frozenset[MediaKind] = frozenset(),
-        encodings: Tensor | None = None,
+        encodings: EncodingReader | None = None,
     ) -> None:
         self.token_ids = np.zeros((count, max_len + max_drafts), dtype=np.int32)
         self.lengths = [0] * count

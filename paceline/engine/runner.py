@@ -14,6 +14,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
 from paceline.engine.constraint import Constraints, GrammarError, Grammars, RowProgress
 from paceline.engine.drafter import Drafter, NewestStates
+from paceline.engine.row_media import EncodingReader
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
 from paceline.engine.scheduler import Limits
@@ -37,7 +38,7 @@ class ModelRunner:
         probabilistic: accept drafts as often as the distribution allows, by random numbers of their own. Otherwise,
             accept only the tokens that would have been sampled without drafts, so that outputs are the same.
         chooser: chooses tokens of all rows in one call, if they depend on logits alone.
-        encodings: the host's arena as blocks of encodings, see `view_encodings`; None if the model reads none.
+        encodings: reads encodings from the host's arena; None if the model reads none.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ModelRunner:
         drafter: Drafter | None = None,
         probabilistic: bool = False,
         chooser: TokenChooser | None = None,
-        encodings: Tensor | None = None,
+        encodings: EncodingReader | None = None,
     ) -> None:
         self._model = model
         self._drafter = drafter

@@ -94,17 +94,6 @@ def view_pool(
     return [LayerCache(keys, values) for keys, values in zip(views[::planes], views[planes - 1 :: planes])]
 
 
-def view_encodings(arena: Tensor, slot_elements: int, rows: int, hidden: int) -> Tensor:
-    """Return the arena as blocks of encodings: a view [slots, rows, hidden].
-
-    Args:
-        arena: flat, [slots * slot_elements] in the model's dtype.
-        rows: rows of a block, which may leave a part of its slot unused.
-    """
-    slots = arena.numel() // slot_elements
-    return torch.as_strided(arena, (slots, rows, hidden), (slot_elements, hidden, 1), arena.storage_offset())
-
-
 def view_states(arena: Tensor, slot_bytes: int, layers: int, parts: Sequence[Sequence[int]]) -> list[LayerState]:
     """Return the states of one group's layers as views into the pool.
 

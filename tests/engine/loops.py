@@ -30,7 +30,6 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, Computed, Event, Removed, Sampled, Trimmed
 from paceline.kernels import select_kernels
 from paceline.kernels.block_copies import BlockCopies
-from paceline.kernels.caches import view_encodings
 from paceline.models.base import Model
 from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant
@@ -138,8 +137,7 @@ class Loop:
             assert isinstance(model, CompiledModel)
             self.watched = drafters["assistant"] = Watched(assistant, model, caches, probabilistic)
         limits = Limits(24, MAX_TOKENS, 8, drafts, model.config.whole_media)
-        encodings = blocks_of_encodings(model, self.slots)
-        self._encodings = encodings
+        self._encodings = Encodings(model, self.slots)
         chosen = drafters[drafter]
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
@@ -147,7 +145,7 @@ class Loop:
             Scheduler(limits, speculation or Speculation(limits.max_drafts, adaptive=False), own),
             ModelRunner(
                 *(model, self.layout, pool, limits, grammars or NO_GRAMMARS, chosen, probabilistic),
-                encodings=encodings,
+                encodings=self._encodings,
             ),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,
@@ -210,21 +208,29 @@ class Loop:
 
     def provide(self, key: Key, index: int, encoding: torch.Tensor) -> list[int]:
         """Write an encoding to the arena, and tell a request. Return the encoding's slots."""
-        assert self._encodings is not None
-        rows = self._encodings.shape[1]
-        slots = [self._slots.pop() for _ in range(-(-len(encoding) // rows))]
-        for place, part in zip(slots, encoding.split(rows)):
-            self._encodings[place, : len(part)] = part
+        slots = self._encodings.write(encoding, self._slots)
         self.engine.provide(key, index, slots)
         return slots
 
 
-def blocks_of_encodings(model: Model, slots: torch.Tensor) -> torch.Tensor | None:
-    """Return slots [slots, elements] as blocks with as many rows as fit; None if no row fits."""
-    if not isinstance(model.config, ModelConfig) or slots.shape[1] < model.config.hidden_size:
-        return None
-    hidden = model.config.hidden_size
-    return view_encodings(slots.view(-1), slots.shape[1], slots.shape[1] // hidden, hidden)
+class Encodings:
+    """Encodings in slots [slots, elements]. A block has as many rows as fit."""
+
+    def __init__(self, model: Model, slots: torch.Tensor) -> None:
+        self._slots = slots
+        self._hidden = model.config.hidden_size if isinstance(model.config, ModelConfig) else 1
+        self._room = slots.shape[1] // self._hidden
+
+    def write(self, rows: torch.Tensor, free: list[int]) -> list[int]:
+        """Write rows [length, hidden] to free slots, and return these."""
+        slots = [free.pop() for _ in range(-(-len(rows) // self._room))]
+        for slot, part in zip(slots, rows.split(self._room)):
+            self._slots[slot, : part.numel()] = part.flatten()
+        return slots
+
+    def read(self, slots: Sequence[int], start: int, end: int) -> torch.Tensor:
+        blocks = self._slots[list(slots), : self._room * self._hidden]
+        return blocks.reshape(-1, self._hidden)[start:end]
 
 
 class _Given:

@@ -18,7 +18,7 @@ from paceline.engine.runner import ModelRunner
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Chunk, Filled, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step, StepResult
 from paceline.models.base import Model
-from tests.engine.loops import NO_GRAMMARS, blocks_of_encodings
+from tests.engine.loops import NO_GRAMMARS, Encodings
 from tests.engine.media_models import Prompt
 
 MAX_TOKENS = 256
@@ -56,9 +56,7 @@ class MediaHost:
         slots = self._kv_slots = round(self.contexts * self.layout.slots_for(MAX_TOKENS))
         self._free, self._free_for_encodings = list(range(slots)), list(range(slots, slots + 64))
         self._slots = torch.full((slots + 64, self.layout.slot_bytes // 4), float("nan"))
-        encodings = blocks_of_encodings(self.model, self._slots)
-        assert encodings is not None
-        self._encodings = encodings
+        self._encodings = Encodings(self.model, self._slots)
         self._limits = Limits(self.budget, MAX_TOKENS, 8, whole_media=self.model.config.whole_media)
         self._scheduler, self._runner = Scheduler(self._limits), self.runner(self._slots)
         self._names = count()
@@ -71,9 +69,8 @@ class MediaHost:
 
     def runner(self, slots: torch.Tensor) -> ModelRunner:
         """Return a runner over memory of this host's shape."""
-        encodings = blocks_of_encodings(self.model, slots)
         sources = (self.model, self.layout, slots.view(-1), self._limits)
-        return ModelRunner(*sources, NO_GRAMMARS, encodings=encodings)
+        return ModelRunner(*sources, NO_GRAMMARS, encodings=Encodings(self.model, slots))
 
     def run(self, prompts: Sequence[Prompt], most_reused: int = 0, hands_over: bool = False) -> list[list[int]]:
         """Return greedy tokens after each prompt.
@@ -155,10 +152,7 @@ class MediaHost:
         return new
 
     def _provide(self, key: Key, index: int, rows: torch.Tensor) -> None:
-        room = self._encodings.shape[1]
-        own = [self._free_for_encodings.pop() for _ in range(-(-len(rows) // room))]
-        for slot, part in zip(own, rows.split(room)):
-            self._encodings[slot, : len(part)] = part
+        own = self._encodings.write(rows, self._free_for_encodings)
         self._scheduler.provide(key, index, own)
         self._encoded.setdefault(key, []).extend(own)
 

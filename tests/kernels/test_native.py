@@ -165,9 +165,15 @@ BLOCK = GroupTables(16, 0, torch.zeros(1, 1, dtype=INT32), NO_WRITES, NO_WRITES)
 
 
 def attend_once(
-    kernels: NativeKernels, queries: Tensor, cache: LayerCache, group: GroupTables, sinks: Tensor | None = None
+    kernels: NativeKernels,
+    queries: Tensor,
+    cache: LayerCache,
+    group: GroupTables,
+    sinks: Tensor | None = None,
+    last_keys: Tensor | None = None,
 ) -> Tensor:
-    return kernels.attention(queries, cache, AttentionBatch((0, 1), (1,), (group,)), group, 1.0, 0.0, sinks)
+    batch = AttentionBatch((0, 1), (1,), (group,), last_keys=last_keys)
+    return kernels.attention(queries, cache, batch, group, 1.0, 0.0, sinks, looks_ahead=True)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +200,8 @@ def attend_once(
         lambda k, x: attend_once(k, x[None], CACHE, replace(BLOCK, write_slots=NO_WRITES.int())),
         lambda k, x: attend_once(k, x[None], CACHE, BLOCK, torch.zeros(2)),
         lambda k, x: attend_once(k, x[None], CACHE, BLOCK, torch.zeros(1, dtype=HALF)),
+        lambda k, x: attend_once(k, x[None], CACHE, BLOCK, last_keys=NO_WRITES.int()),
+        lambda k, x: attend_once(k, x[None], CACHE, BLOCK, last_keys=torch.zeros(2, dtype=torch.int64)),
         lambda k, x: k.chooser.choose(x.to(HALF), [0], [BEST]),
     ],
 )

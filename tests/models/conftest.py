@@ -8,7 +8,7 @@ from paceline.core.kv_layout import make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.interface import Taps
-from paceline.models.base import Model
+from paceline.models.base import EncodedRows, Model
 
 TRIMMED = 2**31 - 1
 """Table entry for blocks that must not be read. As an index it raises."""
@@ -36,11 +36,16 @@ class PagedContexts:
         self._lengths = [0] * requests
 
     def step(
-        self, tokens: dict[int, list[int]], taps: Taps | None = None, wanted: dict[int, int] | None = None
+        self,
+        tokens: dict[int, list[int]],
+        taps: Taps | None = None,
+        wanted: dict[int, int] | None = None,
+        image: tuple[int, Tensor] | None = None,
     ) -> dict[int, Tensor]:
         """Append tokens to some requests. Return the logits of each, fp32 [new tokens, vocab].
 
-        With `wanted`, only the logits of the last wanted[request] tokens are computed.
+        With `wanted`, only the logits of the last wanted[request] tokens are computed. `image` is the start of a span
+        in request 0, and its encoding.
         """
         starts, positions = [0], []
         for request, new in tokens.items():
@@ -49,11 +54,16 @@ class PagedContexts:
             starts.append(starts[-1] + len(new))
         contexts = tuple(self._lengths[request] for request in tokens)
         groups = tuple(self._group_tables(index, list(tokens), positions) for index, _ in enumerate(self._groups))
-        batch = AttentionBatch(tuple(starts), contexts, groups)
+        encoded, last_keys = None, None
+        if image is not None:
+            owners = torch.tensor([request for request, new in tokens.items() for _ in new])
+            encoded, last_keys = _read_image(owners, torch.cat(positions), *image)
+        batch = AttentionBatch(tuple(starts), contexts, groups, last_keys=last_keys)
         flat = torch.tensor([token for new in tokens.values() for token in new])
         with torch.inference_mode():
             counts = None if wanted is None else [wanted[request] for request in tokens]
-            hidden = self._model.forward(flat, torch.cat(positions), self._caches, batch, taps=taps, wanted=counts)
+            own = (flat, torch.cat(positions), self._caches, batch)
+            hidden = self._model.forward(*own, taps=taps, wanted=counts, encoded=encoded)
             logits = self._model.logits(hidden).values
         self._trim()
         parts = torch.split(logits, [len(new) for new in tokens.values()] if counts is None else counts)
@@ -76,6 +86,17 @@ class PagedContexts:
                     if table[request, block] != TRIMMED:
                         self._by_slot[table[request, block]] = float("nan")
                         table[request, block] = TRIMMED
+
+
+def _read_image(
+    owners: Tensor, positions: Tensor, start: int, rows: Tensor
+) -> tuple[EncodedRows | None, Tensor | None]:
+    """Return the rows that tokens of request 0 read, and the last key that each token sees."""
+    inside = (owners == 0) & (positions >= start) & (positions < start + len(rows))
+    if not inside.any():
+        return None, None
+    encoded = EncodedRows(inside.nonzero().flatten(), rows[positions[inside] - start])
+    return encoded, torch.where(inside, start + len(rows) - 1, positions)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import transformers
 
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
+from paceline.core.media import MediaKind
 from paceline.models.config import read_config
 from paceline.models.model_config import Experts, Gemma4Config, Rope
 from tests.models.configs import (
@@ -17,6 +18,9 @@ from tests.models.configs import (
     gemma4_text,
     read,
 )
+
+UNIFIED = "Gemma4UnifiedForConditionalGeneration"
+UNIFIED_TEXT = {name: own for name, own in GEMMA4["text_config"].items() if name != "use_bidirectional_attention"}
 
 
 def test_gemma3_old_style(tmp_path: Path) -> None:
@@ -100,6 +104,25 @@ def test_gemma4_with_values_from_keys_and_experts(tmp_path: Path) -> None:
     assert config.gemma4 == Gemma4Config(("full",), 12_288, 0, 0)
     assert (config.kv_sources, config.storing_layers) == ({}, 35)
     assert config.experts == Experts(128, 704, Routing(8, normalize=True), "gelu_tanh")
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "full", "sliding"),
+    [
+        (GEMMA, {}, False, False),
+        (GEMMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, True, True),
+        (GEMMA4, {}, False, False),
+        (GEMMA4, gemma4_text(use_bidirectional_attention="vision"), False, True),
+        (GEMMA4, {"architectures": [UNIFIED], "text_config": UNIFIED_TEXT}, False, True),
+        (GEMMA4, {"architectures": [UNIFIED], **gemma4_text(use_bidirectional_attention=None)}, False, False),
+    ],
+)
+def test_tokens_of_an_image_look_ahead(
+    tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], full: bool, sliding: bool
+) -> None:
+    config = read(tmp_path, fields, **changes)
+    assert (config.attention["full"].looks_ahead, config.attention["sliding"].looks_ahead) == (full, sliding)
+    assert config.whole_media == ({MediaKind.IMAGE, MediaKind.VIDEO_FRAME} if sliding else set())
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables])
     last_keys = batch.last_keys
     if last_keys is not None:
         if last_keys.dtype != torch.int64 or last_keys.shape != (tokens,):
-            raise ValueError(f"last_keys must be int64 [{tokens}], not {last_keys.dtype} {list(last_keys.shape)}")
+            found = f"{list(last_keys.shape)} {last_keys.dtype}"
+            raise ValueError(f"last_keys must be {[tokens]} torch.int64, not {found}")
         last_keys = last_keys.contiguous()
         step.last_keys = last_keys.data_ptr()
     step.kept = (starts, lengths, final, last_keys, tensors, tables)

@@ -60,6 +60,11 @@ def patch_positions(rows: int, columns: int, device: torch.device) -> tuple[Tens
     )
 
 
+def channels_last(weight: Tensor) -> Tensor:
+    """Return a convolution's weight [out, channels, rows, columns] as a matrix [out, rows * columns * channels]."""
+    return weight.permute(0, 2, 3, 1).flatten(1)
+
+
 def pool(x: Tensor, columns: int, side: int) -> Tensor:
     """Return the mean of each square of side x side patches, row by row.
 

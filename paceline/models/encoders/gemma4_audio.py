@@ -20,7 +20,7 @@ from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import Gemma4AudioConfig
 from paceline.models.encoders.base import Between
-from paceline.models.encoders.blocks import LayerNorm, Projection, media_place, tower_linear
+from paceline.models.encoders.blocks import LayerNorm, Projection, channels_last, media_place, tower_linear
 from paceline.models.encoders.local_attention import attend_locally, distance_embeddings
 
 _FRAMES_PER_ROW = 4
@@ -69,21 +69,38 @@ class _Shortening:
     def __init__(self, config: Gemma4AudioConfig, weights: Weights, place: str, kernels: Kernels) -> None:
         first, second = config.channels
         self._convolutions = [
-            (
-                weights.take(f"{place}.layer{layer}.conv.weight", size_out, size_in, 3, 3),
-                LayerNorm(weights, f"{place}.layer{layer}.norm", size_out, config.norm_eps, kernels, bias=False),
-            )
-            for layer, (size_in, size_out) in enumerate(((1, first), (first, second)))
+            _Halving(config, weights, f"{place}.layer{layer}", *sizes, kernels)
+            for layer, sizes in enumerate(((1, first), (first, second)))
         ]
         size = config.features // 4 * second
         self._linear = Linear.take(weights, f"{place}.input_proj_linear", size, config.hidden_size, False, kernels)
 
     def __call__(self, features: Tensor) -> Tensor:
-        x = features.unsqueeze(2).to(self._convolutions[0][0].dtype)  # [frames, features, channels]
-        for weight, norm in self._convolutions:
-            found = F.conv2d(x.permute(2, 0, 1)[None], weight, stride=2, padding=1)[0]
-            x = F.relu(norm(found.permute(1, 2, 0)))
+        x = features.unsqueeze(2)
+        for convolution in self._convolutions:
+            x = convolution(x)
         return self._linear(x.flatten(1))
+
+
+class _Halving:
+    """A convolution over squares of 3 x 3, of which every second one counts, as a linear layer over these squares.
+
+    Takes and returns [frames, features, channels].
+    """
+
+    def __init__(
+        self, config: Gemma4AudioConfig, weights: Weights, place: str, size_in: int, size_out: int, kernels: Kernels
+    ) -> None:
+        shape = (size_out, size_in, 3, 3)
+        (self._weight,) = weights.take_packed_derived(f"{place}.conv.weight", shape, [channels_last])
+        self._linear = Linear(self._weight, None, kernels)
+        self._norm = LayerNorm(weights, f"{place}.norm", size_out, config.norm_eps, kernels, bias=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        padded = F.pad(x.to(self._weight.dtype), (0, 0, 1, 1, 1, 1))
+        squares = padded.unfold(0, 3, 2).unfold(1, 3, 2).permute(0, 1, 3, 4, 2)
+        found = self._norm(self._linear(squares.reshape(-1, self._weight.size_in))).relu_()
+        return found.view(*squares.shape[:2], -1)
 
 
 class _Layer:

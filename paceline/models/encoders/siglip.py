@@ -14,7 +14,7 @@ from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import SiglipConfig
 from paceline.models.encoders.base import Between
-from paceline.models.encoders.blocks import LayerNorm, media_place, pool, signed_patches
+from paceline.models.encoders.blocks import LayerNorm, channels_last, media_place, pool, signed_patches
 
 
 class Siglip:
@@ -28,9 +28,7 @@ class Siglip:
         place = media_place(weights, f"{embedding}.weight", "vision_tower", "vision_tower.vision_model")
         self._config = config
         # The checkpoint has a convolution, whose patches have colors first.
-        (weight,) = weights.take_packed_derived(
-            f"{place}.{embedding}.weight", (size, 3, side, side), [lambda own: own.permute(0, 2, 3, 1).flatten(1)]
-        )
+        (weight,) = weights.take_packed_derived(f"{place}.{embedding}.weight", (size, 3, side, side), [channels_last])
         self._embed = Linear(weight, weights.take(f"{place}.{embedding}.bias", size), kernels)
         count = (config.image_side // side) ** 2
         self._positions = weights.take(f"{place}.embeddings.position_embedding.weight", count, size)
