@@ -296,8 +296,8 @@ class WorkerConfig(ServiceConfig):
     )
     max_batched_tokens: int = option(
         512,
-        "tokens that one step computes at most, over all sequences; longer prompts take several steps, but an image whose "
-        "tokens see each other is computed in one step",
+        "tokens that one step computes at most, over all sequences; longer prompts take several steps, but an image "
+        "whose tokens see each other is computed in one step",
         "limits",
         at_least=1,
     )

@@ -41,7 +41,7 @@ class Driver:
             self.steps.append(step)
             self.scheduler.apply(step, self._device.execute(step))
             self.events += self.scheduler.take_events()
-        chunks = [chunk for step in self.steps[first:] for chunk in step.chunks if not chunk.follows]
+        chunks = [chunk for step in self.steps[first:] for chunk in step.chunks if chunk.prefills]
         return [(chunk.key.request_id, chunk.start, chunk.end) for chunk in chunks]
 
 
