@@ -23,7 +23,7 @@ class EncodingRows:
         self.block_tokens, self.hidden = group.block_tokens, group.shape.head_dim
         elements = layout.slot_bytes // layout.itemsize
         count = arena.numel() // elements
-        self.blocks = arena.as_strided((count, self.block_tokens, self.hidden), (elements, self.hidden, 1))
+        self._blocks = arena.as_strided((count, self.block_tokens, self.hidden), (elements, self.hidden, 1))
 
     def read(self, slots: Sequence[int], start: int, end: int) -> Tensor:
         """Return a copy of rows [start, end) of an encoding: [end - start, hidden], on the CPU.
@@ -34,7 +34,7 @@ class EncodingRows:
         first = start // self.block_tokens
         used = torch.tensor(slots[first : -(-end // self.block_tokens)], dtype=torch.int64)
         before = first * self.block_tokens
-        return self.blocks.index_select(0, used).flatten(0, 1)[start - before : end - before]
+        return self._blocks.index_select(0, used).flatten(0, 1)[start - before : end - before]
 
     def write(self, slots: Sequence[int], first_block: int, rows: Tensor) -> None:
         """Write an encoding to its blocks from `first_block` on, and fill the last block up with zeros.
@@ -52,5 +52,5 @@ class EncodingRows:
             raise ValueError(f"{len(rows)} rows do not fit into {len(slots)} blocks of {self.block_tokens}")
         for block, slot in enumerate(slots[first_block:], first_block):
             part = rows[block * self.block_tokens : (block + 1) * self.block_tokens]
-            self.blocks[slot, : len(part)] = part
-            self.blocks[slot, len(part) :] = 0
+            self._blocks[slot, : len(part)] = part
+            self._blocks[slot, len(part) :] = 0

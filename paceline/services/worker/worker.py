@@ -109,8 +109,8 @@ class Worker:
             loaded.max_drafts,
             loaded.model.config.whole_media,
         )
-        blocks = None if self.encodings is None else self.encodings.rows.blocks
-        self.runner = loaded.runner(memory.pool, self.engine_limits, blocks)
+        rows = None if self.encodings is None else self.encodings.rows
+        self.runner = loaded.runner(memory.pool, self.engine_limits, rows)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
         self._pool = memory.compute_pool()
         self.engine = Engine(
