@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from paceline.proto import common_pb2, kvtransfer_pb2
-from tests.services.worker.conftest import Host, StartHost
+from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
+from paceline.services.common.wire import span_to_pb
+from tests.services.worker.conftest import PATIENCE, Host, StartHost
 from tests.services.worker.media_calls import (
     compute,
     encode_work,
@@ -96,6 +97,28 @@ async def test_tokens_before_an_image_are_computed_before_its_encoding_comes(sta
                 await tell(host, work.key, own, role=0)
             while not (await prefill.read()).HasField("first_token"):
                 pass
+        assert await host.all_blocks_back()
+
+
+async def test_encodings_are_given_back_when_the_prompt_is_computed(start: StartHost) -> None:
+    async with start() as host:
+        own = image(4)
+        tokens, spans = prompt_with([own])
+        work = host.work("m", tokens, 3000)
+        work.media.extend(map(span_to_pb, spans))
+        call = host.decode_call()
+        await call.write(worker_pb2.DecodeCommand(admit=work))
+        await call.read()
+        await call.write(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
+        async with encoding(host, own, role=1):
+            await tell(host, work.key, own, role=1)
+        while not (await call.read()).HasField("tokens"):
+            pass
+        async with asyncio.timeout(PATIENCE):  # the call that computed the encoding may still be ending
+            while (await host.ledger()).used_by_group["encoding"]:
+                await asyncio.sleep(0.01)
+        assert host.decode.worker.requests == 1
+        call.cancel()
         assert await host.all_blocks_back()
 
 
