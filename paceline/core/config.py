@@ -211,8 +211,9 @@ class GatewayConfig(ServiceConfig):
     max_media_size: Size = option("64MiB", "largest file of an image, a video or an audio clip", "media")
     media_memory: Size = option(
         "2GiB",
-        "memory for media that are being fetched and decoded. One request may use half of it. The items that the "
-        "processes decode may use the other half, each an equal share of it. A request that finds it full gets 429",
+        "memory for media that are being fetched and decoded, and for what is kept of them until their requests end. "
+        "One request may use half of it. The items that the processes decode may use the other half, each an equal "
+        "share of it. A request that finds it full gets 429",
         "media",
     )
     max_image_pixels: int = option(

@@ -50,6 +50,7 @@ _VALUES: tuple[object, ...] = (
     {"1": 1e9},
     [{"role": "user", "content": "hi"}],
     [{"role": 5}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}, {"type": "input_audio", "uuid": "a"}]}],
     {"type": "json_object"},
     {"regex": "(a|b)*{1000}{1000}"},
     {"grammar": "start: start"},
@@ -59,7 +60,7 @@ _FIELDS = """
     prompt messages model max_tokens min_tokens temperature top_p top_k min_p repetition_penalty presence_penalty
     frequency_penalty seed n best_of stop stop_token_ids logit_bias allowed_token_ids logprobs prompt_logprobs echo
     response_format structured_outputs guided_regex stream stream_options cache_salt truncate_prompt_tokens tokens
-    ignore_eos priority
+    ignore_eos priority mm_processor_kwargs
 """
 
 

@@ -18,6 +18,7 @@ from paceline.services.gateway.answers.parts import Content, Part, join_parts
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.event_feed import Mailbox
+from paceline.services.gateway.media.budget import MemoryBudget
 from paceline.services.gateway.media.prompt import media_tokens
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan
@@ -84,6 +85,7 @@ class Generation:
     Args:
         trace: the request's trace. It is in `traces` from the beginning.
         requests: where the generation can be found by the request's id while it runs.
+        media_memory: counts the inputs of encoders, which stay in memory until the request ends.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Generation:
         metrics: Metrics,
         traces: TraceBook,
         requests: RunningRequests,
+        media_memory: MemoryBudget,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
@@ -103,6 +106,7 @@ class Generation:
         self._trace = trace
         self._traces = traces
         self._requests = requests
+        self._media_memory = media_memory
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -128,7 +132,17 @@ class Generation:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run all choices while the context is open. When it closes, cancel choices that have not ended."""
+        """Run all choices while the context is open. When it closes, cancel choices that have not ended.
+
+        Raises MediaError or BusyError if there is no memory for the plan's media.
+        """
+        inputs = sum(len(own.data) for prompt in self.plan.prompts for own in prompt.inputs)
+        with self._media_memory.hold(inputs):
+            async with self._running():
+                yield
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
         self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:

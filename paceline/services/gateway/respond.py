@@ -72,6 +72,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         metrics=gateway.metrics,
         traces=gateway.traces,
         requests=gateway.requests,
+        media_memory=gateway.media.memory,
     )
 
 

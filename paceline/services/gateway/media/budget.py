@@ -41,6 +41,13 @@ class MemoryBudget:
         finally:
             budget.give(budget.used)
 
+    @contextlib.contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        """Count bytes of one request while the block runs. Raises the errors of `RequestBudget.take`."""
+        with self.request() as budget:
+            budget.take(count)
+            yield
+
 
 class RequestBudget:
     """The share that one request has of the memory for media."""

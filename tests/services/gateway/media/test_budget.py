@@ -59,3 +59,14 @@ def test_items_that_are_decoded_at_the_same_time_take_half() -> None:
         assert request.of_next_item == 125
         request.take(400)
         assert request.of_next_item == 100
+
+
+def test_what_a_running_request_holds_counts_until_it_ends() -> None:
+    memory = MemoryBudget(1000, 2)
+    with memory.hold(400), memory.hold(400):
+        assert memory.used == 800
+        with pytest.raises(BusyError), memory.hold(201):
+            pass
+    assert memory.used == 0
+    with pytest.raises(MediaError), memory.hold(501):
+        pass

@@ -198,3 +198,12 @@ async def test_loading_ends_if_the_client_leaves(start_stack: StartStack, media_
         await asked.wait()
         asking.cancel()
         await gone.wait()
+
+
+async def test_inputs_of_running_requests_count_as_memory_of_media(start_stack: StartStack, media_model: Path) -> None:
+    stack = await start_stack(model=str(media_model), media_memory="256KiB", response_store="none")
+    for stream in (False, True):
+        answer = await chat(stack, PART, stream=stream)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_media")
+        assert "media of this request need more than 131072 bytes" in answer.json()["error"]["message"]
+    assert (await chat(stack, text("hi"))).status_code == 200
