@@ -175,6 +175,10 @@ class KVLayout:
         """Return the slots for a context of `tokens` tokens, if no blocks before a window are dropped."""
         return sum(group.blocks_for(tokens) for group in self.groups)
 
+    def arena_slots_for(self, tokens: int) -> int:
+        """Return the slots for a context of `tokens` tokens, and for its encodings if all tokens are placeholders."""
+        return sum(group.blocks_for(tokens) for group in self.all_groups)
+
 
 def make_layout(
     shapes: tuple[GroupShape, ...], itemsize: int, identity: str, drafts: int = 0, encoding_size: int = 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.context import HASH_BYTES, Context, full_block_names
+from paceline.core.context import HASH_BYTES, Context, encoding_context, full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, make_layout
 
 Tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6 * BASE_TOKENS)
@@ -89,3 +89,20 @@ def test_a_block_has_the_name_of_the_context_up_to_its_end() -> None:
         assert [context.block_name(layout, index, block, 150) for block in range(len(full))] == list(full)
         # The last, partial block is named by the tokens that it has.
         assert context.block_name(layout, index, len(full), 150) == context.name(layout.fingerprint, 150)
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(1, 1000), st.text(max_size=3))
+def test_an_encoding_is_named_by_its_input_and_salt(digest: bytes, length: int, salt: str) -> None:
+    layout = make_layout((GroupShape("full", (0,), 1, 96),), 2, "m", encoding_size=96)
+    assert layout.encodings is not None
+    (group,) = layout.encodings.groups
+    context = encoding_context(digest, length, salt, layout)
+    assert len(context) == group.blocks_for(length) * group.block_tokens
+    names = full_block_names(group, context.links(layout.fingerprint), len(context))
+    assert len(names) == len({*names}) == group.blocks_for(length)
+    others = [
+        encoding_context(bytes(16) if any(digest) else bytes([1]) * 16, length, salt, layout),
+        encoding_context(digest, length, salt + "x", layout),
+        Context([0] * len(context), salt),
+    ]
+    assert all(not {*context.links(layout.fingerprint)} & {*each.links(layout.fingerprint)} for each in others)

@@ -145,6 +145,7 @@ def test_encodings_fill_slots_of_their_own(shapes: tuple[GroupShape, ...], items
     assert group.block_tokens % BASE_TOKENS == 0
     link = BASE_TOKENS * size * itemsize
     assert block_bytes(group, itemsize) <= layout.slot_bytes < block_bytes(group, itemsize) + link
+    assert layout.arena_slots_for(1000) == layout.slots_for(1000) + group.blocks_for(1000)
     # The KV is laid out as before, unless a row is so large that slots had to grow.
     plain = make_layout(shapes, itemsize, "m")
     assert (layout.groups, layout.slot_bytes) == (plain.groups, plain.slot_bytes) or plain.slot_bytes < link

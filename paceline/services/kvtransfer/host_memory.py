@@ -17,13 +17,14 @@ from paceline.services.kvtransfer.adoptions import Adoptions
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.channels import Channels
-from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier, Promotions
+from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier
 from paceline.services.kvtransfer.exports import Exports
 from paceline.services.kvtransfer.fetches import Fetches
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.paths import Paths
 from paceline.services.kvtransfer.prefixes import Prefixes
+from paceline.services.kvtransfer.promotions import Promotions
 from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]

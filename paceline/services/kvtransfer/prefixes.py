@@ -12,10 +12,10 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.prefix import lacking_links
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.disk_tier import Promotions
 from paceline.services.kvtransfer.fetches import Fetches
 from paceline.services.kvtransfer.flights import Flights
 from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.promotions import Promotions
 
 PREFIX_SECONDS = 5.0
 """Deadline for a whole prefix, including the wait for other requests. The request could compute it instead."""

@@ -184,9 +184,7 @@ class Sessions:
         options = self._options
         slots = self._most_slots(layout)
         if options.enough_tokens:
-            tokens = max(options.enough_tokens, context_tokens)
-            parts = [layout, layout.encodings] if layout.encodings else [layout]
-            slots = min(slots, sum(part.slots_for(tokens) for part in parts))
+            slots = min(slots, layout.arena_slots_for(max(options.enough_tokens, context_tokens)))
         if slots == 0:
             raise ConfigError(
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "

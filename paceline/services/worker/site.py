@@ -85,13 +85,12 @@ def turns_of(config: WorkerConfig, device: torch.device, role: Role, page: memor
 
 def max_model_len(config: WorkerConfig, layout: KVLayout, max_position: int, arena_slots: int, pool_slots: int) -> int:
     """Return the tokens of the longest context that the model, the KV memory and the user allow. Raises ConfigError."""
-    slots = min(arena_slots, pool_slots)
     option = "--kv-pool-memory" if pool_slots < arena_slots else "--kv-memory"
     wanted = config.max_model_len or max_position
     if wanted > max_position:
         raise ConfigError(f"--max-model-len {wanted} is more than the model's {max_position}")
     fitting = wanted
-    while layout.slots_for(fitting) > slots:
+    while layout.slots_for(fitting) > pool_slots or layout.arena_slots_for(fitting) > arena_slots:
         fitting -= layout.alignment
     if fitting < layout.alignment or (config.max_model_len and fitting < wanted):
         raise ConfigError(
