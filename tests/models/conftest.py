@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,3 +106,19 @@ def _read_image(
 @pytest.fixture(scope="session")
 def paged_contexts() -> type[PagedContexts]:
     return PagedContexts
+
+
+@pytest.fixture(scope="session")
+def encoder_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A function that returns a tiny model with encoders and its `transformers` model, by a key of `WRITERS`."""
+    from tests.models.encoder_cases import WRITERS  # imports transformers, which other tests do without
+
+    known: dict[str, tuple[Path, Any]] = {}
+
+    def write(kind: str) -> tuple[Path, Any]:
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            known[kind] = folder, WRITERS[kind](folder)
+        return known[kind]
+
+    return write
