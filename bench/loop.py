@@ -97,7 +97,7 @@ def run(
         for event in happened:
             if isinstance(event, Sampled):
                 if not began and all(tokens):
-                    began, bubble_before = time.perf_counter(), engine.bubble_seconds
+                    began, bubble_before = time.perf_counter(), engine.computing.bubble_seconds
                     cpu_began = time.process_time()
                     counted = sum(map(len, tokens))
                 tokens[int(event.key.request_id)].append(event.token.id)
@@ -106,7 +106,7 @@ def run(
     resident = psutil.Process().memory_info().rss
     engine.stop()
     given = sum(map(len, tokens)) - counted
-    bubble = (engine.bubble_seconds - bubble_before) / seconds
+    bubble = (engine.computing.bubble_seconds - bubble_before) / seconds
     accepted_length = engine.stats.sampled_tokens / engine.stats.steps / len(prompts)
     return Run(given / seconds, bubble, accepted_length, tokens, 1e3 * cpu_seconds / given, resident)
 

@@ -25,7 +25,7 @@ STOP_SECONDS = 60.0
 PACELINE = (sys.executable, "-m", "paceline")
 _WITHOUT_SHARED_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
 """Hides /dev/shm, which network namespaces share: a gateway would find Unix sockets of workers on the other host."""
-_ROLES = ("gateway", "prefill", "decode", "kvtransfer", "redis")
+_ROLES = ("gateway", "prefill", "decode", "encode", "kvtransfer", "redis")
 """Roles in the order in which they stop: users of a service before the service."""
 
 

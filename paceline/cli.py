@@ -50,6 +50,7 @@ one service each, for containers and clusters
   gateway MODEL       the HTTP API
   prefill MODEL       a worker that turns prompts into KV blocks
   decode MODEL        a worker that turns KV blocks into tokens
+  encode MODEL        a worker that turns images, frames and audio into encodings
   kvtransfer          the owner of a host's KV memory
 
 tools
@@ -85,6 +86,7 @@ SERVICES = {
     "gateway": Service(GatewayConfig, "MODEL", "The HTTP API.", "gateway"),
     "prefill": Service(WorkerConfig, "MODEL", "A worker that turns prompts into KV blocks.", "worker"),
     "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker"),
+    "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
 _GROUPS = ("model", "fleet", "compute", "memory", "responses", "media", "limits", "network", "cluster", "logs")

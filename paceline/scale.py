@@ -41,7 +41,7 @@ def _parse(targets: Sequence[str]) -> dict[str, int]:
     wanted: dict[str, int] = {}
     for target in targets:
         role, _, count = target.partition("=")
-        if role not in ("prefill", "decode") or not count.isascii() or not count.isdigit():
+        if role not in ("prefill", "decode", "encode") or not count.isascii() or not count.isdigit():
             raise ConfigError(f"cannot read {target!r}; write it like prefill=3 or decode=1")
         wanted[role] = int(count)
     return wanted
@@ -54,6 +54,8 @@ def _is_settled(state: Mapping[str, Any]) -> bool:
 def _describe(state: Mapping[str, Any]) -> str:
     parts = []
     for name, role in state.items():
+        if name == "encode" and not (role["wanted"] or role["draining"]):
+            continue  # most stacks have none
         notes = [f"{role['ready']} ready"]
         if role["draining"]:
             notes.append(f"{role['draining']} more draining")

@@ -23,6 +23,8 @@ _COLUMNS = (
     ("OUTPUT", 7),
     ("ACCEPT", 7),
     ("LENGTH", 7),
+    ("ENC/S", 6),
+    ("ENCODE", 7),
     ("NUMERICS", 20),
 )
 
@@ -51,7 +53,7 @@ def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) ->
         if worker["role"] != "kvtransfer":
             stats = worker["stats"]
             gained = {name: value - earlier.get(worker["worker_id"], {}).get(name, 0) for name, value in stats.items()}
-            lines.append(_row([*_state(worker), *_speed(gained, seconds), *_drafts(gained), worker["numerics"] or "-"]))
+            lines.append(_row([*_state(worker), *_work(gained, seconds), worker["numerics"] or "-"]))
     lines.append("")
     for host in now["hosts"]:
         lines.append(_ledger(host))
@@ -61,6 +63,10 @@ def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) ->
 
 def _state(worker: Mapping[str, Any]) -> list[str]:
     return [worker["worker_id"], worker["role"], worker["state"], str(worker["running"]), str(worker["waiting"])]
+
+
+def _work(gained: Mapping[str, float], seconds: float) -> list[str]:
+    return [*_speed(gained, seconds), *_drafts(gained), *_encodings(gained, seconds)]
 
 
 def _speed(gained: Mapping[str, float], seconds: float) -> list[str]:
@@ -78,6 +84,13 @@ def _drafts(gained: Mapping[str, float]) -> list[str]:
     """Return the share of draft tokens that were accepted, and the mean number of tokens from a verified draft."""
     drafts, tokens, accepted = (gained.get(name, 0) for name in ("drafts", "draft_tokens", "accepted_tokens"))
     return [f"{100 * accepted / tokens:.0f}%", f"{1 + accepted / drafts:.2f}"] if tokens and drafts else ["-", "-"]
+
+
+def _encodings(gained: Mapping[str, float], seconds: float) -> list[str]:
+    """Return the encodings that were computed per second, and the share of time in which the encoders ran."""
+    if "encodings_computed" not in gained:
+        return ["-", "-"]  # the model has no encoders
+    return [f"{gained['encodings_computed'] / seconds:.1f}", f"{100 * gained.get('encode_seconds', 0) / seconds:.1f}%"]
 
 
 def _ledger(host: Mapping[str, Any]) -> str:

@@ -79,6 +79,10 @@ def _attempt(attempt: Json) -> Iterator[Line]:
         )
         for step, change in admission["numerics_changes"].items():
             yield admission["at_ms"], "numerics", f"of {step}: {change}; tokens may differ"
+    for encoding in attempt["encodings"]:
+        yield encoding["ended_ms"], "encoding", _encoding(encoding)
+    if left := attempt["encodings_left_out"]:
+        yield attempt["encodings"][-1]["ended_ms"], "encodings", f"{left} more"
     if prefill := attempt["prefill"]:
         yield from _prefill(prefill)
     if attempt["first_token_ms"] is not None:
@@ -96,6 +100,19 @@ def _queue(queue: Json, admission: Json | None) -> Iterator[Line]:
     for reason, times in queue["waited_for"].items():
         words.append(reason + (f" ({times} times)" if times > 1 else ""))
     yield queue["began_ms"], "queue", "; ".join(words)
+
+
+def _encoding(encoding: Json) -> str:
+    """Return where an encoding came from, and what it took."""
+    words = [f"{encoding['kind']} of {_count(encoding['tokens'], 'token')} on {encoding['worker']}"]
+    if encoding["cached"]:
+        words.append("cached")
+    else:
+        words.append(f"{encoding['queue_ms']:.1f} ms in the queue, {encoding['encode_ms']:.1f} ms of encoding")
+    if encoding["bytes_moved"]:
+        words.append(f"{encoding['bytes_moved']} bytes moved")
+    words.append(f"{encoding['ended_ms'] - encoding['began_ms']:.1f} ms in all")
+    return "; ".join(words)
 
 
 def _prefill(prefill: Json) -> Iterator[Line]:

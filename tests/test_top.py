@@ -38,6 +38,8 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
         "75%",
         "4.00",
         "-",
+        "-",
+        "-",
     ]
     assert len(title.split()) == len(worker.split())
     assert rest == [
@@ -50,7 +52,12 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
 def test_a_worker_that_has_just_come_and_drafts_nothing_is_shown() -> None:
     now = fleet(sampled_tokens=10, steps=10)
     worker = render({**now, "workers": []}, now, 1.0)[1]
-    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-", "-"]
+    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-", "-", "-", "-"]
+
+
+def test_the_work_of_encoders_is_shown() -> None:
+    before, now = fleet(encodings_computed=2, encode_seconds=1.0), fleet(encodings_computed=12, encode_seconds=2.0)
+    assert render(before, now, 4.0)[1].split()[-3:] == ["2.5", "25.0%", "-"]
 
 
 def test_the_numerics_of_a_worker_are_shown() -> None:

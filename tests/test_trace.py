@@ -21,7 +21,8 @@ def chunk(index: int) -> dict[str, Any]:
 def attempt(**parts: Any) -> dict[str, Any]:
     nothing = dict.fromkeys(("admission", "prefill", "first_token_ms", "handoff", "decode", "failure"))
     queue = {"began_ms": 2.0, "ms": None, "ahead": 0, "waited_for": {}}
-    return {"attempt": 1, "queue": queue, **nothing, **parts}
+    encodings = {"encodings": [], "encodings_left_out": 0}
+    return {"attempt": 1, "queue": queue, **nothing, **encodings, **parts}
 
 
 def told(*attempts: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -165,3 +166,19 @@ def test_what_does_not_speak_http_is_no_gateway(capsys: pytest.CaptureFixture[st
         assert main(["trace", "x", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
         thread.join()
     assert "name it with --url" in capsys.readouterr().err
+
+
+def test_encodings_are_shown_with_what_they_took() -> None:
+    computed = {"began_ms": 5.0, "ended_ms": 65.5, "worker": "encode-0", "kind": "image", "tokens": 256}
+    computed |= {"cached": False, "queue_ms": 10.0, "encode_ms": 40.25, "bytes": 1024, "bytes_moved": 1024}
+    found = {**computed, "ended_ms": 6.0, "worker": "prefill-0", "cached": True, "bytes_moved": 0}
+    lines = render(told(attempt(encodings=[found, computed], encodings_left_out=3)))
+    assert [line.split(maxsplit=2)[1:] for line in lines if "encoding" in line] == [
+        ["encoding", "image of 256 tokens on prefill-0; cached; 1.0 ms in all"],
+        [
+            "encoding",
+            "image of 256 tokens on encode-0; 10.0 ms in the queue, 40.2 ms of encoding; 1024 bytes moved; "
+            "60.5 ms in all",
+        ],
+        ["encodings", "3 more"],
+    ]

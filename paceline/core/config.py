@@ -251,7 +251,7 @@ class GatewayConfig(ServiceConfig):
 
 
 class WorkerConfig(ServiceConfig):
-    """Options of a prefill or decode worker."""
+    """Options of a prefill, decode or encode worker."""
 
     model: str = option("", "Hugging Face folder of the model", "model")
     dtype: DType = option("auto", "type of weights, activations and KV; auto takes the checkpoint's", "model")
@@ -427,6 +427,13 @@ class ServeConfig(Options):
     cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
     prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers", "fleet", at_least=1)
+    encode: int = option(
+        0,
+        "encode workers, which compute only the encodings of images, videos and audio; with 0, the workers that "
+        "compute prompts do it",
+        "fleet",
+        at_least=0,
+    )
     kv_pool: KVPool = same_option(
         WorkerConfig, "kv_pool", help=help_of(WorkerConfig, "kv_pool").replace(" of kvtransfer", ""), group="fleet"
     )

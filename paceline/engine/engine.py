@@ -8,6 +8,8 @@ compute between two steps (see `core/turns.py`), planning can use that time. The
 it begins, so that it includes requests that were handed over meanwhile. While a handoff is expected, only the next step
 is planned.
 
+Encoders run on the compute thread, too (`compute_thread.py`).
+
 If the device computes in a pool of its own, a third thread copies blocks between the pool and the arena.
 
 The engine knows neither sockets nor event loops: commands come through a thread-safe queue, events leave through a
@@ -23,14 +25,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
 
 from paceline.core.machine import name_thread
-from paceline.core.metrics import Family, Sample
+from paceline.core.metrics import Sample
 from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.compute_pool import CopyBatch
+from paceline.engine.compute_thread import STEP_SECONDS, ComputeThread, Launch, Runner
 from paceline.engine.copier import Copier
+from paceline.engine.encode_job import EncodeJob
 from paceline.engine.pool_directory import PeerPools
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
@@ -40,30 +43,7 @@ from paceline.kernels.block_copies import BlockCopies
 
 STEPS_IN_FLIGHT = 2
 
-PLAN_SECONDS = 0.003
-"""Time before this worker's turn at which planning of the next step begins. If it takes longer, other workers compute
-longer."""
-
-STEP_SECONDS = Family(
-    "worker_step_seconds",
-    "busy: computing; bubble: idle although there was work; yielded: idle while other workers had their turn; "
-    "plan and output: work of the host thread at the same time",
-)
-
 log = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """The computing side of the engine. Each step begins with the state that the step before has left."""
-
-    def execute(self, step: Step) -> StepResult:
-        """Compute a step. Calls must not overlap."""
-
-
-class _Launch(NamedTuple):
-    step: Step
-    idle_until: float | None
-    """Time at which work came, on time.perf_counter(); None if there was work before."""
 
 
 class Engine:
@@ -90,35 +70,25 @@ class Engine:
         peers: PeerPools | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
         self._on_events = on_events
         self._on_failure = on_failure
         self._most_in_flight = self._depth = steps_in_flight
         self._turns = turns
         self._in_flight = 0
-        self._stopping = False
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[_Launch | None] = queue.SimpleQueue()
+        self.computing = ComputeThread(runner, turns, self._pass_result, self._pass_turn)
         self._copier = None if copies is None else Copier(copies, peers, self._take_copied)
-        threads = {"host": self._run, "compute": self._compute}
+        threads = {"host": self._run, "compute": self.computing.run}
         if self._copier is not None:
             threads["copy"] = self._copier.run
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=f"engine-{name}", daemon=True)
             for name, work in threads.items()
         ]
-        self.busy_seconds = 0.0
-        """Time spent on computing, since the start."""
-        self.bubble_seconds = 0.0
-        """Time that the compute thread waited although a step could be planned. A wait for blocks is idle time
-        instead."""
-        self.yielded_seconds = 0.0
-        """Time that the compute thread left to other workers in their turns."""
         self.plan_seconds = 0.0
         """Time that the host thread spent on commands, results and plans, while steps were computed."""
         self.output_seconds = 0.0
         """Time that the host thread spent on sending events, while steps were computed."""
-        self._step_began: float | None = None
         self._expecting = 0.0
         self._idle = True
         self._woken = 0.0
@@ -135,7 +105,7 @@ class Engine:
         Returns:
             False if this takes longer than `timeout` seconds. Then the step may still write into its blocks.
         """
-        self._stopping = True
+        self.computing.stopping = True
         self._inbox.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -159,6 +129,10 @@ class Engine:
     def starve(self, key: Key) -> None:
         self._inbox.put(lambda: self._scheduler.starve(key))
 
+    def encode(self, job: EncodeJob) -> None:
+        """Run an encoder between steps. The caller launches one job at a time. When the engine stops, it never ends."""
+        self.computing.launched.put(job)
+
     def forget(self, told: Callable[[int], None]) -> None:
         """Forget the blocks of the device's own pool that no request uses.
 
@@ -169,9 +143,8 @@ class Engine:
 
     @property
     def step_seconds(self) -> float:
-        """Time since the step under way began; 0 between steps."""
-        began = self._step_began
-        return 0.0 if began is None else time.perf_counter() - began
+        """Time since the step, or the piece of an encoder, under way began; 0 between them."""
+        return self.computing.step_seconds
 
     @property
     def stats(self) -> SchedulerStats:
@@ -180,7 +153,8 @@ class Engine:
     def samples(self) -> Iterator[Sample]:
         """Yield all figures for metrics. Any thread may call this."""
         yield from self.stats.samples()
-        for kind in ("busy", "bubble", "yielded", "plan", "output"):
+        yield from self.computing.samples()
+        for kind in ("plan", "output"):
             figure = f"{kind}_seconds"
             yield Sample(figure, getattr(self, figure), STEP_SECONDS, {"kind": kind})
 
@@ -190,7 +164,7 @@ class Engine:
         while self._obey_commands():
             depth = min(self._depth, 1) if self._expecting else self._depth
             while self._in_flight < depth and (step := self._scheduler.plan()) is not None:
-                self._launched.put(_Launch(step, self._woken if self._idle else None))
+                self.computing.launched.put(Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
                 self._idle = False
             for copies in self._scheduler.take_copies():
@@ -203,7 +177,7 @@ class Engine:
             self.plan_seconds += planned - self._woken
             self.output_seconds += time.perf_counter() - planned
         self._report()  # events of commands that came together with the command to stop
-        self._launched.put(None)
+        self.computing.launched.put(None)
         self._end_copier()
 
     def _obey_commands(self) -> bool:
@@ -225,6 +199,13 @@ class Engine:
         self._scheduler.add(request)
         if self._turns is not None and request.decodes:
             self._turns.received()
+
+    def _pass_result(self, step: Step, result: StepResult, yields: bool) -> None:
+        """Pass a result on to the host thread. Called on the compute thread."""
+        self._inbox.put(partial(self._take_result, step, result, yields))
+
+    def _pass_turn(self, others_go_on: bool) -> None:
+        self._inbox.put(partial(self._end_yield, others_go_on))
 
     def _take_result(self, step: Step, result: StepResult, yields: bool) -> None:
         self._in_flight -= 1
@@ -248,31 +229,6 @@ class Engine:
         if events := self._scheduler.take_events():
             self._on_events(events)
 
-    # ---- the compute thread
-
-    def _compute(self) -> None:
-        ended = time.perf_counter()
-        while (launch := self._launched.get()) is not None and not self._stopping:
-            began = self._step_began = time.perf_counter()
-            # Time without any work is no bubble: it ends with the command that brought work.
-            self.bubble_seconds += max(0.0, began - max(ended, launch.idle_until or ended))
-            if self._turns is not None:
-                self._turns.begin()
-                asked, began = max(began, ended), time.perf_counter()
-                self.yielded_seconds += max(0.0, began - asked)
-            result = self._runner.execute(launch.step)
-            hands_over = any(chunk.hands_over for chunk in launch.step.chunks)
-            yields = self._turns is not None and self._turns.end(hands_over)
-            self._step_began, ended = None, time.perf_counter()
-            self.busy_seconds += ended - began
-            self._inbox.put(partial(self._take_result, launch.step, result, yields))
-            if self._turns is not None and yields and not self._stopping:
-                left = self._turns.wait(PLAN_SECONDS)
-                self._inbox.put(partial(self._end_yield, left > 0))
-                # Planning counts as the others' time until their turn ends.
-                asked, ended = ended, time.perf_counter() + left
-                self.yielded_seconds += ended - asked
-
     def _guarded(self, work: Callable[[], None]) -> None:
         name_thread()
         try:
@@ -280,6 +236,6 @@ class Engine:
         except BaseException as error:
             log.exception("the engine failed")
             self._inbox.put(None)
-            self._launched.put(None)
+            self.computing.launched.put(None)
             self._end_copier()
             self._on_failure(error)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from paceline.core.config import ModelImpl, Quantization
-from paceline.core.kv_layout import KVLayout, make_layout
+from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.assistant import AssistantDrafter
 from paceline.engine.constraint import Grammars
@@ -19,13 +22,14 @@ from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.scheduler import Limits
 from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.interface import Kernels
-from paceline.models.base import Model
+from paceline.models.base import Model, kv_groups
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import is_assistant
+from paceline.models.config import encoding_size, is_assistant, read_assistant, read_config
 from paceline.models.draft import check_speculative, check_vocabularies
+from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import implementation_name, model_identity
-from paceline.models.loader import load_assistant, load_model
+from paceline.models.loader import load_assistant, load_encoders, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Loaded:
     """The kernels' chooser of tokens, if they have one."""
     assistant: Gemma4Assistant | None = None
     """A draft model that reads the model's own KV, and changes nothing in the layout."""
+    load_encoders: Callable[[], Encoders] | None = None
+    """A function that loads the model's encoders; None if it has none."""
 
     @property
     def max_position(self) -> int:
@@ -105,22 +111,109 @@ def load(
     check_speculative(speculative, folder, model_impl)
     code = (model_impl, trust_remote_code)
     model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
-    shapes = model.group_shapes
-    identity = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl))
-    draft_model = None
-    if speculative is None:
-        layout = make_layout(shapes, dtype.itemsize, identity)
-        return Loaded(model, None, layout, None, Grammars(folder), kernels.chooser)
-    draft_folder = Path(speculative.model)
-    if speculative.method == "draft_model" and is_assistant(draft_folder):
+    draft_folder, has_assistant = _draft(speculative)
+    draft_model = assistant = None
+    if draft_folder is not None and has_assistant:
         assistant = load_assistant(draft_folder, dtype, kernels, device, packed_dir)
-        layout = make_layout(shapes, dtype.itemsize, identity, speculative.num_speculative_tokens)
-        return Loaded(model, None, layout, speculative, Grammars(folder), kernels.chooser, assistant)
-    if speculative.method == "draft_model":
+    elif draft_folder is not None:
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir, "none", *code)
         check_vocabularies(draft_model.config, model.config)
-        first = len(model.layer_groups)
-        shapes += tuple(shape.of_drafter(first) for shape in draft_model.group_shapes)
+    shapes, draft_shapes = model.group_shapes, () if draft_model is None else draft_model.group_shapes
+    has_encoders = encoding_size(folder, model_impl) > 0
+    return Loaded(
+        model,
+        draft_model,
+        _layout(shapes, len(model.layer_groups), draft_shapes, folder, dtype, speculative, quantization, model_impl),
+        speculative,
+        Grammars(folder),
+        kernels.chooser,
+        assistant,
+        partial(_load_encoders, folder, dtype, kernels, device, packed_dir) if has_encoders else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoders:
+    """The encoders of a model, and the facts about its text model that a worker needs to share its arena."""
+
+    encoders: Encoders
+    layout: KVLayout
+    """The layout of workers that load the whole model."""
+    max_position: int
+
+
+def load_encoders_alone(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    speculative: SpeculativeConfig | None,
+    packed_dir: Path | None = None,
+    quantization: Quantization = "none",
+    model_impl: ModelImpl = "auto",
+) -> LoadedEncoders:
+    """Load the encoders of a model without the model. For arguments and errors see `load`.
+
+    Raises ConfigError if the model has no encoders.
+    """
+    check_speculative(speculative, folder, model_impl)
+    if not encoding_size(folder, model_impl):
+        raise ConfigError(
+            f"{folder.name} has no encoders that Paceline computes, so an encode worker has nothing to do; start "
+            "prefill and decode workers only"
+        )
+    config = read_config(folder)
+    draft_shapes: tuple[GroupShape, ...] = ()
+    shapes, layer_groups = kv_groups(config)
+    longest = config.max_position
+    draft_folder, has_assistant = _draft(speculative)
+    if draft_folder is not None:
+        draft = read_assistant(draft_folder) if has_assistant else read_config(draft_folder)
+        longest = min(longest, draft.max_position)
+        draft_shapes = () if has_assistant else kv_groups(draft)[0]
+    how = (folder, dtype, speculative, quantization, model_impl)
+    layout = _layout(shapes, len(layer_groups), draft_shapes, *how)
+    return LoadedEncoders(_load_encoders(folder, dtype, kernels, device, packed_dir), layout, longest)
+
+
+def _draft(speculative: SpeculativeConfig | None) -> tuple[Path | None, bool]:
+    """Return the folder of a draft model, and whether it is an assistant; None if no model drafts but the target."""
+    if speculative is None or speculative.method != "draft_model":
+        return None, False
+    folder = Path(speculative.model)
+    return folder, is_assistant(folder)
+
+
+def _layout(
+    shapes: tuple[GroupShape, ...],
+    layers: int,
+    draft_shapes: tuple[GroupShape, ...],
+    folder: Path,
+    dtype: torch.dtype,
+    speculative: SpeculativeConfig | None,
+    quantization: Quantization,
+    model_impl: ModelImpl,
+) -> KVLayout:
+    """Return the layout of a model's blocks.
+
+    Args:
+        shapes: the model's groups.
+        layers: number of the model's layers.
+        draft_shapes: groups of a draft model with KV of its own.
+    """
+    identity = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl))
+    if draft_shapes:
+        assert speculative is not None
+        draft_folder = Path(speculative.model)
+        shapes += tuple(shape.of_drafter(layers) for shape in draft_shapes)
         identity += model_identity(draft_folder, str(dtype), "none", implementation_name(draft_folder, model_impl))
-    layout = make_layout(shapes, dtype.itemsize, identity, speculative.num_speculative_tokens)
-    return Loaded(model, draft_model, layout, speculative, Grammars(folder), kernels.chooser)
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return make_layout(shapes, dtype.itemsize, identity, drafts, encoding_size(folder, model_impl))
+
+
+def _load_encoders(
+    folder: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None
+) -> Encoders:
+    encoders = load_encoders(folder, dtype, kernels, device, packed_dir)
+    assert encoders is not None
+    return encoders

@@ -59,7 +59,7 @@ class Member(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
-    """gateway, prefill, decode or kvtransfer."""
+    """gateway, prefill, decode, encode or kvtransfer."""
     epoch: _builtins.int
     """Grows with every start of the service."""
     address: _builtins.str
@@ -92,7 +92,7 @@ class Member(_message.Message):
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Only prefill and decode workers have it."""
+        """Only prefill, decode and encode workers have it."""
 
     def __init__(
         self,

@@ -20,6 +20,56 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ReadyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """Name of the encoding, as in MediaSpan."""
+    source: _builtins.str
+    """Address of the kvtransfer service of the host on which the encoding was computed or found."""
+    @_builtins.property
+    def key(self) -> _common_pb2.Key:
+        """Request and attempt as in the Work of the request; its generation is ignored."""
+
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.Key | None = ...,
+        digest: _builtins.bytes = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "key", b"key", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadyRequest: _TypeAlias = ReadyRequest  # noqa: Y015
+
+@_typing.final
+class ReadyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_MOVED_FIELD_NUMBER: _builtins.int
+    bytes_moved: _builtins.int
+    """Bytes that came from the other host."""
+    def __init__(
+        self,
+        *,
+        bytes_moved: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_moved", b"bytes_moved"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadyReply: _TypeAlias = ReadyReply  # noqa: Y015
+
+@_typing.final
 class ResetPoolRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -62,6 +112,8 @@ class ComputeEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
+    INPUT_NEEDED_FIELD_NUMBER: _builtins.int
+    ENCODED_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened: ...
@@ -72,6 +124,10 @@ class ComputeEvent(_message.Message):
     @_builtins.property
     def computed(self) -> Global___Computed: ...
     @_builtins.property
+    def input_needed(self) -> Global___InputNeeded: ...
+    @_builtins.property
+    def encoded(self) -> Global___Encoded: ...
+    @_builtins.property
     def report(self) -> Global___Report: ...
     def __init__(
         self,
@@ -80,13 +136,15 @@ class ComputeEvent(_message.Message):
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         alive: _common_pb2.Alive | None = ...,
         computed: Global___Computed | None = ...,
+        input_needed: Global___InputNeeded | None = ...,
+        encoded: Global___Encoded | None = ...,
         report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "event", b"event", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "encoded", b"encoded", "event", b"event", "input_needed", b"input_needed", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "event", b"event", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "encoded", b"encoded", "event", b"event", "input_needed", b"input_needed", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "prompt_logprobs", "alive", "computed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "prompt_logprobs", "alive", "computed", "input_needed", "encoded"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -108,6 +166,60 @@ class Computed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Computed: _TypeAlias = Computed  # noqa: Y015
+
+@_typing.final
+class InputNeeded(_message.Message):
+    """The host does not have the encoding, and the work has no media_input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InputNeeded: _TypeAlias = InputNeeded  # noqa: Y015
+
+@_typing.final
+class Encoded(_message.Message):
+    """The encoding is complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    ENCODE_MS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Address of the kvtransfer service whose arena has it."""
+    cached: _builtins.bool
+    """Whether it was there already."""
+    queue_ms: _builtins.float
+    """Time that the work waited for other encodings, and time that the encoder took, with the steps between its pieces."""
+    encode_ms: _builtins.float
+    bytes: _builtins.int
+    """Size of the encoding."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        cached: _builtins.bool = ...,
+        queue_ms: _builtins.float = ...,
+        encode_ms: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "cached", b"cached", "encode_ms", b"encode_ms", "queue_ms", b"queue_ms", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Encoded: _TypeAlias = Encoded  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):

@@ -245,6 +245,10 @@ class ComputeServicer:
     def Run(self, request, context):
         """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, which is
         sent when the work is accepted. The last event is Computed.
+
+        Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
+        host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
+        the worker keeps the encoding until the gateway cancels the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -287,6 +291,83 @@ class Compute:
             '/paceline.v1.Compute/Run',
             paceline_dot_proto_dot_common__pb2.Work.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.ComputeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class MediaStub:
+    """Tells a worker about the encodings of a request that it computes. Prefill and decode workers serve it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Ready = channel.unary_unary(
+                '/paceline.v1.Media/Ready',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.ReadyRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.ReadyReply.FromString,
+                _registered_method=True)
+
+
+class MediaServicer:
+    """Tells a worker about the encodings of a request that it computes. Prefill and decode workers serve it.
+    """
+
+    def Ready(self, request, context):
+        """An encoding is complete. Returns when the worker holds it. The worker first brings it to its own host, if it has
+        to. ABORTED if the worker does not compute this attempt now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_MediaServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Ready': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ready,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.ReadyRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.ReadyReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'paceline.v1.Media', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('paceline.v1.Media', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Media:
+    """Tells a worker about the encodings of a request that it computes. Prefill and decode workers serve it.
+    """
+
+    @staticmethod
+    def Ready(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Media/Ready',
+            paceline_dot_proto_dot_worker__pb2.ReadyRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.ReadyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -123,6 +123,10 @@ class ComputeStub:
     Run: _grpc.UnaryStreamMultiCallable[_common_pb2.Work, _worker_pb2.ComputeEvent]
     """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, which is
     sent when the work is accepted. The last event is Computed.
+
+    Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
+    host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
+    the worker keeps the encoding until the gateway cancels the call.
     """
 
 @_typing.type_check_only
@@ -133,6 +137,10 @@ class ComputeAsyncStub(ComputeStub):
     Run: _aio.UnaryStreamMultiCallable[_common_pb2.Work, _worker_pb2.ComputeEvent]  # type: ignore[assignment]
     """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, which is
     sent when the work is accepted. The last event is Computed.
+
+    Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
+    host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
+    the worker keeps the encoding until the gateway cancels the call.
     """
 
 class ComputeServicer(metaclass=_abc_1.ABCMeta):
@@ -146,9 +154,50 @@ class ComputeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ComputeEvent], _abc.AsyncIterator[_worker_pb2.ComputeEvent]]:
         """Computes the context in blocks that the worker reserves and releases itself. The first event is Opened, which is
         sent when the work is accepted. The last event is Computed.
+
+        Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
+        host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
+        the worker keeps the encoding until the gateway cancels the call.
         """
 
 def add_ComputeServicer_to_server(servicer: ComputeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class MediaStub:
+    """Tells a worker about the encodings of a request that it computes. Prefill and decode workers serve it."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> MediaAsyncStub: ...
+    Ready: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReadyRequest, _worker_pb2.ReadyReply]
+    """An encoding is complete. Returns when the worker holds it. The worker first brings it to its own host, if it has
+    to. ABORTED if the worker does not compute this attempt now.
+    """
+
+@_typing.type_check_only
+class MediaAsyncStub(MediaStub):
+    """Tells a worker about the encodings of a request that it computes. Prefill and decode workers serve it."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Ready: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadyRequest, _worker_pb2.ReadyReply]  # type: ignore[assignment]
+    """An encoding is complete. Returns when the worker holds it. The worker first brings it to its own host, if it has
+    to. ABORTED if the worker does not compute this attempt now.
+    """
+
+class MediaServicer(metaclass=_abc_1.ABCMeta):
+    """Tells a worker about the encodings of a request that it computes. Prefill and decode workers serve it."""
+
+    @_abc_1.abstractmethod
+    def Ready(
+        self,
+        request: _worker_pb2.ReadyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReadyReply, _abc.Awaitable[_worker_pb2.ReadyReply]]:
+        """An encoding is complete. Returns when the worker holds it. The worker first brings it to its own host, if it has
+        to. ABORTED if the worker does not compute this attempt now.
+        """
+
+def add_MediaServicer_to_server(servicer: MediaServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class MaintenanceStub:
     """What operators ask of any worker."""

@@ -138,17 +138,17 @@ def test_work_is_seen_as_busy_time_or_bubble(model: Model) -> None:
     loop.engine.stop()
     engine = loop.engine
     assert engine.stats.steps >= 50
-    assert engine.busy_seconds > 0
+    assert engine.computing.busy_seconds > 0
     assert engine.plan_seconds > 0
     assert engine.output_seconds > 0
-    assert engine.bubble_seconds >= 0
+    assert engine.computing.bubble_seconds >= 0
     # There is only one request, so the time of its steps is the time of all steps.
     stats = engine.stats
     in_model, beside = (
         [getattr(stats, f"{phase}_{kind}_seconds") for phase in ("prefill", "decode")] for kind in ("model", "other")
     )
     assert min(in_model + beside) > 0
-    assert sum(in_model + beside) <= engine.busy_seconds
+    assert sum(in_model + beside) <= engine.computing.busy_seconds
 
 
 @pytest.mark.slow

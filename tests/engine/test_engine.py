@@ -109,7 +109,7 @@ def start(
 def stop_amid_two_steps(engine: Engine, runner: SlowRunner) -> None:
     """Stop the engine while one step is computed and the next one waits after it."""
     assert runner.began.wait(WAIT)
-    while engine._launched.empty():
+    while engine.computing.launched.empty():
         time.sleep(0.001)
     assert not engine.stop(timeout=0)
     runner.go_on.set()
@@ -146,7 +146,7 @@ def test_who_comes_while_others_have_their_turn_is_in_the_next_step() -> None:
         turns.began.get(timeout=WAIT)
         assert runner.steps.get(timeout=WAIT) == there
     assert runner.steps.empty()
-    assert engine._launched.empty()
+    assert engine.computing.launched.empty()
     engine.stop(timeout=0)
     turns.ended.put(0.001)
     assert engine.stop()
@@ -158,9 +158,9 @@ def test_a_request_that_was_expected_is_in_the_next_step() -> None:
     engine.add(make_request("a", list(range(4)), 40))
     assert runner.began.wait(WAIT)
     engine.add(make_request("b", list(range(4)), 40))
-    while engine._launched.empty():
+    while engine.computing.launched.empty():
         time.sleep(0.001)
-    next_step = engine._launched.get().step
+    next_step = engine.computing.launched.get().step
     assert {chunk.key.request_id for chunk in next_step.chunks} == {"a", "b"}
     runner.go_on.set()
     engine.stop()
@@ -214,7 +214,7 @@ def test_time_without_work_is_no_bubble() -> None:
         while not (isinstance(event := events.get(timeout=WAIT), Sampled) and event.reason is not None):
             pass
     assert engine.stop()
-    assert engine.bubble_seconds < 1
+    assert engine.computing.bubble_seconds < 1
 
 
 def test_an_idle_engine_obeys_commands() -> None:

@@ -128,6 +128,13 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
     return None if config.vision is None and config.audio is None else config
 
 
+def encoding_size(folder: Path, model_impl: ModelImpl) -> int:
+    """Return the elements of a row of an encoding; 0 if the model has no encoders, or is computed by its own code."""
+    if implementation(folder, model_impl) != "native" or (encoders := read_encoders(folder)) is None:
+        return 0
+    return encoders.hidden_size
+
+
 def read_assistant(folder: Path) -> ModelConfig:
     """Return the configuration of an assistant; see `is_assistant`. Raises ModelError like `read_config`."""
     return _read(folder, dict.fromkeys(_ASSISTANTS, gemma4_assistant))

@@ -28,7 +28,7 @@ from paceline.services.common.tasks import end_tasks
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
 
-Role = Literal["gateway", "prefill", "decode", "kvtransfer"]
+Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer"]
 State = Literal["starting", "ready", "draining"]
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from paceline.core.context import Context
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.media import DIGEST_BYTES, MediaInput, MediaKind, MediaSpan
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
@@ -147,6 +148,11 @@ def spans_from_pb(messages: Sequence[pb.MediaSpan]) -> tuple[MediaSpan, ...]:
     if any(after.start < before.end for before, after in pairwise(spans)):
         raise InvalidRequestError("spans of media are not in order and apart from each other")
     return spans
+
+
+def context_from_pb(work: pb.Work) -> Context:
+    """Return the context of an attempt. Raises InvalidRequestError like `spans_from_pb`."""
+    return Context(work.token_ids, work.cache_salt, spans_from_pb(work.media))
 
 
 def media_input_to_pb(own: MediaInput) -> pb.MediaInput:

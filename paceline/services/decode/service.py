@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from paceline.core.context import Context, full_block_names
+from paceline.core.context import full_block_names
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
@@ -22,12 +22,13 @@ from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.common.tasks import end_tasks
-from paceline.services.common.wire import key_from_pb, key_to_pb
+from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb
 from paceline.services.decode.attempt_stream import AttemptStream
 from paceline.services.decode.outbox import Outboxes
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 from paceline.services.worker.leases import Adopted, Reservation
 from paceline.services.worker.reports import SHARED_MEMORY, count_blocks
+from paceline.services.worker.request_media import RequestMedia
 from paceline.services.worker.worker import Worker
 
 FIRST_COMMAND_SECONDS = 10.0
@@ -83,7 +84,8 @@ class _Attempt:
         self._work = work
         self._events = events
         self._key = key_from_pb(work.key)
-        self._context = Context(work.token_ids, work.cache_salt)
+        self._context = context_from_pb(work)
+        self._media: RequestMedia | None = None
         self._grammar: Grammar | None = None
 
     async def run(self, commands: Commands, context: CallContext) -> None:
@@ -91,6 +93,7 @@ class _Attempt:
         reservation = await self._reserve()
         try:
             self._grammar = await self._worker.compile_constraint(self._work)
+            self._media = self._worker.media.open(self._work)
             admitted = worker_pb2.Admitted(
                 key=key_to_pb(reservation.key),
                 cached_tokens=reservation.filled_tokens,
@@ -190,6 +193,8 @@ class _Attempt:
         blocks = count_blocks(layout, reservation, len(self._context))
         self._events.reporter.adopted(blocks, moved, path, max(0.0, came - told))
         self._context.token_ids.append(handoff.first_token_id)
+        if self._media is not None:
+            self._media.finish()
         return reservation
 
     async def _generate(self, reservation: Reservation) -> FinishReason:
@@ -203,6 +208,8 @@ class _Attempt:
                 assert event.reason is not None
                 return event.reason
             reservation = await self._reserve_again()
+            if self._media is not None:
+                await self._media.resume(reservation.filled_tokens)
 
     async def _reserve_again(self) -> Reservation:
         """Wait after a preemption until blocks are free, and reserve them. Blocks that are still cached are reused."""

@@ -20,6 +20,7 @@ from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.wire import reason_from_pb, token_from_pb
+from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Link, Placement
@@ -81,6 +82,7 @@ class Attempt:
         seconds: the longest time that the calls may take.
         stall_seconds: the longest silence before a worker counts as failed, in seconds.
         record: a trace that takes the workers' reports.
+        media: the encoder's inputs, if the context has spans of media.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Attempt:
         seconds: float,
         stall_seconds: float,
         record: AttemptTrace | None = None,
+        media: AttemptMedia | None = None,
     ) -> None:
         assert placement.decode is not None
         decode = fleet.worker(placement.decode.worker_id)
@@ -111,6 +114,11 @@ class Attempt:
         """Open until the prefill worker is done with the request; then the worker has room for another one."""
         self._decode_call = DecodeCall(decode, self._link, stall_seconds)
         self._resources.callback(self._decode_call.close)
+        self._encoding: EncodeCalls | None = None
+        if media is not None:
+            patience = {"seconds": seconds, "stall_seconds": stall_seconds}
+            self._encoding = EncodeCalls(fleet, media, work, **patience, record=self.record)
+            self._resources.callback(self._encoding.close)
         self._prefill_call: WorkerCall | None = None
         """The call to the prefill worker; None before `admit` starts it and after the handoff."""
         self._first: worker_pb2.FirstToken | None = None
@@ -136,6 +144,8 @@ class Attempt:
         self._note_prefix(self.decode, admitted.prefix_failed)
         if self.prefill is None:
             await self._decode_call.tell(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
+            if self._encoding is not None:
+                self._encoding.start(self.decode, admitted.cached_tokens, self._decode_call.fail)
         else:
             await self._start_prefill(self.prefill, admitted.key)
 
@@ -158,6 +168,8 @@ class Attempt:
         if self._link is not None:
             fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
             await self._decode_call.tell(worker_pb2.DecodeCommand(fetch=fetch))
+        if self._encoding is not None:
+            self._encoding.start(worker, event.opened.cached_tokens, lambda _: call.cancel())
 
     def _work_with_source(self, computes: bool) -> common_pb2.Work:
         """Return the work for one worker. If `computes`, it names the host from which to fetch a prefix.
@@ -249,6 +261,8 @@ class Attempt:
         try:
             event: worker_pb2.PrefillEvent = await call.read(seconds)
         except WorkerFailedError:
+            if self._encoding is not None and self._encoding.error is not None:
+                raise self._encoding.error from None  # it has cancelled this call
             if self._decode_call.has_ended:
                 # The decode call failed first and cancelled this one, so its error is the cause.
                 raise await self._decode_call.error() from None

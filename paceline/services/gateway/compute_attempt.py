@@ -12,10 +12,11 @@ from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.gateway.attempt import Ended, Event, scores_of
+from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.router import Placement
 from paceline.services.gateway.traces import AttemptTrace
-from paceline.services.gateway.worker_call import ADMIT_SECONDS, WorkerCall, answer, out_of_turn
+from paceline.services.gateway.worker_call import ADMIT_SECONDS, WorkerCall, WorkerFailedError, answer, out_of_turn
 
 
 class ComputeAttempt:
@@ -30,6 +31,7 @@ class ComputeAttempt:
         seconds: float,
         stall_seconds: float,
         record: AttemptTrace | None = None,
+        media: AttemptMedia | None = None,
     ) -> None:
         member = placement.computing
         self._worker = fleet.worker(member.worker_id)
@@ -43,6 +45,11 @@ class ComputeAttempt:
         call = stub.Run(work, timeout=seconds, metadata=trace_headers())
         self._resources.callback(call.cancel)
         self._call = WorkerCall(call, self._worker, None)
+        self._encoding: EncodeCalls | None = None
+        if media is not None:
+            patience = {"seconds": seconds, "stall_seconds": stall_seconds}
+            self._encoding = EncodeCalls(fleet, media, work, **patience, record=self.record)
+            self._resources.callback(self._encoding.close)
 
     async def admit(self) -> None:
         """Wait until the worker has accepted the work. Raises the errors of `Attempt.admit`, except NotCachedError."""
@@ -50,6 +57,8 @@ class ComputeAttempt:
         if not event.HasField("opened"):
             raise out_of_turn(self._worker)
         self.record.cached_tokens = event.opened.cached_tokens
+        if self._encoding is not None:
+            self._encoding.start(self._worker, event.opened.cached_tokens, lambda _: self._call.cancel())
 
     async def run(self, take: Callable[[Event], object]) -> None:
         """Give events to `take`, Ended last. Raises the errors of `admit`, and the errors of `take`."""
@@ -74,7 +83,12 @@ class ComputeAttempt:
         self._resources.close()
 
     async def _read(self, seconds: float) -> worker_pb2.ComputeEvent:
-        event: worker_pb2.ComputeEvent = await self._call.read(seconds)
+        try:
+            event: worker_pb2.ComputeEvent = await self._call.read(seconds)
+        except WorkerFailedError:
+            if self._encoding is not None and self._encoding.error is not None:
+                raise self._encoding.error from None  # it has cancelled this call
+            raise
         if event.HasField("report"):
             self.record.take(event.report, self._worker.member.worker_id)
         return event

@@ -118,7 +118,9 @@ class Fleet:
         return [
             worker.member
             for worker in self._workers.values()
-            if worker.member.model == self.model and worker.member.role != "kvtransfer" and not worker.refuses_us
+            if worker.member.role in ("prefill", "decode")
+            and worker.member.model == self.model
+            and not worker.refuses_us
         ]
 
     def set_aside(self, worker: RemoteWorker) -> None:
@@ -151,6 +153,16 @@ class Fleet:
             computing = ending.enter_context(contextlib.ExitStack())
             computing.callback(worker.computed, tokens)
             yield computing.close
+
+    @contextlib.contextmanager
+    def encode_call(self, worker: RemoteWorker) -> Iterator[None]:
+        """Count a call for an encoding, and keep the worker's channel open until the call ends."""
+        worker.encodings += 1
+        try:
+            yield
+        finally:
+            worker.encodings -= 1
+            self._close_when_idle(worker)
 
     async def _run(self) -> None:
         while True:
@@ -189,7 +201,7 @@ class Fleet:
                 self._workers[name] = RemoteWorker(member, self._secret)
                 _spawn(self._first_check(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
-                if member.role in ("prefill", "decode") and member.model != self.model:
+                if member.role in ("prefill", "decode", "encode") and member.model != self.model:
                     why = "config.json or tokenizer.json of its model differ from this gateway's"
                     log.warning("%s %s gets no requests: %s", member.role, name, why)
         for name, worker in self._workers.items():
@@ -230,7 +242,7 @@ class Fleet:
         self._close_when_idle(worker)
 
     def _close_when_idle(self, worker: RemoteWorker) -> None:
-        if worker.gone and worker.in_flight == 0:
+        if worker.gone and not worker.is_called:
             _spawn(worker.close(), self._closing)
 
 

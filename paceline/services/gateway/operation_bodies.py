@@ -137,6 +137,7 @@ class RoleState(BaseModel):
 class Scale(BaseModel):
     prefill: RoleState
     decode: RoleState
+    encode: RoleState
 
 
 class CacheReset(BaseModel):

@@ -54,6 +54,8 @@ class RemoteWorker:
         self.feed = EventFeed(self.channel, str(self), member.events)
         self.feed.on_draining = self._note_draining
         self.in_flight = 0
+        self.encodings = 0
+        """Calls for encodings. They take none of the places for requests, so they are not in `in_flight`."""
         self._tokens_in_flight = 0
         """Prompt tokens of calls in flight that the worker has not computed yet."""
         self._begun = Begun(0, 0)
@@ -77,6 +79,11 @@ class RemoteWorker:
 
     def __str__(self) -> str:
         return f"{self.member.role} worker {self.member.worker_id}"
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of this gateway runs there."""
+        return self.in_flight > 0 or self.encodings > 0
 
     @property
     def available(self) -> bool:
@@ -106,6 +113,7 @@ class RemoteWorker:
             unreported_tokens=self._unreported_tokens() if reports else 0,
             recent_tokens=self._recent.value(now),
             fetch_tokens_per_second=fetch_tokens_per_second,
+            encodings=self.encodings,
         )
 
     def _unreported_tokens(self) -> float:

@@ -87,6 +87,8 @@ class Candidate:
     """Prompt tokens that this gateway has sent recently; older ones count less."""
     fetch_tokens_per_second: float = 0.0
     """Measured rate at which its host fetches blocks from other hosts; 0 if unknown."""
+    encodings: int = 0
+    """Encodings that this gateway has asked for and that are not complete."""
 
     @property
     def load(self) -> float:

@@ -19,6 +19,8 @@ from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCachedError
+from paceline.services.gateway.encode_calls import AttemptMedia, NoRoomForEncodingError
+from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
@@ -41,6 +43,7 @@ class SequenceRunner:
         self._fleet = fleet
         self._placements = placements
         self._prefixes = prefixes
+        self._encodings = EncodingIndex(prefixes)
         self._turns = itertools.count()
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._aborted = False
@@ -75,10 +78,11 @@ class SequenceRunner:
                     sequence.failed |= {error.worker.member.worker_id}
                 except (WorkerFailedError, WorkerBusyError) as error:
                     attempt.record.fail(str(error))
-                    # A worker that admitted the attempt and then reports busy has failed.
+                    # A worker that admitted the attempt and then reports busy has failed, unless it is for an encoding.
+                    has_failed = not isinstance(error, NoRoomForEncodingError)
                     if isinstance(error, WorkerBusyError):
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)
-                    self._note_failure(error, sequence)
+                    self._note_failure(error, sequence, begun=has_failed)
                 finally:
                     self._discard(attempt)
                     self.queue.wake()
@@ -163,7 +167,7 @@ class SequenceRunner:
                 computed_with=record.computed_with,
                 decoded_with=record.decoded_with,
                 cut=self._fleet.failed_links(),
-                local_tokens=0 if sequence.needs_scores else self._config.local_prefill_tokens,
+                local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
             placement = self._place(kind, need, snapshot)
             if placement is None:
@@ -180,6 +184,7 @@ class SequenceRunner:
                 seconds=max(deadline - time.monotonic(), 0.1),
                 stall_seconds=self._config.stall_seconds,
                 record=record,
+                media=self._media(sequence),
             )
             self._running[attempt] = sequence
             try:
@@ -202,6 +207,12 @@ class SequenceRunner:
             except BaseException:
                 self._discard(attempt)
                 raise
+
+    def _media(self, sequence: SequenceRun) -> AttemptMedia | None:
+        if not sequence.media:
+            return None
+        inputs = {span.digest: own for span, own in zip(sequence.media, sequence.media_inputs, strict=True)}
+        return AttemptMedia(inputs, self._encodings, sequence.failed)
 
     def _max_model_len(self, sequence: SequenceRun) -> int:
         return self._fleet.max_model_len(KINDS[sequence.kind].decodes)

@@ -25,6 +25,7 @@ class ScaleRequest(Body):
 
     prefill: int | None = Field(None, ge=0, le=64)
     decode: int | None = Field(None, ge=1, le=64)
+    encode: int | None = Field(None, ge=0, le=64)
 
 
 def make_scaling(gateway: Gateway) -> APIRouter:
@@ -37,11 +38,10 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
-        targets = {
-            role: count for role, count in (("prefill", body.prefill), ("decode", body.decode)) if count is not None
-        }
+        wanted = (("prefill", body.prefill), ("decode", body.decode), ("encode", body.encode))
+        targets = {role: count for role, count in wanted if count is not None}
         if not targets:
-            raise InvalidRequestError("say how many workers there should be: prefill, decode or both", "decode")
+            raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
         return await _ask_supervisor(gateway.config.supervisor_socket, targets)
 
     return router

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.services.common.tasks import InUse
-from paceline.services.gateway.traces import AttemptTrace, Gaps, RequestTrace, SequenceTrace, WorkerName, gaps_of
+from paceline.services.gateway.trace_facts import EncodingTrace, Gaps, WorkerName, gaps_of
+from paceline.services.gateway.traces import AttemptTrace, RequestTrace, SequenceTrace
 
 KEPT = 1000
 """Sequences of ended requests whose traces are kept."""
@@ -134,6 +135,8 @@ def _attempt(attempt: AttemptTrace, at: Clock) -> Json:
             "waited_for": dict(attempt.waited_for),
         },
         "admission": _admission(attempt, at),
+        "encodings": [_encoding(encoding, at) for encoding in attempt.encodings],
+        "encodings_left_out": attempt.encodings_left_out,
         "prefill": _prefill(attempt, at),
         "first_token_ms": at(attempt.token_times[0] if attempt.token_times else None),
         "handoff": _handoff(attempt, at),
@@ -156,6 +159,21 @@ def _admission(attempt: AttemptTrace, at: Clock) -> Json | None:
         "blocks": attempt.blocks,
         "cached_blocks": attempt.cached_blocks,
         "numerics_changes": attempt.numerics_changes,
+    }
+
+
+def _encoding(encoding: EncodingTrace, at: Clock) -> Json:
+    return {
+        "began_ms": at(encoding.began),
+        "ended_ms": at(encoding.ended),
+        "worker": encoding.worker,
+        "kind": encoding.kind,
+        "tokens": encoding.tokens,
+        "cached": encoding.cached,
+        "queue_ms": _ms(encoding.queue_seconds),
+        "encode_ms": _ms(encoding.encode_seconds),
+        "bytes": encoding.bytes,
+        "bytes_moved": encoding.bytes_moved,
     }
 
 

@@ -6,21 +6,21 @@ Log lines, metrics and traces are made from them. All instants are of time.monot
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
+from paceline.core.media import MediaSpan
 from paceline.core.numerics import Numerics, may_differ
 from paceline.proto import worker_pb2
 from paceline.services.common.registry import Member
 from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.trace_facts import ChunkTotals, ChunkTrace, EncodingTrace, Gaps, WorkerName, gaps_of
 
-CHUNKS_KEPT = 32
-"""Chunks of an attempt that are kept one by one. Later ones only count in the totals."""
+ENCODINGS_KEPT = 32
+"""Encodings of an attempt that are kept one by one; of later ones only the number is kept."""
 
 REASONS_KEPT = 8
 """Largest number of different reasons of one wait. Further ones count as OTHER_REASONS."""
@@ -31,59 +31,6 @@ _REASON_CHARACTERS = 300
 
 SEQUENCES_KEPT = 100
 """Sequences of one request whose traces are kept after it has ended."""
-
-
-class WorkerName(NamedTuple):
-    worker: str
-    host: str
-    numerics: Numerics | None
-    """None if unknown."""
-
-    @staticmethod
-    def of(member: Member) -> WorkerName:
-        return WorkerName(member.worker_id, member.host_id, member.numerics)
-
-
-class ChunkTrace(NamedTuple):
-    """One step of a worker that computed tokens [first, first + tokens) of the context."""
-
-    at: float
-    """When the worker's report came."""
-    worker: str
-    first: int
-    tokens: int
-    step_seconds: float
-
-
-class Gaps(NamedTuple):
-    """Times between two messages with tokens, in seconds."""
-
-    p50: float
-    p99: float
-    longest: float
-
-
-@dataclass(slots=True)
-class ChunkTotals:
-    """Totals of all chunks of an attempt, and the first chunks one by one."""
-
-    count: int = 0
-    tokens: int = 0
-    step_seconds: float = 0.0
-    began: float = 0.0
-    """When the first chunk's step began, estimated from the time of its report."""
-    ended: float = 0.0
-    kept: list[ChunkTrace] = field(default_factory=list)
-
-    def add(self, chunk: ChunkTrace) -> None:
-        if not self.count:
-            self.began = chunk.at - chunk.step_seconds
-        self.count += 1
-        self.tokens += chunk.tokens
-        self.step_seconds += chunk.step_seconds
-        self.ended = chunk.at
-        if len(self.kept) < CHUNKS_KEPT:
-            self.kept.append(chunk)
 
 
 @dataclass(slots=True)
@@ -112,6 +59,9 @@ class AttemptTrace:
     """Tokens of the context that the computing worker found cached on its host."""
     blocks: int = 0
     cached_blocks: int = 0
+    encodings: list[EncodingTrace] = field(default_factory=list)
+    """The first encodings, in the order of their ends."""
+    encodings_left_out: int = 0
     chunks: ChunkTotals = field(default_factory=ChunkTotals)
     filled: float | None = None
     handed_over: float | None = None
@@ -183,6 +133,17 @@ class AttemptTrace:
         if report.HasField("effort"):
             self.effort = worker_pb2.Effort()
             self.effort.CopyFrom(report.effort)
+
+    def add_encoding(
+        self, span: MediaSpan, worker: Member, began: float, encoded: worker_pb2.Encoded, bytes_moved: int
+    ) -> None:
+        """Record that the worker that computes the prompt has an encoding now."""
+        if len(self.encodings) >= ENCODINGS_KEPT:
+            self.encodings_left_out += 1
+            return
+        times = encoded.queue_ms / 1000, encoded.encode_ms / 1000
+        place = worker.worker_id, span.kind.value, span.length, encoded.cached
+        self.encodings.append(EncodingTrace(began, time.monotonic(), *place, *times, encoded.bytes, bytes_moved))
 
     def fail(self, reason: str) -> None:
         self.failed, self.failure = time.monotonic(), reason[:_REASON_CHARACTERS]
@@ -333,15 +294,6 @@ class RequestTrace:
             self.outcome = "client gone" if left else "finished"
         self.left_out = max(0, len(self.records) - SEQUENCES_KEPT)
         del self.records[SEQUENCES_KEPT:]
-
-
-def gaps_of(times: Sequence[float]) -> Gaps | None:
-    """Return the gaps between sorted instants; None if there are fewer than two. Percentiles are by nearest rank."""
-    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
-    if not gaps:
-        return None
-    p50, p99 = (gaps[math.ceil(share * len(gaps)) - 1] for share in (0.5, 0.99))
-    return Gaps(p50, p99, gaps[-1])
 
 
 def _asked(plan: Plan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import grpc
@@ -84,15 +84,9 @@ class WorkerCall:
         """Return the next message. Raises WorkerFailedError, WorkerBusyError or InvalidRequestError."""
         try:
             async with asyncio.timeout(seconds):
-                message = await heeding_cancellation(self._call.read())
+                message = await reply_of(self._call.read(), self.worker, self._link)
         except TimeoutError:
             raise silence(self.worker, seconds) from None
-        except grpc.aio.AioRpcError as error:
-            raise self._error_of(error) from error
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            raise WorkerFailedError(f"{self.worker} cancelled the call", self.worker, True) from None
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
             raise WorkerFailedError(f"{self.worker} ended the call early", self.worker, True)
         return message
@@ -110,15 +104,32 @@ class WorkerCall:
                     if is_cancelled():
                         raise
 
-    def _error_of(self, error: grpc.aio.AioRpcError) -> PacelineError:
-        mapped = unmapped_error(error, str(self.worker))
-        if isinstance(mapped, InvalidRequestError):
-            return mapped
-        if isinstance(mapped, BusyError):
-            return WorkerBusyError(str(mapped), self.worker)
-        link = self._link if isinstance(mapped, TransferError) else None
-        elsewhere = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
-        return WorkerFailedError(str(mapped), self.worker, error.code() in elsewhere, link)
+
+async def reply_of(reply: Awaitable[Answer], worker: RemoteWorker, link: Link | None) -> Answer:
+    """Wait for a worker's reply. Raises WorkerFailedError, WorkerBusyError or InvalidRequestError.
+
+    Args:
+        link: the hosts between which the worker moves blocks, if it does; named in the error of a failed transfer.
+    """
+    try:
+        return await heeding_cancellation(reply)
+    except grpc.aio.AioRpcError as error:
+        raise _error_of(error, worker, link) from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise WorkerFailedError(f"{worker} cancelled the call", worker, True) from None
+
+
+def _error_of(error: grpc.aio.AioRpcError, worker: RemoteWorker, link: Link | None) -> PacelineError:
+    mapped = unmapped_error(error, str(worker))
+    if isinstance(mapped, InvalidRequestError):
+        return mapped
+    if isinstance(mapped, BusyError):
+        return WorkerBusyError(str(mapped), worker)
+    moved = link if isinstance(mapped, TransferError) else None
+    elsewhere = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+    return WorkerFailedError(str(mapped), worker, error.code() in elsewhere, moved)
 
 
 async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> Answer:
@@ -201,6 +212,10 @@ class DecodeCall:
     def leave(self) -> None:
         """Make `next` raise WorkerDrainingError after the events that have come."""
         self._inbox.put(WorkerDrainingError(self._worker))
+
+    def fail(self, error: Exception) -> None:
+        """Make `next` raise an error after the events that have come."""
+        self._inbox.put(error)
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
         """Give tokens to `take` as soon as they come; see `Inbox.divert`."""

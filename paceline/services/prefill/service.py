@@ -6,13 +6,19 @@ import logging
 
 import grpc.aio
 
-from paceline.core.context import Context
 from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import mapped_errors
-from paceline.services.common.wire import key_from_pb, key_to_pb, reason_to_pb, scores_to_pb, token_to_pb
+from paceline.services.common.wire import (
+    context_from_pb,
+    key_from_pb,
+    key_to_pb,
+    reason_to_pb,
+    scores_to_pb,
+    token_to_pb,
+)
 from paceline.services.worker.event_stream import EventStream, RequestEvent
 from paceline.services.worker.leases import Reservation
 from paceline.services.worker.reports import Reporter
@@ -44,6 +50,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         grammar = await worker.compile_constraint(work)
         reservation, prefix_came = await self._open(request)
         try:
+            worker.media.open(work)
             opened = worker_pb2.Opened(
                 key=key_to_pb(reservation.key),
                 source=worker.kv.session.source,
@@ -54,7 +61,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
             computed = worker.make_request(
                 work,
                 reservation,
-                Context(work.token_ids, work.cache_salt),
+                context_from_pb(work),
                 grammar,
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.session.host_id,
@@ -98,7 +105,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
         if request.host_id == worker.kv.session.host_id:
             return await worker.kv.open(key), True
-        own = Context(work.token_ids, work.cache_salt)
+        own = context_from_pb(work)
         prefix_came = await worker.fetch_prefix(work, key, own, work.prefix_source)
         reservation = await worker.reserve(work, key, own, len(own))
         try:

@@ -11,10 +11,11 @@ from paceline.core.config import GIB, ServeConfig, has_pools
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
-from paceline.models.config import read_facts
+from paceline.models.config import encoding_size, read_facts
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, count_weights
 from paceline.models.model_config import ModelConfig
+from paceline.services.serve.settings import served_name
 
 PROCESS_BYTES = 400 << 20
 """Resident memory of one worker without weights and KV cache: Python, torch and the scratch memory of a step."""
@@ -35,6 +36,15 @@ def check_config(config: ServeConfig) -> None:
 def check_model(config: ServeConfig, folder: Path) -> None:
     """Raise ConfigError or ModelError for options that do not fit the model in `folder`."""
     check_speculative(parse_speculative_config(config.speculative_config), folder, config.model_impl)
+    check_encode_workers(config, folder, config.encode)
+
+
+def check_encode_workers(config: ServeConfig, folder: Path, count: int) -> None:
+    """Raise ConfigError if there shall be encode workers and the model in `folder` has no encoders."""
+    if count and not encoding_size(folder, config.model_impl):
+        raise ConfigError(
+            f"{served_name(config)} has no encoders that Paceline computes, so it needs no encode workers"
+        )
 
 
 def check_port(host: str, port: int) -> None:
@@ -61,10 +71,11 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> st
     """
     if available is None:
         return ""
-    workers = config.prefill + config.decode
+    workers = config.prefill + config.decode  # an encode worker has neither the weights of the text model nor a pool
     weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
     kv_bytes = _kv_bytes(config, workers)
-    needed = weights + workers * PROCESS_BYTES + kv_bytes
+    processes = workers + config.encode
+    needed = weights + processes * PROCESS_BYTES + kv_bytes
     if needed > available >= needed - _idle_expert_bytes(folder, config):
         return (
             f"this stack is slow: {_gib(available)} of memory are free and it needs {_gib(needed)} (weights "
@@ -72,10 +83,10 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> st
         )
     if needed > available:
         sizes = [flag(name) for name in ("kv_memory", "kv_pool_memory") if getattr(config, name) != "auto"]
-        lower = " or ".join([*sizes, "--prefill", "--decode"])
+        lower = " or ".join([*sizes, "--prefill", "--decode", *(["--encode"] if config.encode else [])])
         raise ConfigError(
-            f"this stack needs {_gib(needed)} of memory (weights {_gib(weights)}, {workers} workers "
-            f"{_gib(workers * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "
+            f"this stack needs {_gib(needed)} of memory (weights {_gib(weights)}, {processes} workers "
+            f"{_gib(processes * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "
             f"lower {lower}, or take a smaller model"
         )
     return ""

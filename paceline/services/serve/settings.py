@@ -22,7 +22,7 @@ _GATEWAY = (
     "allowed_local_media_path",
 )
 """Options of `serve` that only the gateway has."""
-_SERVE = ("prefill", "decode", "cache_dir", "revision")
+_SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")
 """Options of `serve` that no service has."""
 
 

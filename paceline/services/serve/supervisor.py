@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO
@@ -28,7 +28,7 @@ from paceline.services.serve.private_folder import private_folder
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 from paceline.services.serve.scaling_socket import ScalingSocket
 from paceline.services.serve.settings import stack_settings
-from paceline.services.serve.worker_fleet import WorkerFleet
+from paceline.services.serve.worker_fleet import Role, WorkerFleet
 
 PREPARE_SECONDS = 86400.0
 """Longest time to download and convert a model, in seconds. Some models have hundreds of gigabytes."""
@@ -129,10 +129,12 @@ class Supervisor:
             lambda role, name: self._service(role, *worker_flags, f"--worker-id={name}", name=name),
             self._supervise,
             lambda worker: worker.stop(self._grace, self._hurry),
-            partial(self._check_room, model),
+            partial(self._check_added, model),
             say,
         )
-        await workers.scale({"prefill": self._config.prefill, "decode": self._config.decode})
+        await workers.scale(
+            {"prefill": self._config.prefill, "decode": self._config.decode, "encode": self._config.encode}
+        )
         scaling = ScalingSocket(folder / "scale.sock", workers)
         await scaling.start()
         self._scaling = scaling
@@ -230,9 +232,11 @@ class Supervisor:
         else:
             self._broken.put_nowait(error)
 
-    def _check_room(self, model: Path, added: int) -> None:
+    def _check_added(self, model: Path, added: Mapping[Role, int]) -> None:
+        """Raise ConfigError if the model or the memory allows no such workers."""
+        checks.check_encode_workers(self._config, model, added.get("encode", 0))
         if self._serves:  # the first workers were checked with the rest of the stack
-            checks.check_more_workers(self._config, model, added, available_memory())
+            checks.check_more_workers(self._config, model, sum(added.values()), available_memory())
 
     @property
     def _grace(self) -> float:

@@ -1,4 +1,4 @@
-"""The prefill and decode workers of a stack, which may be added and removed while it serves."""
+"""The workers of a stack, which may be added and removed while it serves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Literal, get_args
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.services.serve.managed_process import ManagedProcess
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 
-LEAST: Mapping[Role, int] = {"prefill": 0, "decode": 1}
-"""Smallest number of workers of each role. Without a prefill worker, decode workers compute prompts."""
+LEAST: Mapping[Role, int] = {"prefill": 0, "decode": 1, "encode": 0}
+"""Smallest number of workers of each role. Without a prefill worker, decode workers compute prompts; without an encode
+worker, the workers that compute prompts encode."""
 MOST = 64
 """Largest number of workers of one role."""
 
@@ -34,7 +35,8 @@ class WorkerFleet:
         make: makes the process of a worker with this role and name. WorkerFleet starts it.
         supervise: returns a task that starts a worker's process again whenever it ends.
         drain: sends SIGTERM to the worker, which moves or finishes its work, and waits for its end.
-        check_room: raises ConfigError if this many more workers do not fit into the machine's memory.
+        check: raises ConfigError if so many more workers of each role make no sense for the model, or do not fit into
+            the machine's memory.
         tell: shows a line to the user.
     """
 
@@ -43,13 +45,13 @@ class WorkerFleet:
         make: Callable[[Role, str], ManagedProcess],
         supervise: Callable[[ManagedProcess], asyncio.Task[None]],
         drain: Callable[[ManagedProcess], Awaitable[None]],
-        check_room: Callable[[int], None],
+        check: Callable[[Mapping[Role, int]], None],
         tell: Callable[[str], None],
     ) -> None:
         self._make = make
         self._supervise = supervise
         self._drain = drain
-        self._check_room = check_room
+        self._check = check
         self._tell = tell
         # Names are not used again, because a worker that drains still has its own.
         self._numbers: dict[Role, itertools.count[int]] = {role: itertools.count() for role in get_args(Role)}
@@ -71,9 +73,9 @@ class WorkerFleet:
             if not LEAST[role] <= count <= MOST:
                 raise ConfigError(f"{role} must be from {LEAST[role]} to {MOST}, not {count}")
         async with self._scaling:
-            added = sum(max(0, count - len(self._workers[role])) for role, count in targets.items())
+            added = {role: more for role, count in targets.items() if (more := count - len(self._workers[role])) > 0}
             if added:
-                self._check_room(added)
+                self._check(added)
             for role, count in targets.items():
                 for worker in self._workers[role][count:]:
                     self._begin_drain(role, worker)
@@ -97,13 +99,13 @@ class WorkerFleet:
         }
 
     def give_up(self, process: ManagedProcess) -> bool:
-        """Forget a worker whose process keeps ending, unless it is the only one of its role.
+        """Forget a worker whose process keeps ending, unless it is the only prefill or decode worker.
 
         Returns whether the process was a worker's and is forgotten.
         """
-        for workers in self._workers.values():
+        for role, workers in self._workers.items():
             for worker in workers:
-                if worker.process is process and len(workers) > 1:
+                if worker.process is process and (len(workers) > 1 or role == "encode"):
                     workers.remove(worker)
                     return True
         return False

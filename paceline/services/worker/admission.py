@@ -48,9 +48,32 @@ class Admission:
         if self.active >= self._max_requests:
             raise BusyError(f"this worker runs {self.active} requests, as many as it may")
         self.active += 1
-        self._idle.clear()
+        try:
+            async with self._running():
+                yield
+        finally:
+            self.active -= 1
+
+    @contextlib.asynccontextmanager
+    async def join(self, continues: bool) -> AsyncIterator[None]:
+        """Count work that takes no place of a request, while the body of the `with` statement runs.
+
+        Args:
+            continues: whether the work belongs to a request that was admitted here. Then a draining worker takes it.
+
+        Raises:
+            UnavailableError: as with `admit`.
+        """
+        if self.draining and not continues:
+            raise _draining()
+        async with self._running():
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
         deadline = asyncio.timeout(None)
         self._deadlines.add(deadline)
+        self._idle.clear()
         try:
             async with deadline:
                 yield
@@ -60,8 +83,7 @@ class Admission:
             raise
         finally:
             self._deadlines.remove(deadline)
-            self.active -= 1
-            if self.active == 0:
+            if not self._deadlines:
                 self._idle.set()
 
     @contextlib.contextmanager
@@ -85,7 +107,7 @@ class Admission:
             self.on_draining()
 
     async def drain(self, seconds: float) -> None:
-        """Wait up to `seconds` until no request runs. Then end the remaining requests with UnavailableError."""
+        """Wait up to `seconds` until nothing runs. Then end the remaining requests with UnavailableError."""
         self.begin_drain()
         if await self._is_idle_within(seconds):
             return
@@ -98,7 +120,7 @@ class Admission:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
-        return self.active == 0
+        return not self._deadlines
 
 
 def _draining() -> UnavailableError:

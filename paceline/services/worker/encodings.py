@@ -87,6 +87,10 @@ class Encodings:
         reservation = await self._kv.reserve(key, links, tokens, tokens, priority, encoding=True)
         return self._held(reservation, digest, length, links)
 
+    def size(self, held: HeldEncoding) -> int:
+        """Return the bytes of an encoding's rows."""
+        return held.length * self.rows.hidden * self._layout.itemsize
+
     def write(self, held: HeldEncoding, rows: Tensor) -> None:
         """Write all rows of an encoding, [length, hidden] of the model's dtype. Publish it next."""
         self.rows.write(held.slots, held.cached_blocks, rows)

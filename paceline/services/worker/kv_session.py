@@ -78,7 +78,8 @@ class KVSession:
         self._channel = open_channel(address, secret)
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self._lease_seconds = 10.0
-        self._arena_path = Path()
+        self.arena_path = Path()
+        """File of the arena, after `attach`."""
         self._layout: KVLayout | None = None
         self._context_tokens = 0
         self._socket_path = ""
@@ -109,10 +110,8 @@ class KVSession:
         ]
         for task in self._tasks:
             task.add_done_callback(self._end_with)
-        mapped = map_arena(self._arena_path, event.arena_bytes)
-        return MappedArena(
-            self._arena_path, event.slots, mapped[: event.arena_bytes], turns=mapped[event.arena_bytes :]
-        )
+        mapped = map_arena(self.arena_path, event.arena_bytes)
+        return MappedArena(self.arena_path, event.slots, mapped[: event.arena_bytes], turns=mapped[event.arena_bytes :])
 
     async def close(self) -> None:
         """Wait up to CALL_SECONDS for operations, then end the session. Operations without an answer fail."""
@@ -144,7 +143,7 @@ class KVSession:
     # ---- begin
 
     def _take_in(self, event: pb.AttachEvent) -> None:
-        self.id, self._arena_path = event.session, Path(event.arena_path)
+        self.id, self.arena_path = event.session, Path(event.arena_path)
         self.host_id, self.source, self.has_disk = event.host_id, event.address, event.has_disk
         self._lease_seconds = event.lease_ms / 1000
         self._socket_path = event.socket_path
@@ -222,7 +221,7 @@ class KVSession:
         try:
             async with asyncio.timeout(RETURN_SECONDS):
                 call, event = await self._try_to_attach(
-                    self._attach_request(self._layout, arena_path=str(self._arena_path), claims=claims)
+                    self._attach_request(self._layout, arena_path=str(self.arena_path), claims=claims)
                 )
         except (TimeoutError, PacelineError) as error:
             log.info("this worker cannot return to its arena: %s", error or "no kvtransfer is started again")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from paceline.core.context import Context
 from paceline.core.errors import InvalidRequestError
 from paceline.engine.step import Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2
-from paceline.services.common.wire import key_from_pb, key_to_pb, scores_to_pb
+from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb, scores_to_pb
 from paceline.services.worker.event_stream import EventStream
 from paceline.services.worker.reports import Reporter
 from paceline.services.worker.worker import Worker
@@ -27,9 +26,10 @@ async def score(
         raise InvalidRequestError("work of the kind SCORE must say how many prompt_logprobs it wants")
     # The engine ends a request with its first token. This token is not sent.
     work.sampling.max_tokens = 1
-    context = Context(work.token_ids, work.cache_salt)
+    context = context_from_pb(work)
     lease = await worker.reserve(work, key_from_pb(work.key), context, len(context))
     try:
+        worker.media.open(work)
         opened = worker_pb2.Opened(key=key_to_pb(lease.key), cached_tokens=lease.filled_tokens)
         await send(worker_pb2.ComputeEvent(opened=opened))
         events, reporter = EventStream(), Reporter()

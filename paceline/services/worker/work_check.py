@@ -6,6 +6,7 @@ import math
 
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import common_pb2 as pb
+from paceline.services.common.wire import spans_from_pb
 
 MAX_ID_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 1024
@@ -38,10 +39,28 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
         raise InvalidRequestError(
             f"the context has {length} tokens; this worker takes at most {max_model_len - 1}", "prompt"
         )
+    if any(span.end > work.prompt_tokens for span in spans_from_pb(work.media)):
+        raise InvalidRequestError("a span of media ends after the prompt", "prompt")
     if len(work.prefix_source) > MAX_ADDRESS_CHARACTERS:
         raise InvalidRequestError(f"prefix_source may have at most {MAX_ADDRESS_CHARACTERS} characters")
     _check_sampling(work.sampling, vocab_size)
     _check_tokens(work, vocab_size)
+
+
+def check_encode(work: pb.Work, most_rows: int) -> None:
+    """Raise InvalidRequestError for work of the kind ENCODE that a worker can never do.
+
+    Args:
+        most_rows: largest number of rows of an encoding.
+    """
+    _check_key(work)
+    spans = spans_from_pb(work.media)
+    if work.token_ids or len(spans) != 1 or spans[0].start:
+        raise InvalidRequestError("work to encode has no tokens and one span, which begins at token 0")
+    if spans[0].length > most_rows:
+        raise InvalidRequestError(
+            f"an encoding has {spans[0].length} rows; this worker takes at most {most_rows}", "prompt"
+        )
 
 
 def check_token(token: int, vocab_size: int) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from paceline.core.context import Context
 from paceline.core.errors import (
     BusyError,
-    ConstraintError,
     InvalidRequestError,
     PacelineError,
-    StaleError,
     TransferError,
     UnavailableError,
 )
@@ -29,27 +28,21 @@ from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
-from paceline.engine.step import (
-    Event,
-    Failed,
-    Filled,
-    NeedsBlocks,
-    Preempted,
-    Removed,
-    Sealed,
-    Trimmed,
-)
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
 from paceline.proto.fleet_pb2 import LoadReport
-from paceline.services.common.wire import sampling_from_pb
+from paceline.services.common.wire import key_from_pb, sampling_from_pb
 from paceline.services.worker.admission import Admission
-from paceline.services.worker.encodings import Encodings
-from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams, RequestEvent
+from paceline.services.worker.dispatcher import Dispatcher, lost
+from paceline.services.worker.encoder import Encoder
+from paceline.services.worker.encoding import EncodingDesk
+from paceline.services.worker.encodings import Encodings, HeldEncoding
+from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.leases import Reservation
-from paceline.services.worker.work_check import check_token, check_work
+from paceline.services.worker.request_media import MediaDesk
+from paceline.services.worker.work_check import check_encode, check_token, check_work
 
 Argument = TypeVar("Argument")
 
@@ -95,16 +88,17 @@ class Worker:
     ) -> None:
         self.model_id = model_id
         self.kv = kv
-        kv.on_lease_lost = self._on_lease_lost
         self.memory = memory
         self.layout = loaded.layout
         self.encodings = Encodings(kv, loaded.layout, memory.arena) if loaded.layout.encodings else None
         """None if the model has no encoders."""
+        self.media = MediaDesk(self.encodings, kv.session.source)
         self.limits = limits
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
         self._streams = EventStreams()
+        self.dispatcher = Dispatcher(kv, self._streams, self.media)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """A future that gets an exception if the engine fails."""
@@ -115,19 +109,26 @@ class Worker:
             loaded.max_drafts,
             loaded.model.config.whole_media,
         )
-        self.runner = loaded.runner(memory.pool, self.engine_limits)
+        rows = None if self.encodings is None else self.encodings.rows
+        self.runner = loaded.runner(memory.pool, self.engine_limits, rows)
         adaptive = loaded.speculative is None or loaded.speculative.adaptive
         self._pool = memory.compute_pool()
         self.engine = Engine(
             Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), self._pool),
             self.runner,
-            on_events=self._on_loop(self._dispatch),
+            on_events=self._on_loop(self.dispatcher.take),
             on_failure=self._on_loop(self._fail),
             steps_in_flight=limits.steps_in_flight,
             turns=turns,
             copies=memory.copies,
             peers=memory.peers,
         )
+        self.dispatcher.engine = self.engine
+        self.encoding: EncodingDesk | None = None
+        """None if the model has no encoders."""
+        if self.encodings is not None and loaded.load_encoders is not None:
+            encoder = Encoder(loaded.load_encoders, self.engine.encode)
+            self.encoding = EncodingDesk(encoder, self.encodings, kv.session.source, lambda: self.goes_on)
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
         """Return a function for the engine's threads that runs `function` on the event loop."""
@@ -140,6 +141,11 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest context."""
+        return self.limits.max_model_len
 
     def load(self) -> LoadReport:
         """Return how much work the worker has. The gateway places requests by it."""
@@ -160,11 +166,22 @@ class Worker:
         yield Sample("stored_bytes", stats.stored_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "store"})
         if (counts := self._pool.counts()) is not None:
             yield from counts.samples()
+        if self.encoding is not None:
+            yield from self.encoding.encoder.samples()
 
     @property
     def goes_on(self) -> bool:
         """Whether the engine is idle or its step began less than ALIVE_SECONDS ago. Then requests just wait."""
         return self.engine.step_seconds < ALIVE_SECONDS
+
+    def admit(self, work: pb.Work) -> AbstractAsyncContextManager[None]:
+        """Count work while a `with` statement runs. See `Admission`.
+
+        Encodings take no place: requests that have all places wait for them.
+        """
+        if work.kind == pb.WORK_KIND_ENCODE:
+            return self.admission.join(continues=self.media.get(key_from_pb(work.key)) is not None)
+        return self.admission.admit()
 
     def check(self, work: pb.Work) -> None:
         """Refuse work that this worker can never do.
@@ -173,7 +190,10 @@ class Worker:
         """
         if work.model != self.model_id:
             raise UnavailableError("this worker serves another model")
-        check_work(work, self.limits.max_model_len, self._vocab_size)
+        if work.kind == pb.WORK_KIND_ENCODE:
+            check_encode(work, self.limits.max_model_len)
+        else:
+            check_work(work, self.limits.max_model_len, self._vocab_size)
 
     def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
         """Refuse a handoff with an unknown token or of another attempt. Raises InvalidRequestError."""
@@ -256,10 +276,18 @@ class Worker:
         """Give a request to the engine, and its events to `events`. Raises StaleError if its blocks were lost."""
         # Nothing may be awaited between this and `add`: a request that loses its blocks later is stopped.
         if not self.kv.has(request.key):
-            raise _lost(request.key)
+            raise lost(request.key)
         self.kv.use(request.key)
         self._streams.add(request, events)
         self.engine.add(request)
+        if media := self.media.get(request.key):
+            media.attach(partial(self._provide, request))
+
+    def _provide(self, request: Request, held: HeldEncoding) -> None:
+        """Give an encoding to the engine, for all spans of a request that read it."""
+        for index, span in enumerate(request.context.media):
+            if span.digest == held.digest:
+                self.engine.provide(request.key, index, held.slots)
 
     def retire(self, key: Key) -> None:
         """Stop a request in any state. Its blocks are released as soon as no step can write to them any more."""
@@ -290,65 +318,3 @@ class Worker:
     def queued_tokens(self) -> int:
         """Tokens of contexts that the engine has not computed yet."""
         return self._streams.queued_tokens
-
-    def _dispatch(self, events: list[Event]) -> None:
-        """Carry out operations on blocks in the engine's order, then give the other events to the requests' handlers.
-
-        Handlers come last, because they write to gRPC, which takes longer than a handoff.
-        """
-        came = time.time()
-        for event in events:
-            match event:
-                case Sealed(key, group, first_block, hashes):
-                    self.kv.seal(key, group, first_block, hashes)
-                case Trimmed(key, group, first_kept_block):
-                    self.kv.trim(key, group, first_kept_block)
-                case NeedsBlocks(key, token_count):
-                    self._extend(key, token_count)
-                case Removed(key):
-                    self.kv.release(key)
-                case Filled():
-                    self._fill(event, came)
-                case Preempted(key):
-                    # Released at once, so that the request that was short of blocks gets them when it asks again.
-                    self.kv.release(key)
-        for event in events:
-            if isinstance(event, Failed):
-                self._streams.put(event.key, ConstraintError(event.message))
-            elif isinstance(event, RequestEvent) and not isinstance(event, Filled):
-                self._streams.put(event.key, event)
-                if isinstance(event, Preempted):
-                    self.forget(event.key)
-
-    def _fill(self, filled: Filled, came: float) -> None:
-        """Give the blocks to the decode worker at once. The request's handler gets the event when they are filled."""
-        if (stream := self._streams.get(filled.key)) is None:
-            return  # the request is leaving the engine, and its blocks will be released
-        stream.sealed_at = came
-
-        def tell(done: asyncio.Future[None]) -> None:
-            error = done.exception()
-            stream.put(error if isinstance(error, PacelineError) else filled)
-
-        self.kv.fill(filled.key, filled.length, filled.context_hash, stream.traceparent).add_done_callback(tell)
-
-    def _on_lease_lost(self, key: Key) -> None:
-        self.engine.remove(key)
-        self._streams.put(key, _lost(key))
-
-    def _extend(self, key: Key, token_count: int) -> None:
-        def answer(outcome: Reservation | PacelineError) -> None:
-            if key not in self._streams:
-                return  # the request has left the engine meanwhile, and its blocks are released
-            if isinstance(outcome, Reservation):
-                self.engine.grow(key, outcome.tables)
-            elif isinstance(outcome, BusyError):
-                self.engine.starve(key)
-            else:
-                self._on_lease_lost(key)
-
-        self.kv.extend(key, token_count, answer)
-
-
-def _lost(key: Key) -> StaleError:
-    return StaleError(f"the blocks of {key} are lost: its lease ended before it was renewed")

@@ -1,4 +1,4 @@
-"""The process of a prefill or decode worker: load the model, join the arena, serve, drain."""
+"""The process of a worker: load the model, join the arena, serve, drain."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc.aio
 import torch
 
 from paceline.core.config import WorkerConfig
-from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.errors import UnavailableError
+from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_cores
+from paceline.core.metrics import Sample
 from paceline.core.model_folder import model_digest
 from paceline.core.numerics import Numerics
-from paceline.core.speculative import parse_speculative_config
-from paceline.core.turns import DecodeTurns, PrefillTurns, Turns
-from paceline.engine.engine import STEPS_IN_FLIGHT
-from paceline.engine.loading import Loaded, load
-from paceline.proto.worker_pb2_grpc import add_ComputeServicer_to_server, add_MaintenanceServicer_to_server
+from paceline.engine.engine import Engine
+from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -36,25 +35,48 @@ from paceline.services.common.registry import Member, Registrar, Role, metrics_t
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.secret import read_secret
 from paceline.services.common.unix_socket import Framed, UnixListener
-from paceline.services.worker.compute import ComputeService
+from paceline.services.worker.admission import Admission
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
-from paceline.services.worker.kv_memory import KVMemory, device_memory
-from paceline.services.worker.maintenance import MaintenanceService
-from paceline.services.worker.warm_up import warm_up
-from paceline.services.worker.worker import Worker, WorkerLimits
+from paceline.services.worker.site import Site
 
 log = logging.getLogger(__name__)
 
-AddService = Callable[[grpc.aio.Server, Worker], Callable[[], Framed] | None]
-"""A function that adds a service to the server. It returns a factory for connections of the service's Unix socket on
-this host; None if the service has no such socket."""
+
+class AnyWorker(Protocol):
+    """A worker of any role, as its process uses it."""
+
+    engine: Engine
+    admission: Admission
+    layout: KVLayout
+    failed: asyncio.Future[None]
+    """A future that gets an exception if the engine fails."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest context."""
+
+    def load(self) -> LoadReport:
+        """Return how much work the worker has."""
+
+    def samples(self) -> Iterable[Sample]:
+        """Return the worker's metrics."""
 
 
-async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) -> None:
+W = TypeVar("W", bound=AnyWorker)
+
+MakeWorker = Callable[[Site], Awaitable[W]]
+"""A function that loads the model, joins the host's arena, and returns the worker."""
+
+AddServices = Callable[[grpc.aio.Server, W], Callable[[], Framed] | None]
+"""A function that adds services to the server. It returns a factory for connections of the worker's Unix socket on this
+host; None if the worker has no such socket."""
+
+
+async def run_worker(config: WorkerConfig, role: Role, make: MakeWorker[W], add_services: AddServices[W]) -> None:
     """Serve until SIGTERM, then drain. Raises PacelineError if the worker cannot start or go on."""
     stop = stop_on_signals()
-    process = await start_unless_stopped(WorkerProcess.start(config, role, add_service), stop)
+    process = await start_unless_stopped(WorkerProcess.start(config, role, make, add_services), stop)
     announce_ready(config, process.address)
     log.info("%s %s serves at %s, computes with %s", role, process.worker_id, process.address, process.numerics)
     try:
@@ -64,7 +86,7 @@ async def run_worker(config: WorkerConfig, role: Role, add_service: AddService) 
         await process.close()
 
 
-class WorkerProcess:
+class WorkerProcess(Generic[W]):
     """A worker with its server, its session with kvtransfer and its membership in the cluster."""
 
     def __init__(self, config: WorkerConfig, role: Role) -> None:
@@ -78,7 +100,7 @@ class WorkerProcess:
         self._role = role
         self._secret = read_secret(config.auth_token_file)
         self._model_id = model_digest(Path(config.model))
-        self._worker: Worker | None = None
+        self._worker: W | None = None
         self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, self._secret)
         self._epoch = time.time_ns()
         self._server = RpcServer(config.host, config.port, self._secret, config.worker_id)
@@ -86,13 +108,15 @@ class WorkerProcess:
         self._undo = contextlib.AsyncExitStack()
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> W:
         """The worker of a process that has started."""
         assert self._worker is not None
         return self._worker
 
     @classmethod
-    async def start(cls, config: WorkerConfig, role: Role, add_service: AddService) -> WorkerProcess:
+    async def start(
+        cls, config: WorkerConfig, role: Role, make: MakeWorker[W], add_services: AddServices[W]
+    ) -> WorkerProcess[W]:
         """Register in Redis, load the model, join the arena and serve. Raises PacelineError.
 
         If this fails or is cancelled, everything is undone.
@@ -100,11 +124,11 @@ class WorkerProcess:
         worker_id = config.worker_id or unique_name(role)
         process = cls(config.model_copy(update={"worker_id": worker_id}), role)
         async with process._undo:
-            await process._start(add_service)
+            await process._start(make, add_services)
             process._undo = process._undo.pop_all()
         return process
 
-    async def _start(self, add_service: AddService) -> None:
+    async def _start(self, make: MakeWorker[W], add_services: AddServices[W]) -> None:
         config, undo = self._config, self._undo
         undo.push_async_callback(self._kv.session.close)
         undo.push_async_callback(self._leave)
@@ -115,28 +139,14 @@ class WorkerProcess:
         torch.set_num_threads(config.threads or available_cores())
         compute = await asyncio.to_thread(ComputeOptions.resolve, config)
         self.numerics = compute.numerics
-        loaded = await asyncio.to_thread(_load, config, compute)
-        arena = await self._kv.session.attach(loaded.layout, config.max_model_len or loaded.max_position)
-        blocks = torch.frombuffer(arena.blocks, dtype=compute.dtype)
-        memory = _kv_memory(config, compute, loaded, blocks, arena.path)
-        undo.callback(memory.close)
-        turns = _turns(config, compute.device, self._role, arena.turns, self._kv.session.id)
-        if turns is not None:
-            compute.kernels.take_turns(turns)
-        max_model_len = _max_model_len(config, loaded, arena.slots, memory.slots)
-        steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
-        limits = WorkerLimits(max_model_len, config.max_batched_tokens, config.max_seqs, steps_in_flight)
-        worker = Worker(loaded, self._model_id, memory, self._kv, limits, turns)
-        add_ComputeServicer_to_server(ComputeService(worker), self._server.server)
-        add_MaintenanceServicer_to_server(MaintenanceService(worker), self._server.server)
-        connection = add_service(self._server.server, worker)
+        worker = await make(Site(config, compute, self._role, self._model_id, self._kv, undo))
+        connection = add_services(self._server.server, worker)
         await self._server.start()
-        await warm_up(worker)
         worker.engine.start()
         undo.push_async_callback(self._stop_engine, worker)
         undo.push_async_callback(self._leave)  # no call may be left when the engine stops
         if connection is not None:
-            listener = UnixListener(arena.path.parent, connection)
+            listener = UnixListener(self._kv.session.arena_path.parent, connection)
             await listener.start()
             undo.push_async_callback(listener.close)
             self.socket = str(listener.path)
@@ -179,7 +189,7 @@ class WorkerProcess:
         await self._registrar.stop()
         await self._server.close(0)
 
-    async def _stop_engine(self, worker: Worker) -> None:
+    async def _stop_engine(self, worker: W) -> None:
         """Stop the engine. If its running step does not end, end the process.
 
         Closing the session would free blocks to which the step still writes, after a grace. If the process ends, the
@@ -212,54 +222,8 @@ class WorkerProcess:
             member,
             state="draining" if worker.admission.draining else "ready",
             layout=worker.layout.fingerprint,
-            max_model_len=worker.limits.max_model_len,
+            max_model_len=worker.max_model_len,
             events=self.socket,
             load=worker.load(),
             metrics=metrics_to_pb(worker.samples()),
         )
-
-
-def _load(config: WorkerConfig, compute: ComputeOptions) -> Loaded:
-    speculative = parse_speculative_config(config.speculative_config)
-    packed_dir = Path(config.packed_dir) if config.packed_dir else None
-    folder, kernels = Path(config.model), compute.kernels
-    how = config.quantization, config.model_impl, config.trust_remote_code
-    return load(folder, compute.dtype, compute.device, kernels, speculative, packed_dir, *how)
-
-
-def _turns(config: WorkerConfig, device: torch.device, role: Role, page: memoryview, session: int) -> Turns | None:
-    """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU."""
-    if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
-        return None
-    itl_target = config.itl_target_ms / 1000 if config.itl_target_ms else None
-    return PrefillTurns(page) if role == "prefill" else DecodeTurns(page, session, itl_target)
-
-
-def _kv_memory(
-    config: WorkerConfig, compute: ComputeOptions, loaded: Loaded, arena: torch.Tensor, path: Path
-) -> KVMemory:
-    if not compute.has_pool:
-        return KVMemory(loaded.layout, arena)
-    context_tokens = config.max_model_len or loaded.max_position
-    return device_memory(loaded.layout, arena, path, compute.device, config.kv_pool_memory, context_tokens)
-
-
-def _max_model_len(config: WorkerConfig, loaded: Loaded, arena_slots: int, pool_slots: int) -> int:
-    """Return the tokens of the longest context that the model, the KV memory and the user allow. Raises ConfigError."""
-    layout = loaded.layout
-    option = "--kv-pool-memory" if pool_slots < arena_slots else "--kv-memory"
-    wanted = config.max_model_len or loaded.max_position
-    if wanted > loaded.max_position:
-        raise ConfigError(f"--max-model-len {wanted} is more than the model's {loaded.max_position}")
-    fitting = wanted
-    while layout.slots_for(fitting) > pool_slots or layout.arena_slots_for(fitting) > arena_slots:
-        fitting -= layout.alignment
-    if fitting < layout.alignment or (config.max_model_len and fitting < wanted):
-        raise ConfigError(
-            f"the KV memory has room for one context of {max(fitting, 0)} tokens, not {wanted}; "
-            f"raise {option} or lower --max-model-len"
-        )
-    if fitting < wanted:
-        why = "contexts are limited to %d tokens, because the KV memory has no room for %d; raise %s"
-        log.warning(why, fitting, wanted, option)
-    return fitting

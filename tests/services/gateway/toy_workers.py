@@ -21,7 +21,7 @@ from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, 
 from paceline.core.metrics import Sample
 from paceline.core.numerics import Numerics
 from paceline.core.telemetry import carrier_of
-from paceline.engine.engine import STEP_SECONDS
+from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
@@ -127,6 +127,12 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.answer: Callable[[str], str] | None = None
         """Returns the whole answer to a prompt, which is recited instead of the text, whatever the seed is."""
         self.resets = 0
+        self.encodings: set[bytes] = set()
+        """Digests of the encodings that its host has."""
+        self.fails_to_encode = False
+        self.told: dict[bytes, str] = {}
+        """For each digest that `Media.Ready` named, the address of the host with the encoding."""
+        self.was_told = asyncio.Event()
         self.pretends_to_cache = []  # workers find 16 tokens of any context, whatever this list says
         self.calls: list[Call] = []
         self.samples = _worker_samples() if role != "kvtransfer" else _host_samples()
@@ -146,6 +152,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         worker_pb2_grpc.add_DecodeServicer_to_server(self, self._rpc.server)
         worker_pb2_grpc.add_ComputeServicer_to_server(_ToyCompute(self), self._rpc.server)
         worker_pb2_grpc.add_MaintenanceServicer_to_server(_ToyMaintenance(self), self._rpc.server)
+        worker_pb2_grpc.add_MediaServicer_to_server(_ToyMedia(self), self._rpc.server)
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(self, self._rpc.server)
         self.port = await self._rpc.start()
         await self._rpc.set_ready(True)
@@ -213,6 +220,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
             )
             await context.write(worker_pb2.PrefillEvent(opened=opened))
             await self._progress(call, 0, context)
+            await self.read_encodings(work)
             chunks = self._chunks(len(work.token_ids))
             for chunk in chunks[:-1]:
                 report = worker_pb2.Report(chunks=[chunk])
@@ -278,6 +286,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
                 adopted = worker_pb2.Adopted(blocks=3, bytes_moved=12288, path="carrier pigeon", adopt_ms=0.01)
                 call.tell(alive=common_pb2.Alive(), report=worker_pb2.Report(adopted=adopted))
             else:
+                await self.read_encodings(work)
                 for scores in self._scores(work):
                     call.tell(prompt_logprobs=scores)
             await self._recite(call, work, position, context)
@@ -295,6 +304,13 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
                 call.tell(finished=worker_pb2.Finished(reason=reason), report=worker_pb2.Report(effort=effort))
                 await call.outbox.flush()
                 return
+
+    async def read_encodings(self, work: common_pb2.Work) -> None:
+        """Wait until all encodings have been named that the context needs."""
+        needed = {span.digest for span in work.media if span.start + span.length > _cached_tokens(work)}
+        while not needed <= self.told.keys():
+            self.was_told.clear()
+            await self.was_told.wait()
 
     async def _progress(self, call: Call, count: int, context: grpc.aio.ServicerContext) -> None:
         if self.fail_after == count:
@@ -359,10 +375,45 @@ class _ToyCompute(worker_pb2_grpc.ComputeServicer):
             call.commands.append("compute")
             await worker._progress(call, ADMISSION, context)
             await context.write(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=work.key)))
+            if work.kind == common_pb2.WORK_KIND_ENCODE:
+                await self._encode(work, context)
+                return
+            await worker.read_encodings(work)
             for count, scores in enumerate(worker._scores(work)):
                 await worker._progress(call, count, context)
                 await context.write(worker_pb2.ComputeEvent(prompt_logprobs=scores))
             await context.write(worker_pb2.ComputeEvent(computed=worker_pb2.Computed()))
+
+    async def _encode(self, work: common_pb2.Work, context: grpc.aio.ServicerContext) -> None:
+        worker, (span,) = self._worker, work.media
+        cached = span.digest in worker.encodings
+        if not cached and not work.HasField("media_input"):
+            await context.write(worker_pb2.ComputeEvent(input_needed=worker_pb2.InputNeeded()))
+            return
+        if worker.fails_to_encode:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the toy was told not to encode")
+        worker.encodings.add(span.digest)
+        encoded = worker_pb2.Encoded(source=f"kv of {worker.host_id}", cached=cached, queue_ms=1, encode_ms=2, bytes=64)
+        await context.write(worker_pb2.ComputeEvent(encoded=encoded))
+        await asyncio.Event().wait()
+
+
+class _ToyMedia(worker_pb2_grpc.MediaServicer):
+    def __init__(self, worker: ToyWorker) -> None:
+        self._worker = worker
+
+    async def Ready(  # type: ignore[override]
+        self, request: worker_pb2.ReadyRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ReadyReply:
+        worker = self._worker
+        async with mapped_errors(context):
+            own = request.source == f"kv of {worker.host_id}"
+            if worker.loses_transfers and not own:
+                raise TransferError("the toy was told to lose what it fetches")
+            worker.told[request.digest] = request.source
+            worker.was_told.set()
+            return worker_pb2.ReadyReply(bytes_moved=0 if own else 64)
+        raise AssertionError("an error ends the call")
 
 
 class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):

@@ -21,7 +21,7 @@ from paceline.services.serve.checks import (
     check_model,
     check_port,
 )
-from tests.tiny_checkpoints import write_tiny
+from tests.tiny_checkpoints import write_gemma4_with_media, write_tiny
 
 MIB = 1 << 20
 
@@ -122,6 +122,15 @@ def test_a_hybrid_may_draft_and_be_drafted_for(tmp_path: Path, model_folder: Pat
     check_model(ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}'), hybrid)
     check_model(drafting(model_folder), hybrid)
     check_model(drafting(hybrid), model_folder)
+
+
+def test_encode_workers_need_a_model_with_encoders(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="has no encoders"):
+        check_model(ServeConfig(encode=1), model_folder)
+    write_gemma4_with_media(tmp_path, "edge")
+    check_model(ServeConfig(encode=1), tmp_path)
+    with pytest.raises(ConfigError, match="has no encoders"):
+        check_model(ServeConfig(encode=1, model_impl="transformers"), tmp_path)
 
 
 POOLS = {"kv_pool": "device", "kv_pool_memory": "32MiB", "kv_memory": "64MiB"}

@@ -23,6 +23,8 @@ from paceline.services.gateway.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.prefill.main import add_prefill
+from paceline.services.worker.make_worker import make_worker
+from paceline.services.worker.worker import Worker
 from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.worker.unreliable_host import UnreliableHost, start_unreliable_host
 from tests.tiny_checkpoints import SaveTiny
@@ -109,7 +111,12 @@ class Host:
     """A host with a prefill and a decode worker, real servers and a real arena, all in this process."""
 
     def __init__(
-        self, prefill: WorkerProcess, decode: WorkerProcess, kvtransfer: str, service: KVTransferService, clock: Clock
+        self,
+        prefill: WorkerProcess[Worker],
+        decode: WorkerProcess[Worker],
+        kvtransfer: str,
+        service: KVTransferService,
+        clock: Clock,
     ) -> None:
         self.service = service
         self.clock = clock
@@ -231,8 +238,8 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         places = {"redis": redis_server, "cluster": "workers", "kvtransfer_address": address}
         sizes = {"max_seqs": min(64, options.get("max_batched_tokens", 64)), "threads": 1}
         config = WorkerConfig(**{"model": str(folder), **sizes, **places, **options})
-        prefill = await WorkerProcess.start(config, "prefill", add_prefill)
-        decode = await WorkerProcess.start(config, "decode", add_decode)
+        prefill = await WorkerProcess.start(config, "prefill", make_worker, add_prefill)
+        decode = await WorkerProcess.start(config, "decode", make_worker, add_decode)
         host = Host(prefill, decode, address, service, clock)
         try:
             yield host

@@ -13,6 +13,7 @@ from paceline.core.config import WorkerConfig
 from paceline.engine.step import Step, StepResult
 from paceline.proto import worker_pb2_grpc
 from paceline.services.decode.service import DecodeService
+from paceline.services.worker.make_worker import make_worker
 from paceline.services.worker.worker import Worker
 from paceline.services.worker.worker_process import run_worker
 
@@ -25,7 +26,7 @@ class StuckRunner:
 
 
 def add_service(server: grpc.aio.Server, worker: Worker) -> None:
-    worker.engine._runner = StuckRunner()
+    worker.engine.computing.runner = StuckRunner()
     worker.engine.stop = partial(worker.engine.stop, timeout=0.2)  # type: ignore[method-assign]
     worker_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), server)
 
@@ -35,4 +36,4 @@ if __name__ == "__main__":
     config = WorkerConfig(
         model=model, kvtransfer_address=kvtransfer, redis=redis, cluster="stuck", threads=1, drain_seconds=0, ready_fd=1
     )
-    asyncio.run(run_worker(config, "decode", add_service))
+    asyncio.run(run_worker(config, "decode", make_worker, add_service))

@@ -81,7 +81,7 @@ async def test_an_answer_about_blocks_of_what_no_longer_runs_is_ignored(start_ll
     async with start_llama() as host:
         worker = host.decode.worker
         lease = await worker.kv.reserve(Key("r", 1, 1), [], 16, 0)
-        worker._dispatch([NeedsBlocks(lease.key, 1 << 20)])  # more than the arena has, so it is refused
+        worker.dispatcher.take([NeedsBlocks(lease.key, 1 << 20)])  # more than the arena has, so it is refused
         other = await worker.kv.reserve(Key("other", 1, 1), [], 16, 0)
         worker.retire(other.key)
         # If the refusal ended the lease, it would do so before the other lease ends.

@@ -27,6 +27,7 @@ from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.worker.make_worker import make_worker
 from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.worker import stuck_worker
 from tests.services.worker.conftest import DecodeCall, Host, StartHost
@@ -70,7 +71,7 @@ async def test_nobody_drains_an_engine_that_failed(start_llama: StartHost) -> No
         draining = asyncio.create_task(host.decode.drain(600))
         while not host.decode.worker.admission.draining:
             await asyncio.sleep(0.005)
-        host.decode.worker.engine._runner = BrokenRunner()
+        host.decode.worker.engine.computing.runner = BrokenRunner()
         with pytest.raises(UnavailableError, match="no such instruction"):
             await asyncio.wait_for(draining, 20)
         request.cancel()
@@ -104,7 +105,9 @@ async def test_a_worker_is_registered_before_it_can_serve(
         cluster="workers",
         kvtransfer_address=kvtransfer,
     )
-    starting = asyncio.create_task(WorkerProcess.start(config, "decode", add_decode))  # it waits for kvtransfer
+    starting = asyncio.create_task(
+        WorkerProcess.start(config, "decode", make_worker, add_decode)
+    )  # it waits for kvtransfer
     early = await member(redis_server, "early", "starting")
     assert (early.role, early.model, early.max_model_len) == ("decode", model_digest(tmp_path), 0)
     channel = open_channel(early.address, Secret())
@@ -130,7 +133,7 @@ async def test_a_worker_is_registered_before_it_can_serve(
 async def test_a_start_that_fails_leaves_no_member(redis_server: str, tmp_path: Path) -> None:
     config = WorkerConfig(model=str(tmp_path), worker_id="failing", redis=redis_server, cluster="workers", port=0)
     with pytest.raises(PacelineError):
-        await WorkerProcess.start(config, "decode", add_decode)
+        await WorkerProcess.start(config, "decode", make_worker, add_decode)
     client = connect(redis_server)
     assert "failing" not in [each.worker_id for each in await read_members(client, "workers")]
     await client.aclose()

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.config import WorkerConfig
 from paceline.core.turns import PAGE_BYTES, DecodeTurns
-from paceline.services.worker.worker_process import _turns
+from paceline.services.worker.site import turns_of
 
 
 @pytest.mark.parametrize(("options", "left"), [({}, 60), ({"itl_target_ms": 10}, 20), ({"itl_target_ms": 90}, 50)])
@@ -18,7 +18,7 @@ def test_without_an_itl_target_prefill_gets_more_of_a_slow_machine(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", torch.get_num_threads)
     page = memoryview(bytearray(PAGE_BYTES))
-    turns = _turns(WorkerConfig(model="any", **options), torch.device("cpu"), "decode", page, 0)
+    turns = turns_of(WorkerConfig(model="any", **options), torch.device("cpu"), "decode", page, 0)
     assert isinstance(turns, DecodeTurns)
     now = 10**12
     turns._clock = lambda: now

@@ -56,7 +56,8 @@ def picture(processor: Processor) -> Run:
 
 def work(stack: Stack) -> common_pb2.Work:
     """Return what a prefill worker was asked to compute last."""
-    return stack.workers["prefill-0"].calls[-1].work
+    calls = [call.work for call in stack.workers["prefill-0"].calls]
+    return [own for own in calls if own.kind != common_pb2.WORK_KIND_ENCODE][-1]
 
 
 def shown(stack: Stack) -> tuple[list[int], list[MediaSpan]]:

@@ -1,0 +1,182 @@
+"""The thread that computes steps and, between them, encoders.
+
+An encoder runs a piece at a time. Between two pieces, a step that waits is computed if the encoder has had the thread
+for as long as the step before took. So encoding makes steps at most about twice as slow, and neither of them starves.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from paceline.core.metrics import Family, Sample
+from paceline.core.turns import Turns
+from paceline.engine.encode_job import EncodeJob, EncodingStoppedError
+from paceline.engine.step import Step, StepResult
+
+PLAN_SECONDS = 0.003
+"""Time before this worker's turn at which planning of the next step begins. If it takes longer, other workers compute
+longer."""
+
+STEP_SECONDS = Family(
+    "worker_step_seconds",
+    "busy: computing steps; encode: computing encodings; bubble: idle although there was work; yielded: idle while "
+    "other workers had their turn; plan and output: work of the host thread at the same time",
+)
+
+
+class Runner(Protocol):
+    """The computing side of the engine. Each step begins with the state that the step before has left."""
+
+    def execute(self, step: Step) -> StepResult:
+        """Compute a step. Calls must not overlap."""
+
+
+class Launch(NamedTuple):
+    """A step on its way to the compute thread."""
+
+    step: Step
+    idle_until: float | None
+    """Time at which work came, on time.perf_counter(); None if there was work before."""
+
+
+class ComputeThread:
+    """The body of the compute thread, with its figures.
+
+    Args:
+        turns: the turns of this worker, if other workers use the same cores.
+        on_result: called after each step, with its result and whether it is the turn of others now.
+        on_turn: called a little before this worker's next turn, with whether others will want another one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        turns: Turns | None,
+        on_result: Callable[[Step, StepResult, bool], None],
+        on_turn: Callable[[bool], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.launched: queue.SimpleQueue[Launch | EncodeJob | None] = queue.SimpleQueue()
+        """Work in the order of its computation; None ends the thread."""
+        self.stopping = False
+        """Whether work that has not begun is dropped."""
+        self.busy_seconds = 0.0
+        """Time spent on steps, since the start."""
+        self.encode_seconds = 0.0
+        """Time spent on encoders, without the steps between their pieces."""
+        self.bubble_seconds = 0.0
+        """Time that the thread waited although a step could be planned. A wait for blocks is idle time instead."""
+        self.yielded_seconds = 0.0
+        """Time that the thread left to other workers in their turns."""
+        self._turns = turns
+        self._on_result = on_result
+        self._on_turn = on_turn
+        self._clock = clock
+        self._began: float | None = None
+        self._ended = 0.0
+        self._last_step_seconds = 0.0
+        self._piece_seconds = 0.0
+        """Time that the encoder has had the thread since the last step."""
+        self._failed_step: BaseException | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """Time since the step, or the piece of an encoder, under way began; 0 between them."""
+        began = self._began
+        return 0.0 if began is None else self._clock() - began
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the figures for metrics. Any thread may call this."""
+        for kind in ("busy", "encode", "bubble", "yielded"):
+            figure = f"{kind}_seconds"
+            yield Sample(figure, getattr(self, figure), STEP_SECONDS, {"kind": kind})
+
+    def run(self) -> None:
+        """Compute until the end. Raises the error of a step that failed."""
+        self._ended = self._clock()
+        while (launched := self.launched.get()) is not None:
+            if isinstance(launched, EncodeJob):
+                self._encode(launched)
+            elif not self.stopping:
+                self._execute(launched)
+
+    def _execute(self, launch: Launch) -> None:
+        began = self._began = self._clock()
+        # Time without any work is no bubble: it ends with the command that brought work.
+        self.bubble_seconds += max(0.0, began - max(self._ended, launch.idle_until or self._ended))
+        if self._turns is not None:
+            self._turns.begin()
+            asked, began = max(began, self._ended), self._clock()
+            self.yielded_seconds += max(0.0, began - asked)
+        result = self.runner.execute(launch.step)
+        hands_over = any(chunk.hands_over for chunk in launch.step.chunks)
+        yields = self._turns is not None and self._turns.end(hands_over)
+        self._began, self._ended = None, self._clock()
+        self._last_step_seconds = self._ended - began
+        self.busy_seconds += self._last_step_seconds
+        self._on_result(launch.step, result, yields)
+        if self._turns is not None and yields and not self.stopping:
+            left = self._turns.wait(PLAN_SECONDS)
+            self._on_turn(left > 0)
+            # Planning counts as the others' time until their turn ends.
+            asked, self._ended = self._ended, self._clock() + left
+            self.yielded_seconds += self._ended - asked
+
+    # ---- encoders
+
+    def _encode(self, job: EncodeJob) -> None:
+        """Run a job. Its own errors are told to its owner. The error of a step between its pieces ends the thread."""
+        error: Exception | None = EncodingStoppedError() if self.stopping else None
+        if error is None:
+            self._piece_seconds = 0.0
+            self._begin_piece()
+            try:
+                job.run(self._between)
+            except Exception as own:
+                error = own
+            if self._began is not None:
+                self._end_piece()
+        job.on_end(error)
+        if self._failed_step is not None:
+            raise self._failed_step
+
+    def _between(self) -> None:
+        """Compute a step between two pieces of an encoder, if one waits and it is its turn.
+
+        Raises EncodingStoppedError if the engine stops.
+        """
+        self._end_piece()
+        if self.stopping:
+            raise EncodingStoppedError
+        if self._piece_seconds >= self._last_step_seconds and not self.launched.empty():
+            launched = self.launched.get()
+            if isinstance(launched, EncodeJob):
+                raise RuntimeError("a second encoder was launched before the first one had ended")
+            if launched is None:
+                self.launched.put(None)
+                raise EncodingStoppedError
+            self._piece_seconds = 0.0
+            try:
+                self._execute(launched)
+            except BaseException as error:
+                self._failed_step = error
+                raise
+        self._begin_piece()
+
+    def _begin_piece(self) -> None:
+        if self._turns is not None:
+            self._turns.begin()
+        self._began = self._clock()
+
+    def _end_piece(self) -> None:
+        assert self._began is not None
+        self._ended = self._clock()
+        self._piece_seconds += self._ended - self._began
+        self.encode_seconds += self._ended - self._began
+        self._began = None
+        if self._turns is not None:
+            self._turns.end(False)

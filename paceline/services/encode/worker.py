@@ -1,0 +1,113 @@
+"""The core of an encode worker: a model's encoders over the host's arena, without its text model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from paceline.core.errors import UnavailableError
+from paceline.core.metrics import Sample
+from paceline.engine.engine import Engine
+from paceline.engine.loading import LoadedEncoders, load_encoders_alone
+from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.step import Step, StepResult
+from paceline.proto import common_pb2
+from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.worker.admission import Admission
+from paceline.services.worker.encoder import Encoder
+from paceline.services.worker.encoding import EncodingDesk
+from paceline.services.worker.encodings import Encodings
+from paceline.services.worker.event_stream import ALIVE_SECONDS
+from paceline.services.worker.site import Place, Site, max_model_len
+from paceline.services.worker.work_check import check_encode
+
+
+async def make_worker(site: Site) -> EncodeWorker:
+    """Load the encoders, join the arena and return the worker. Raises PacelineError."""
+    loaded = await asyncio.to_thread(_load, site)
+    place = await site.join(loaded.layout, loaded.max_position)
+    return EncodeWorker(loaded, site, place)
+
+
+def _load(site: Site) -> LoadedEncoders:
+    compute, config = site.compute, site.config
+    return load_encoders_alone(
+        site.folder,
+        compute.dtype,
+        compute.device,
+        compute.kernels,
+        site.speculative,
+        site.packed_dir,
+        config.quantization,
+        config.model_impl,
+    )
+
+
+class EncodeWorker:
+    """A worker that computes encodings for other workers.
+
+    Its engine has no requests. It runs the encoders in this worker's turns.
+    """
+
+    def __init__(self, loaded: LoadedEncoders, site: Site, place: Place) -> None:
+        self.model_id = site.model_id
+        self.layout = loaded.layout
+        self.max_model_len = max_model_len(site.config, loaded.layout, loaded.max_position, place.slots, place.slots)
+        self.admission = Admission(site.config.max_seqs)
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        """A future that gets an exception if the engine fails."""
+        self.engine = Engine(
+            Scheduler(Limits(max_batched_tokens=1, max_model_len=1, max_seqs=1)),
+            _NoModel(),
+            on_events=lambda events: None,
+            on_failure=self._pass_failure,
+            turns=place.turns,
+        )
+        encodings = Encodings(site.kv, loaded.layout, place.arena)
+        encoder = Encoder(lambda: loaded.encoders, self.engine.encode)
+        self.encoding = EncodingDesk(encoder, encodings, site.kv.session.source, lambda: self._goes_on)
+
+    def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
+        """Count work while a `with` statement runs. See `Admission`."""
+        return self.admission.admit()
+
+    def check(self, work: common_pb2.Work) -> None:
+        """Refuse work that this worker can never do.
+
+        Raises InvalidRequestError, or UnavailableError if another worker may be able to do it.
+        """
+        if work.model != self.model_id:
+            raise UnavailableError("this worker serves another model")
+        check_encode(work, self.max_model_len)
+
+    def load(self) -> LoadReport:
+        """Return how much work the worker has. Gateways choose encode workers by it."""
+        waiting = self.encoding.encoder.waiting
+        return LoadReport(running=self.admission.active - waiting, waiting=waiting)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the worker's metrics."""
+        yield from self.engine.computing.samples()
+        yield from self.encoding.encoder.samples()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the encoder is idle or its piece under way began less than ALIVE_SECONDS ago."""
+        return self.engine.step_seconds < ALIVE_SECONDS
+
+    def _pass_failure(self, error: BaseException) -> None:
+        """Pass the engine's error on to the event loop. Called on the engine's threads."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
+
+
+class _NoModel:
+    """The runner of an engine without requests."""
+
+    def execute(self, step: Step) -> StepResult:
+        raise AssertionError("an encode worker has no steps")

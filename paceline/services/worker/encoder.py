@@ -1,0 +1,170 @@
+"""A worker's encoders: they compute encodings one at a time, between the engine's steps, and count what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
+from paceline.core.media import MediaInput
+from paceline.core.metrics import Family, Sample
+from paceline.engine.encode_job import EncodeJob
+from paceline.models.encoders.base import Between, Encoders
+from paceline.services.worker.fair_turns import FairTurns
+
+ENCODINGS = Family("encodings", "Encodings that were asked for; cached: the host had them already")
+ENCODED_BYTES = Family("encoded_bytes", "Bytes of encodings that encoders have computed")
+ENCODE_SECONDS = Family(
+    "encode_seconds",
+    "queue: time that work waited for other encodings; encode: time from the beginning of an encoder to its end, with "
+    "the steps between its pieces",
+)
+ENCODE_WAITING = Family("encodings_waiting", "Work that waits for its turn at the encoders", "gauge")
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """The time that one encoding took, in seconds."""
+
+    queued: float
+    computed: float
+
+
+class _AbandonedError(Exception):
+    """Nobody waits for the encoding any more."""
+
+
+class Encoder:
+    """The encoders of one worker and the queue for them. Requests are served in rotation.
+
+    Args:
+        load: returns the encoders. It is called in a thread, before the first encoding.
+        launch: runs a job between the engine's steps; the next one is launched after the end of the one before.
+    """
+
+    def __init__(self, load: Callable[[], Encoders], launch: Callable[[EncodeJob], None]) -> None:
+        self._load = load
+        self._launch = launch
+        self._encoders: Encoders | None = None
+        self._turns = FairTurns()
+        self._loop = asyncio.get_running_loop()
+        self._computed = self._found = self._bytes = 0
+        self._queue_seconds = self._encode_seconds = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Number of inputs that wait for their turn."""
+        return self._turns.waiting
+
+    async def load(self) -> Encoders:
+        """Return the encoders, and load them if this is the first use. Raises ConfigError or ModelError."""
+        if self._encoders is None:
+            self._encoders = await asyncio.to_thread(self._load)
+        return self._encoders
+
+    async def compute(
+        self, owner: str, media: MediaInput, write: Callable[[torch.Tensor], None], abandoned: asyncio.Event
+    ) -> Effort:
+        """Wait for a turn, encode an input, and give the encoding to `write`. Return the times.
+
+        This must not be cancelled, because a thread may be writing. After `abandoned` is set, it ends soon with an
+        error.
+
+        Args:
+            owner: name of the request, for a fair order.
+            write: stores an encoding [media.length, hidden]; called on the engine's compute thread.
+
+        Raises:
+            InvalidRequestError: the input cannot be encoded.
+            UnavailableError: the worker stops, or the work was abandoned.
+        """
+        began = time.monotonic()
+        async with self._turns.turn(owner):
+            if abandoned.is_set():
+                raise UnavailableError("nobody waits for this encoding any more")
+            encoders = await self.load()
+            started = time.monotonic()
+            await self._run(encoders, media, write, abandoned)
+        effort = Effort(started - began, time.monotonic() - started)
+        self._computed += 1
+        self._queue_seconds += effort.queued
+        self._encode_seconds += effort.computed
+        return effort
+
+    def note_found(self) -> None:
+        """Count an encoding that was cached already."""
+        self._found += 1
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the figures for metrics."""
+        yield Sample("encodings_computed", self._computed, ENCODINGS, {"cached": "false"})
+        yield Sample("encodings_cached", self._found, ENCODINGS, {"cached": "true"})
+        yield Sample("encoded_bytes", self._bytes, ENCODED_BYTES)
+        yield Sample("encode_queue_seconds", self._queue_seconds, ENCODE_SECONDS, {"kind": "queue"})
+        yield Sample("encode_total_seconds", self._encode_seconds, ENCODE_SECONDS, {"kind": "encode"})
+        yield Sample("encodings_waiting", self.waiting, ENCODE_WAITING)
+
+    async def _run(
+        self, encoders: Encoders, media: MediaInput, write: Callable[[torch.Tensor], None], abandoned: asyncio.Event
+    ) -> None:
+        inputs = tensor_of(media)
+        if (rows := encoders.rows(media.kind, inputs.shape)) != media.length:
+            raise InvalidRequestError(
+                f"the encoder gives {rows} rows for an input of {media.length} tokens: gateway and workers must be of "
+                "one release"
+            )
+        ended: asyncio.Future[None] = self._loop.create_future()
+
+        @torch.inference_mode()
+        def run(between: Between) -> None:
+            def pause() -> None:
+                if abandoned.is_set():  # only read here; the event loop sets it
+                    raise _AbandonedError
+                between()
+
+            rows = encoders.encode(media.kind, inputs, pause)
+            write(rows)
+            self._bytes += rows.nbytes
+
+        def tell(error: Exception | None) -> None:
+            if ended.done():
+                return
+            if error is None:
+                ended.set_result(None)
+            elif isinstance(error, PacelineError):
+                ended.set_exception(error)
+            else:
+                ended.set_exception(UnavailableError(f"the encoder failed: {type(error).__name__}: {error}"))
+
+        def end(error: Exception | None) -> None:
+            self._loop.call_soon_threadsafe(tell, error)
+
+        self._launch(EncodeJob(run, end))
+        await ended
+
+
+def tensor_of(media: MediaInput) -> torch.Tensor:
+    """Return the input as a tensor. Raises InvalidRequestError if its type is unknown or its size does not fit."""
+    if (dtype := _DTYPES.get(media.dtype)) is None:
+        raise InvalidRequestError(f"an encoder's input of type {media.dtype!r} cannot be read")
+    count = torch.Size(media.shape).numel()
+    if not media.shape or count == 0 or count * dtype.itemsize != len(media.data):
+        raise InvalidRequestError(
+            f"an encoder's input of shape {media.shape} and type {media.dtype} does not have {len(media.data)} bytes"
+        )
+    return torch.frombuffer(bytearray(media.data), dtype=dtype).reshape(media.shape)

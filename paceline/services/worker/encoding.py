@@ -1,0 +1,147 @@
+"""Work of the kind ENCODE: the encoding of an image, a frame or audio, computed here or found in the host's cache."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
+from paceline.core.media import MediaInput, MediaSpan
+from paceline.proto import common_pb2, worker_pb2
+from paceline.services.common.wire import media_input_from_pb, spans_from_pb
+from paceline.services.worker.encoder import Effort, Encoder
+from paceline.services.worker.encodings import Encodings, HeldEncoding
+from paceline.services.worker.event_stream import ALIVE_SECONDS
+
+Send = Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
+
+ROOM_SECONDS = (3.0, 8.0)
+"""Shortest and longest time that work waits for free blocks. Requests that hold blocks and wait for others give up at
+different times, so that one of them goes on."""
+POLL_SECONDS = (0.01, 0.05)
+"""Shortest and longest pause before the next look for free blocks, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Obtained:
+    """A complete encoding."""
+
+    held: HeldEncoding
+    effort: Effort | None
+    """The times of its computation; None if it was cached."""
+    waited: float
+    """Seconds that work waited for the same encoding, for blocks, or for its turn at the encoder."""
+
+
+class EncodingDesk:
+    """The place in a worker that has encodings computed, each one once.
+
+    Args:
+        encodings: the encodings in the host's arena.
+        source: address at which other hosts reach the kvtransfer service of this host.
+        goes_on: returns whether the engine is idle or its step began a short time ago; see `Worker.goes_on`.
+    """
+
+    def __init__(self, encoder: Encoder, encodings: Encodings, source: str, goes_on: Callable[[], bool]) -> None:
+        self.encoder = encoder
+        self._encodings = encodings
+        self._source = source
+        self._goes_on = goes_on
+        self._locks: weakref.WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = weakref.WeakValueDictionary()
+        """For each encoding that is being obtained, a lock: who comes second finds it in the cache."""
+        self._tasks: set[asyncio.Task[_Obtained | None]] = set()
+
+    async def serve(self, work: common_pb2.Work, send: Send) -> None:
+        """Send `Opened`, then `InputNeeded`, or `Encoded` and signs of life until this is cancelled.
+
+        Raises:
+            BusyError: there are too few free blocks.
+            InvalidRequestError: the input does not fit the span, or the encoder cannot read it.
+            UnavailableError: the encoder failed, or the worker ends.
+        """
+        (span,) = spans_from_pb(work.media)
+        media = media_input_from_pb(work.media_input) if work.HasField("media_input") else None
+        await send(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=work.key, source=self._source)))
+        abandoned = asyncio.Event()
+        # A task of its own, because a thread may write to the blocks for a while after this call was cancelled.
+        obtaining = asyncio.create_task(self._obtain(work, span, media, abandoned))
+        self._tasks.add(obtaining)
+        try:
+            while not (await asyncio.wait((obtaining,), timeout=ALIVE_SECONDS))[0]:
+                if self._goes_on():
+                    await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
+            if (obtained := obtaining.result()) is None:
+                await send(worker_pb2.ComputeEvent(input_needed=worker_pb2.InputNeeded()))
+                return
+            await send(worker_pb2.ComputeEvent(encoded=self._describe(obtained)))
+            while True:
+                await asyncio.sleep(ALIVE_SECONDS)
+                await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
+        finally:
+            abandoned.set()
+            obtaining.add_done_callback(self._let_go)
+
+    def _let_go(self, obtaining: asyncio.Task[_Obtained | None]) -> None:
+        self._tasks.discard(obtaining)
+        if not obtaining.cancelled() and obtaining.exception() is None and (obtained := obtaining.result()):
+            self._encodings.release(obtained.held)
+
+    async def _obtain(
+        self, work: common_pb2.Work, span: MediaSpan, media: MediaInput | None, abandoned: asyncio.Event
+    ) -> _Obtained | None:
+        """Return a lease of the complete encoding; None if it is not cached and there is no input. Not cancelled."""
+        began = time.monotonic()
+        name = (work.cache_salt, span.digest)
+        lock = self._locks.get(name) or self._locks.setdefault(name, asyncio.Lock())
+        async with lock:
+            held = await self._reserve(work, span, abandoned)
+            try:
+                if held.is_complete:
+                    self.encoder.note_found()
+                    return _Obtained(held, None, time.monotonic() - began)
+                if media is None:
+                    self._encodings.release(held)
+                    return None
+                await asyncio.to_thread(_check_digest, media, span)
+                reserved = time.monotonic()
+                write = partial(self._encodings.write, held)
+                effort = await self.encoder.compute(work.key.request_id, media, write, abandoned)
+                await self._encodings.publish(held)
+            except BaseException:
+                self._encodings.release(held)
+                raise
+        return _Obtained(held, effort, reserved - began + effort.queued)
+
+    async def _reserve(self, work: common_pb2.Work, span: MediaSpan, abandoned: asyncio.Event) -> HeldEncoding:
+        """Reserve blocks. If too few are free, wait a while for some. Raises BusyError."""
+        give_up = time.monotonic() + random.uniform(*ROOM_SECONDS)
+        while True:
+            if abandoned.is_set():
+                raise UnavailableError("nobody waits for this encoding any more")
+            try:
+                return await self._encodings.reserve(span.digest, span.length, work.cache_salt, priority=work.priority)
+            except BusyError:
+                if time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(random.uniform(*POLL_SECONDS))
+
+    def _describe(self, obtained: _Obtained) -> worker_pb2.Encoded:
+        effort = obtained.effort
+        return worker_pb2.Encoded(
+            source=self._source,
+            cached=effort is None,
+            queue_ms=obtained.waited * 1000,
+            encode_ms=0.0 if effort is None else effort.computed * 1000,
+            bytes=self._encodings.size(obtained.held),
+        )
+
+
+def _check_digest(media: MediaInput, span: MediaSpan) -> None:
+    """Raise InvalidRequestError if the input is not the one that the span names."""
+    if media.digest != span.digest or (media.kind, media.length) != (span.kind, span.length):
+        raise InvalidRequestError("the input of an encoder is not the one that its span names")
