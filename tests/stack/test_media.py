@@ -9,7 +9,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,53 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(folder, reference, processor.with_options({"max_soft_tokens": 70}))
 
 
+def images_of(number: int, count: int) -> list[np.ndarray]:
+    """Return `count` images uint8 [height, width, 3]. The same number gives the same images."""
+    draw = np.random.default_rng(number)
+    shapes = [SHAPES[(number + index) % len(SHAPES)] for index in range(count)]
+    return [draw.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
+
+
+def image_part(pixels: np.ndarray) -> dict[str, Any]:
+    """Return the part of a message that has an image."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"},
+    }
+
+
+async def ask(
+    client: httpx.AsyncClient, model: Model, messages: Sequence[dict[str, Any]], images: Sequence[np.ndarray]
+) -> int:
+    """Ask for the next message of a conversation, and check the answer.
+
+    Args:
+        images: all images in the messages, in order.
+
+    Returns:
+        The number of prompt tokens that were not cached.
+    """
+    body = {
+        "messages": messages,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "mm_processor_kwargs": {"max_soft_tokens": 70},
+    }
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    runs = [model.processor.image(pixels).pieces[1] for pixels in images]
+    output = found["choices"][0]["token_ids"]
+    assert len(output) == TOKENS
+    await asyncio.to_thread(model.expect, found["prompt_token_ids"], runs, output)  # type: ignore[arg-type]
+    usage = found["usage"]
+    return int(usage["prompt_tokens"] - (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+
 class Chat:
     """A question about some images.
 
@@ -89,35 +136,30 @@ class Chat:
 
     def __init__(self, model: Model, number: int, images: int = 1) -> None:
         self._model = model
-        draw = np.random.default_rng(number)
-        self._pixels = [
-            draw.integers(0, 256, (*SHAPES[(number + index) % len(SHAPES)], 3), dtype=np.uint8)
-            for index in range(images)
-        ]
+        self._images = images_of(number, images)
         parts: list[dict[str, Any]] = [{"type": "text", "text": QUESTIONS[number % len(QUESTIONS)]}]
-        for pixels in self._pixels:
-            file = io.BytesIO()
-            Image.fromarray(pixels).save(file, "PNG")
-            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-            parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": f"{number}?"}]
-        self._body = {
-            "messages": [{"role": "user", "content": parts}],
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "mm_processor_kwargs": {"max_soft_tokens": 70},
-        }
+        for pixels in self._images:
+            parts += [image_part(pixels), {"type": "text", "text": f"{number}?"}]
+        self._messages = [{"role": "user", "content": parts}]
 
     async def ask(self, client: httpx.AsyncClient) -> None:
         """Send the question and check the answer."""
-        answer = await client.post("/v1/chat/completions", json=self._body)
-        assert answer.status_code == 200, answer.text
-        found = answer.json()
-        runs = [self._model.processor.image(pixels).pieces[1] for pixels in self._pixels]
-        output = found["choices"][0]["token_ids"]
-        assert len(output) == TOKENS
-        await asyncio.to_thread(self._model.expect, found["prompt_token_ids"], runs, output)  # type: ignore[arg-type]
+        await ask(client, self._model, self._messages, self._images)
+
+
+async def converse(url: str, model: Model) -> None:
+    """Hold a conversation of ten turns over four images. A turn computes hardly more than what is new in it."""
+    messages: list[dict[str, Any]] = []
+    images: list[np.ndarray] = []
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        for turn in range(10):
+            new = images_of(1000 + turn, 1) if turn % 3 == 0 else []
+            images += new
+            parts: list[dict[str, Any]] = [image_part(pixels) for pixels in new]
+            messages.append({"role": "user", "content": [*parts, {"type": "text", "text": f"Turn {turn}?"}]})
+            computed = await ask(client, model, messages, images)
+            assert turn == 0 or computed < 200
+            messages.append({"role": "assistant", "content": f"Answer {turn}."})
 
 
 async def ask_all(url: str, chats: Sequence[Chat]) -> None:
@@ -140,9 +182,15 @@ async def kill_each(stack: Stack, roles: Sequence[str], done: asyncio.Event) -> 
     done.set()
 
 
-def figure(stack: Stack, role: str, name: str) -> float:
-    """Return the sum of a figure over all workers of a role."""
-    return sum(worker["stats"].get(name, 0) for worker in stack.fleet()["workers"] if worker["role"] == role)
+async def wait_until_encoded(count: int, role: str, workers: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
+    """Wait until workers of a role report that they have computed `count` encodings. Nobody may have computed more."""
+    async with asyncio.timeout(10):  # the figures come with the heartbeats
+        while True:
+            figures = [(worker["role"], worker["stats"].get("encodings_computed", 0)) for worker in await workers()]
+            assert sum(own for _, own in figures) <= count
+            if sum(own for each, own in figures if each == role) == count:
+                return
+            await asyncio.sleep(0.1)
 
 
 WORKERS = ("--dtype=float32", "--prefill=2", "--decode=2", "--threads=1", "--max-batched-tokens=32", "--max-seqs=16")
@@ -156,11 +204,14 @@ async def test_tokens_are_those_of_transformers_also_when_workers_are_killed(
         chats = [Chat(model, number, images=1 + number % 3) for number in range(6)]
         await ask_all(stack.url, chats)
         await ask_all(stack.url, chats)  # from the cache
+        await converse(stack.url, model)
         await stack.settled()
-        images = sum(1 + number % 3 for number in range(6))
-        async with asyncio.timeout(10):  # the figures come with the heartbeats
-            while figure(stack, "encode" if encode else "prefill", "encodings_computed") != images:
-                await asyncio.sleep(0.1)
+        images = sum(1 + number % 3 for number in range(6)) + 4
+
+        async def workers() -> list[dict[str, Any]]:
+            return list(stack.fleet()["workers"])
+
+        await wait_until_encoded(images, "encode" if encode else "prefill", workers)
         done = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(kill_each(stack, ["prefill", "decode", *["encode"] * bool(encode)], done))
@@ -186,7 +237,13 @@ async def test_an_encoding_of_another_host_is_fetched(model: Model, tmp_path: Pa
         await cluster.wait_workers(2)
         chats = [Chat(model, number, images=2) for number in range(3)]
         await ask_all(cluster.url, chats)
+        await converse(cluster.url, model)
         await cluster.settled()
+
+        async def workers() -> list[dict[str, Any]]:
+            return list((await cluster.fleet())["workers"])
+
+        await wait_until_encoded(2 * 3 + 4, "encode", workers)
         assert os.kill(cluster.living("encode")[0], signal.SIGKILL) is None
         await ask_all(cluster.url, [*chats, Chat(model, 9)])
         await cluster.settled()

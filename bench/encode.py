@@ -1,0 +1,91 @@
+"""Time of encoding one image with the vision tower of Gemma 4 E2B, beside `transformers`.
+
+    python -m bench.encode [--tokens 280] [--threads 2] [--rounds 5] [--layers 16]
+
+The weights are random, in bf16. Both ways take turns, and figures are medians: of wall time, or of CPU time
+with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.kernels import medians
+from paceline.core.media import MediaKind
+from paceline.kernels.native import NativeKernels
+from paceline.models.loader import load_encoders
+
+PATCH, POOL = 16, 3
+"""Pixels of a patch's side, and patches of the side of a square that becomes one row."""
+DTYPE = torch.bfloat16
+
+
+def write_model(folder: Path, layers: int) -> Any:
+    """Save a model with the vision tower of E2B and a tiny text model, and return that of `transformers`."""
+    vision = {
+        "hidden_size": 768,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "intermediate_size": 3072,
+        "use_clipped_linears": True,
+        "standardize": False,
+    }
+    text = {
+        "hidden_size": 1536,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "intermediate_size": 64,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 0,
+        "vocab_size": 512,
+        "vocab_size_per_layer_input": 512,
+    }
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForConditionalGeneration(config).to(DTYPE).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.encode", description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=280, help="rows of the encoding, a multiple of 14 [%(default)s]")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=16, help="layers of the tower [%(default)s]")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    height, width = 14 * POOL, options.tokens // 14 * POOL
+    pixels = torch.randint(0, 256, (height * PATCH, width * PATCH, 3), dtype=torch.uint8)
+    patches = pixels.view(height, PATCH, width, PATCH, 3).transpose(1, 2).reshape(1, height * width, -1)
+    places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(1, -1, 2)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        reference = write_model(Path(folder), options.layers)
+        encoders = load_encoders(Path(folder), DTYPE, NativeKernels(options.threads), torch.device("cpu"))
+        assert encoders is not None
+
+        def ours() -> Any:
+            return encoders.encode(MediaKind.IMAGE, pixels)
+
+        def theirs() -> Any:
+            return reference.model.get_image_features((patches / 255).to(DTYPE), places).pooler_output[0]
+
+        wanted, found = theirs().float(), ours().float()
+        error = ((found - wanted).norm() / wanted.norm()).item()
+        own, other = medians(options.rounds, ours, theirs)
+    print(f"{len(found)} rows, {options.threads} threads, relative difference {error:.4f}")
+    print(f"Paceline     {own * 1e3:8.0f} ms")
+    print(f"transformers {other * 1e3:8.0f} ms, {other / own:.2f} times as long")
+
+
+if __name__ == "__main__":
+    main()
