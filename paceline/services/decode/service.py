@@ -93,7 +93,7 @@ class _Attempt:
         reservation = await self._reserve()
         try:
             self._grammar = await self._worker.compile_constraint(self._work)
-            self._media = self._worker.media.open(self._work)
+            self._media = self._worker.media.open(self._work, reservation.filled_tokens)
             admitted = worker_pb2.Admitted(
                 key=key_to_pb(reservation.key),
                 cached_tokens=reservation.filled_tokens,

@@ -50,7 +50,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         grammar = await worker.compile_constraint(work)
         reservation, prefix_came = await self._open(request)
         try:
-            worker.media.open(work)
+            worker.media.open(work, reservation.filled_tokens)
             opened = worker_pb2.Opened(
                 key=key_to_pb(reservation.key),
                 source=worker.kv.session.source,

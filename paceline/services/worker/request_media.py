@@ -32,15 +32,17 @@ class RequestMedia:
         work: the attempt's work.
         encodings: the encodings in the host's arena.
         source: address at which other hosts reach the kvtransfer service of this host.
+        cached_tokens: tokens of the context whose KV was cached when the attempt was admitted. The gateway sends no
+            encodings for spans within them.
     """
 
-    def __init__(self, work: common_pb2.Work, encodings: Encodings, source: str) -> None:
+    def __init__(self, work: common_pb2.Work, encodings: Encodings, source: str, cached_tokens: int) -> None:
         self._encodings = encodings
         self._source = source
         self._salt = work.cache_salt
         self._spans = {span.digest: span for span in spans_from_pb(work.media)}
-        self._complete: set[bytes] = set()
-        """Digests of encodings that are complete, as far as this worker knows."""
+        self._complete = {digest for digest, span in self._spans.items() if span.end <= cached_tokens}
+        """Digests of encodings that were computed: the gateway has said so, or the KV of their spans was cached."""
         self._held: dict[bytes, HeldEncoding] = {}
         self._provide: Provide | None = None
         self._reads = True
@@ -95,7 +97,7 @@ class RequestMedia:
     async def resume(self, computed_tokens: int) -> None:
         """Hold the complete encodings of spans that end after `computed_tokens`, for a request that was preempted.
 
-        Raises StaleError if one is not cached on this host any more.
+        The gateway will send the other ones (`ready`). Raises StaleError if one is not cached on this host any more.
         """
         self._reads = True
         for span in self._spans.values():
@@ -134,16 +136,17 @@ class MediaDesk:
         self._source = source
         self._attempts: dict[tuple[str, int], RequestMedia] = {}
 
-    def open(self, work: common_pb2.Work) -> RequestMedia | None:
+    def open(self, work: common_pb2.Work, cached_tokens: int) -> RequestMedia | None:
         """Accept encodings for an attempt from now on. Returns None if its context has no media.
 
-        Raises InvalidRequestError if the context has media and the model has no encoders.
+        For `cached_tokens` see `RequestMedia`. Raises InvalidRequestError if the context has media and the model has
+        no encoders.
         """
         if not work.media:
             return None
         if self._encodings is None:
             raise InvalidRequestError("the context has media, and this model has no encoders")
-        media = RequestMedia(work, self._encodings, self._source)
+        media = RequestMedia(work, self._encodings, self._source, cached_tokens)
         self._attempts[key_from_pb(work.key)[:2]] = media
         return media
 

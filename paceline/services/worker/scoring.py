@@ -29,7 +29,7 @@ async def score(
     context = context_from_pb(work)
     lease = await worker.reserve(work, key_from_pb(work.key), context, len(context))
     try:
-        worker.media.open(work)
+        worker.media.open(work, lease.filled_tokens)
         opened = worker_pb2.Opened(key=key_to_pb(lease.key), cached_tokens=lease.filled_tokens)
         await send(worker_pb2.ComputeEvent(opened=opened))
         events, reporter = EventStream(), Reporter()

@@ -54,8 +54,8 @@ def work() -> common_pb2.Work:
     return common_pb2.Work(key=key_to_pb(KEY), media=map(span_to_pb, spans))
 
 
-def media_of(cache: Cache) -> RequestMedia:
-    return RequestMedia(work(), cast(Encodings, cache), HERE)
+def media_of(cache: Cache, cached_tokens: int = 0) -> RequestMedia:
+    return RequestMedia(work(), cast(Encodings, cache), HERE, cached_tokens)
 
 
 async def test_encodings_reach_the_engine_whenever_they_come() -> None:
@@ -124,13 +124,25 @@ async def test_a_prompt_that_was_computed_before_needs_all_that_is_not_cached() 
     assert not cache.digests
 
 
+async def test_a_preempted_prompt_needs_images_that_were_in_its_cached_prefix() -> None:
+    cache = Cache({ONE, TWO})
+    media = media_of(cache, cached_tokens=16)  # so the gateway sends no encoding of TWO
+    media.pause()
+    await media.resume(0)
+    assert cache.digests == {TWO}
+    media.pause()
+    cache.here.remove(TWO)
+    with pytest.raises(StaleError, match="evicted"):
+        await media.resume(0)
+
+
 async def test_a_worker_knows_the_attempts_that_it_computes() -> None:
     cache = Cache({ONE})
     desk = MediaDesk(cast(Encodings, cache), HERE)
-    assert desk.open(common_pb2.Work(key=key_to_pb(KEY))) is None
+    assert desk.open(common_pb2.Work(key=key_to_pb(KEY)), 0) is None
     with pytest.raises(StaleError, match="does not compute"):
         await desk.ready(KEY, ONE, HERE)
-    desk.open(work())
+    desk.open(work(), 0)
     await desk.ready(KEY, ONE, HERE)
     later = KEY._replace(generation=3)
     assert desk.get(later) is not None
@@ -138,4 +150,4 @@ async def test_a_worker_knows_the_attempts_that_it_computes() -> None:
     assert desk.get(KEY) is None
     assert not cache.digests
     with pytest.raises(InvalidRequestError, match="no encoders"):
-        MediaDesk(None, HERE).open(work())
+        MediaDesk(None, HERE).open(work(), 0)
