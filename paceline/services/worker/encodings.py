@@ -67,22 +67,19 @@ class Encodings:
         self._nonce = secrets.token_hex(4)
         self._uses = itertools.count(1)
 
-    async def reserve(
-        self, digest: bytes, length: int, cache_salt: str = "", source: str = "", priority: int = 0
-    ) -> HeldEncoding:
+    async def reserve(self, digest: bytes, length: int, cache_salt: str = "", priority: int = 0) -> HeldEncoding:
         """Hold an encoding, to compute it if it is not complete.
 
         Args:
             digest: name of the encoder's input; see `MediaInput.digest`.
             length: rows of the encoding.
-            source: address of another host's kvtransfer service that has cached the encoding; empty if none has.
             priority: the request's priority; lower is more urgent.
 
         Raises:
             BusyError: there are not enough free blocks.
         """
         key, links = self._key(digest), self._links(digest, length, cache_salt)
-        await self._bring(key, source, links)
+        await self._bring(key, "", links)
         tokens = len(links) * BASE_TOKENS
         reservation = await self._kv.reserve(key, links, tokens, tokens, priority, encoding=True)
         return self._held(reservation, digest, length, links)
@@ -103,7 +100,10 @@ class Encodings:
         await self._kv.publish(held.key, held.names)
 
     async def hold(self, digest: bytes, length: int, cache_salt: str = "", source: str = "") -> HeldEncoding:
-        """Hold a complete encoding, to read it. For the arguments see `reserve`.
+        """Hold a complete encoding, to read it. For the other arguments see `reserve`.
+
+        Args:
+            source: address of another host's kvtransfer service that has cached the encoding; empty if none has.
 
         Raises UnavailableError if the encoding is neither cached on this host nor came from `source`.
         """
