@@ -79,7 +79,7 @@ class Encodings:
             BusyError: there are not enough free blocks.
         """
         key, links = self._key(digest), self._links(digest, length, cache_salt)
-        await self._bring(key, "", links)
+        await self._bring(key, links)
         tokens = len(links) * BASE_TOKENS
         reservation = await self._kv.reserve(key, links, tokens, tokens, priority, encoding=True)
         return self._held(reservation, digest, length, links)
@@ -105,10 +105,12 @@ class Encodings:
         Args:
             source: address of another host's kvtransfer service that has cached the encoding; empty if none has.
 
-        Raises UnavailableError if the encoding is neither cached on this host nor came from `source`.
+        Raises:
+            BusyError: there are not enough free blocks to bring it to this host.
+            UnavailableError: the encoding is neither cached on this host nor came from `source`.
         """
         key, links = self._key(digest), self._links(digest, length, cache_salt)
-        await self._bring(key, source, links)
+        await self._bring(key, links, source)
         held = self._held(await self._kv.pin(key, links, encoding=True), digest, length, links)
         if not held.is_complete:
             self.release(held)
@@ -125,14 +127,17 @@ class Encodings:
     def _links(self, digest: bytes, length: int, cache_salt: str) -> Sequence[bytes]:
         return encoding_context(digest, length, cache_salt, self._layout).links(self._layout.fingerprint)
 
-    async def _bring(self, key: Key, source: str, links: Sequence[bytes]) -> None:
-        """Bring an encoding from another host, or from the disk tier, into this host's cache, if it is not there."""
+    async def _bring(self, key: Key, links: Sequence[bytes], source: str = "") -> None:
+        """Bring an encoding from another host, or from the disk tier, into this host's cache, if it is not there.
+
+        Raises BusyError if there are not enough free blocks for it. Other failures are logged.
+        """
         if not (source or self._kv.session.has_disk):
             return
         try:
             await self._kv.fetch_prefix(key, source, links, encoding=True)
         except BusyError:
-            pass  # there is no room for the reservation either, which will say so
+            raise
         except PacelineError as error:
             log.warning("an encoding did not come: %s", error)
 

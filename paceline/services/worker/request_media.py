@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import grpc.aio
 
-from paceline.core.errors import InvalidRequestError, StaleError, TransferError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError, TransferError, UnavailableError
 from paceline.core.media import MediaSpan
 from paceline.core.types import Key
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -63,6 +63,7 @@ class RequestMedia:
         Raises:
             InvalidRequestError: the context has no such span.
             StaleError: the encoding is not there any more.
+            BusyError: this host has too few free blocks to fetch the encoding.
             TransferError: the encoding could not be fetched.
         """
         if (span := self._spans.get(digest)) is None:
@@ -108,7 +109,7 @@ class RequestMedia:
         """Hold an encoding if it is cached on this host."""
         try:
             return await self._encodings.hold(span.digest, span.length, self._salt)
-        except UnavailableError:
+        except (BusyError, UnavailableError):
             return None
 
     async def _fetch(self, span: MediaSpan, source: str) -> HeldEncoding:
@@ -117,6 +118,9 @@ class RequestMedia:
         while True:
             try:
                 return await self._encodings.hold(span.digest, span.length, self._salt, source)
+            except BusyError:
+                if not self._reads or time.monotonic() >= give_up:
+                    raise
             except UnavailableError as error:
                 if not self._reads or time.monotonic() >= give_up:
                     raise TransferError(f"an encoding did not come from {source}: {error}") from error

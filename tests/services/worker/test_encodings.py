@@ -135,6 +135,16 @@ async def test_kv_and_encodings_evict_each_other(tmp_path: Path) -> None:
         worker.encodings.release(held)
 
 
+async def test_a_lack_of_blocks_is_told_from_a_lost_encoding(tmp_path: Path) -> None:
+    async with hosts(tmp_path, 2) as (there, here), attached(there) as source, attached(here) as worker:
+        await source.encode()
+        await worker.kv.reserve(Key("r", 1, 1), [], LAYOUT.groups[0].block_tokens * (SLOTS - 1), 0)
+        with pytest.raises(BusyError, match="3 blocks are needed"):
+            await worker.encodings.hold(CAT, LENGTH, source=there.address)
+        worker.kv.release(Key("r", 1, 1))
+        worker.encodings.release(await worker.encodings.hold(CAT, LENGTH, source=there.address))
+
+
 async def test_an_encoding_comes_from_another_host(tmp_path: Path) -> None:
     async with hosts(tmp_path, 2) as (there, here), attached(there) as source, attached(here) as worker:
         await source.encode()

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError, StaleError, TransferError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError, TransferError, UnavailableError
 from paceline.core.media import MediaKind, MediaSpan
 from paceline.core.types import Key
 from paceline.proto import common_pb2
@@ -27,9 +27,13 @@ class Cache:
     def __init__(self, here: set[bytes], there: set[bytes] = frozenset()) -> None:  # type: ignore[assignment]
         self.here, self.there = here, there
         self.held: Counter[bytes] = Counter()
+        self.is_full = False
+        """Whether this host has no free blocks."""
 
     async def hold(self, digest: bytes, length: int, cache_salt: str = "", source: str = "") -> HeldEncoding:
         if source == THERE and digest in self.there:
+            if self.is_full:
+                raise BusyError("no free blocks")
             self.here.add(digest)
         if digest not in self.here:
             raise UnavailableError("not cached")
@@ -88,6 +92,14 @@ async def test_an_encoding_that_does_not_come_is_an_error(monkeypatch: pytest.Mo
         await media.ready(ONE, HERE)
     with pytest.raises(InvalidRequestError, match="no span"):
         await media.ready(bytes([9] * 16), HERE)
+
+
+async def test_a_host_without_free_blocks_is_no_failed_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_media, "ROOM_SECONDS", (0.0, 0.0))
+    media = media_of(cache := Cache(set(), {ONE}))
+    cache.is_full = True
+    with pytest.raises(BusyError, match="no free blocks"):
+        await media.ready(ONE, THERE)
 
 
 async def test_news_that_come_too_late_hold_nothing() -> None:
