@@ -47,6 +47,8 @@ class RequestMedia:
         self._provide: Provide | None = None
         self._reads = True
         """Whether the prompt has to be computed, and is not preempted."""
+        self._closed = False
+        """Whether the attempt has left the engine."""
 
     def attach(self, provide: Provide) -> None:
         """Give the encodings that are here, and those that come later, to the engine."""
@@ -88,6 +90,11 @@ class RequestMedia:
         self._complete.update(self._spans)
         self.pause()
 
+    def close(self) -> None:
+        """Release all encodings and fetch no more, because the attempt has left the engine."""
+        self._closed = True
+        self.finish()
+
     def pause(self) -> None:
         """Release all encodings for now, because the request was preempted."""
         self._reads, self._provide = False, None
@@ -113,16 +120,20 @@ class RequestMedia:
             return None
 
     async def _fetch(self, span: MediaSpan, source: str) -> HeldEncoding:
-        """Bring an encoding from another host and hold it. If blocks are short here, try again for a while."""
+        """Bring an encoding from another host and hold it. If it does not come, try again for a while.
+
+        A preemption does not end this, because the request needs the encoding when it goes on.
+        """
         give_up = time.monotonic() + random.uniform(*ROOM_SECONDS)
         while True:
             try:
                 return await self._encodings.hold(span.digest, span.length, self._salt, source)
-            except BusyError:
-                if not self._reads or time.monotonic() >= give_up:
-                    raise
-            except UnavailableError as error:
-                if not self._reads or time.monotonic() >= give_up:
+            except (BusyError, UnavailableError) as error:
+                if self._closed:
+                    raise StaleError("the attempt left the engine before its encoding came") from error
+                if time.monotonic() >= give_up:
+                    if isinstance(error, BusyError):
+                        raise
                     raise TransferError(f"an encoding did not come from {source}: {error}") from error
             await asyncio.sleep(random.uniform(*_AGAIN_SECONDS))
 
@@ -171,7 +182,7 @@ class MediaDesk:
     def close(self, key: Key) -> None:
         """Release an attempt's encodings and accept no more: it has left the engine. Closing twice is no error."""
         if media := self._attempts.pop(key[:2], None):
-            media.finish()
+            media.close()
 
     async def ready(self, key: Key, digest: bytes, source: str) -> int:
         """See `RequestMedia.ready`. Raises StaleError if this worker does not compute the attempt."""

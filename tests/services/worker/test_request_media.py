@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import cast
 
@@ -120,6 +121,30 @@ async def test_a_preempted_prompt_holds_again_what_had_come() -> None:
     assert (given, cache.digests) == ([ONE], {ONE}), "nobody knows yet that the other one is complete"
     await media.ready(TWO, HERE)
     assert given == [ONE, TWO]
+
+
+async def test_a_preemption_does_not_end_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_media, "_AGAIN_SECONDS", (0.0, 0.0))
+    media = media_of(cache := Cache(set(), set()))
+    fetching = asyncio.create_task(media.ready(ONE, THERE))
+    await asyncio.sleep(0)
+    media.pause()
+    await asyncio.sleep(0)
+    cache.there.add(ONE)
+    assert await fetching == 100
+    assert not cache.digests
+    await media.resume(0)
+    assert cache.digests == {ONE}
+
+
+async def test_a_fetch_ends_with_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_media, "_AGAIN_SECONDS", (0.0, 0.0))
+    media = media_of(Cache(set()))
+    fetching = asyncio.create_task(media.ready(ONE, THERE))
+    await asyncio.sleep(0)
+    media.close()
+    with pytest.raises(StaleError, match="left the engine"):
+        await fetching
 
 
 async def test_a_prompt_that_was_computed_before_needs_all_that_is_not_cached() -> None:
