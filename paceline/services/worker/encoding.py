@@ -99,12 +99,13 @@ class EncodingDesk:
         name = (work.cache_salt, span.digest)
         lock = self._locks.get(name) or self._locks.setdefault(name, asyncio.Lock())
         async with lock:
-            held = await self._reserve(work, span, abandoned)
+            if (held := await self._reserve(work, span, media is None, abandoned)) is None:
+                return None
             try:
                 if held.is_complete:
                     self.encoder.note_found()
                     return _Obtained(held, None, time.monotonic() - began)
-                if media is None:
+                if media is None:  # it was evicted a moment ago
                     self._encodings.release(held)
                     return None
                 await asyncio.to_thread(_check_digest, media, span)
@@ -117,14 +118,22 @@ class EncodingDesk:
                 raise
         return _Obtained(held, effort, reserved - began + effort.queued)
 
-    async def _reserve(self, work: common_pb2.Work, span: MediaSpan, abandoned: asyncio.Event) -> HeldEncoding:
-        """Reserve blocks. If too few are free, wait a while for some. Raises BusyError."""
+    async def _reserve(
+        self, work: common_pb2.Work, span: MediaSpan, only_cached: bool, abandoned: asyncio.Event
+    ) -> HeldEncoding | None:
+        """Reserve blocks. If too few are free, wait a while for some. Raises BusyError.
+
+        If `only_cached`, return None for an encoding that is not cached, so that no block is evicted for a lookup.
+        """
+        name, priority = (span.digest, span.length, work.cache_salt), work.priority
         give_up = time.monotonic() + random.uniform(*ROOM_SECONDS)
         while True:
             if abandoned.is_set():
                 raise UnavailableError("nobody waits for this encoding any more")
             try:
-                return await self._encodings.reserve(span.digest, span.length, work.cache_salt, priority=work.priority)
+                if only_cached and not await self._encodings.is_cached(*name):
+                    return None
+                return await self._encodings.reserve(*name, priority)
             except BusyError:
                 if time.monotonic() >= give_up:
                     raise

@@ -117,6 +117,17 @@ class Encodings:
             raise UnavailableError(f"encoding {digest.hex()} is not cached on this host; it has to be computed again")
         return held
 
+    async def is_cached(self, digest: bytes, length: int, cache_salt: str = "") -> bool:
+        """Return whether a complete encoding is cached on this host. If its disk tier has it, it is brought first.
+
+        Raises BusyError if there are not enough free blocks to bring it.
+        """
+        try:
+            self.release(await self.hold(digest, length, cache_salt))
+        except UnavailableError:
+            return False
+        return True
+
     def release(self, held: HeldEncoding) -> None:
         """Give the blocks back. They stay cached until they are evicted, if they were published."""
         self._kv.release(held.key)

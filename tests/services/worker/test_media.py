@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from paceline.core.types import Key
 from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
 from paceline.services.common.wire import span_to_pb
 from tests.services.worker.conftest import PATIENCE, Host, StartHost
@@ -56,6 +57,17 @@ async def test_an_encoding_is_computed_once_and_then_found(start: StartHost) -> 
         figures = {sample.figure: sample.value for sample in host.prefill.worker.samples()}
         assert (figures["encodings_computed"], figures["encodings_cached"]) == (1, 1)
         assert figures["encode_seconds"] > 0
+
+
+async def test_a_lookup_needs_no_free_blocks(start: StartHost) -> None:
+    async with start() as host:
+        kv, layout = host.prefill.worker.kv, host.prefill.worker.layout.part(encoding=True)
+        rows = (await host.ledger()).free * layout.groups[0].block_tokens
+        await kv.reserve(Key("all blocks", 1, 1), [], rows, 0, encoding=True)
+        async with encoding(host, image(3), with_input=False) as event:
+            assert event.HasField("input_needed")
+        kv.release(Key("all blocks", 1, 1))
+        assert await host.all_blocks_back()
 
 
 async def test_requests_for_the_same_encoding_share_its_computation(start: StartHost) -> None:
