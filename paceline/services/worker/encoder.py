@@ -25,16 +25,8 @@ ENCODE_SECONDS = Family(
 )
 ENCODE_WAITING = Family("encodings_waiting", "Work that waits for its turn at the encoders", "gauge")
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "bool": torch.bool,
-}
+_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
+"""Types of inputs: pixels and features of audio."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from paceline.core.media import MediaInput
 from paceline.core.types import Key
 from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
-from paceline.services.common.wire import span_to_pb
+from paceline.services.common.wire import media_input_to_pb, span_to_pb
 from tests.services.worker.conftest import PATIENCE, Host, StartHost
 from tests.services.worker.media_calls import (
     compute,
@@ -161,11 +162,20 @@ async def test_an_encoding_that_is_not_there_is_reported(start: StartHost) -> No
         assert await host.all_blocks_back()
 
 
+def _use_int64(work: common_pb2.Work) -> None:
+    """Give an input of a type that no encoder takes, under its right name."""
+    own = image(2)
+    wrong = MediaInput(own.kind, own.length, "int64", own.shape, bytes(8 * len(own.data)))
+    work.media_input.CopyFrom(media_input_to_pb(wrong))
+    work.media[0].digest = wrong.digest
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         (lambda work: work.media_input.ClearField("data"), "does not have 0 bytes|not the one"),
         (lambda work: work.media[0].ClearField("digest"), "digest"),
+        (_use_int64, "type 'int64' cannot be read"),
         (lambda work: work.media.pop(), "one span"),
         (lambda work: work.token_ids.append(1), "no tokens"),
         (lambda work: setattr(work.media[0], "length", 100_000), "at most"),
