@@ -61,7 +61,10 @@ _AUTO_SHARE = 1.5
 
 
 class Turns(Protocol):
-    """The turns of one worker. The thread that computes calls `begin` and `end` around each step."""
+    """The turns of one worker. The thread that computes calls `begin` and `end` around each step.
+
+    For a piece of an encoder it calls `begin` and `end_piece`.
+    """
 
     page: memoryview
     slot: int
@@ -76,6 +79,9 @@ class Turns(Protocol):
         Args:
             hands_over: whether the step finished the prompt of a request that a decode worker takes over.
         """
+
+    def end_piece(self) -> None:
+        """Note that a piece of an encoder has ended. It does not count as a step."""
 
     def wait(self, early: float) -> float:
         """Wait until `early` seconds before this worker's next turn, or until no other worker wants a turn.
@@ -123,12 +129,20 @@ class DecodeTurns:
         self._words[_FIRST_SLOT + self.slot] = self._began + _ALIVE
 
     def end(self, hands_over: bool = False) -> bool:
+        self._steps.append(self._clock() - self._began)
+        least = int(statistics.median(self._steps) * self._share)
+        return self._leave(max(self._target - max(self._steps), least))
+
+    def end_piece(self) -> None:
+        # Several pieces may come between two steps. So none of them leaves the rest of the ITL target, only its share.
+        self._leave(int((self._clock() - self._began) * self._share))
+
+    def _leave(self, duration: int) -> bool:
+        """Leave prefill, if it waits, the cores for a duration. Return whether it has them now."""
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
-        self._steps.append(now - self._began)
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
-            least = int(statistics.median(self._steps) * self._share)
-            words[_PREFILL_UNTIL] = now + max(self._target - max(self._steps), least)
+            words[_PREFILL_UNTIL] = now + duration
         return now < words[_PREFILL_UNTIL]
 
     def wait(self, early: float) -> float:
@@ -188,6 +202,9 @@ class PrefillTurns:
         if hands_over:
             self._words[_HANDED_UNTIL] = now + _HANDOVER
         return False
+
+    def end_piece(self) -> None:
+        self.end()
 
     def wait(self, early: float) -> float:
         return 0.0

@@ -179,4 +179,4 @@ class ComputeThread:
         self.encode_seconds += self._ended - self._began
         self._began = None
         if self._turns is not None:
-            self._turns.end(False)
+            self._turns.end_piece()

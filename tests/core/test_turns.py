@@ -166,6 +166,31 @@ def test_one_slow_step_does_not_change_the_share_of_prefill(
         clock.pass_ms(200)
 
 
+def test_a_piece_of_an_encoder_is_no_step(clock: Clock, decode: DecodeTurns, prefill: PrefillTurns) -> None:
+    leave_turn(clock, decode, prefill, 20)
+    assert clock.waited(decode.begin) == pytest.approx(30, abs=1)
+    for piece_ms, left_ms in ((4, 2), (40, 20)):
+        clock.pass_ms(piece_ms)
+        prefill._may_compute(clock())
+        decode.end_piece()
+        assert clock.waited(decode.begin) == pytest.approx(left_ms, abs=1), "prefill has its share of the piece"
+    clock.pass_ms(20)
+    prefill._may_compute(clock())
+    decode.end()
+    assert clock.waited(decode.begin) == pytest.approx(30, abs=1), "as before the pieces"
+
+
+def test_decode_goes_before_pieces_of_an_encoder_on_a_prefill_worker(
+    clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
+) -> None:
+    prefill.begin()
+    clock.pass_ms(4)
+    prefill.end_piece()
+    decode.begin()
+    clock.after(20, decode.end)
+    assert 20 <= clock.waited(prefill.begin) <= 22
+
+
 def test_all_decode_workers_leave_the_same_time(
     page: memoryview, clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:

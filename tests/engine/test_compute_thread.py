@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from paceline.core.turns import PAGE_BYTES, DecodeTurns, Turns
 from paceline.engine.compute_thread import ComputeThread, Launch
 from paceline.engine.encode_job import EncodeJob, EncodingStoppedError
 from paceline.engine.step import Step, StepResult
@@ -17,14 +18,15 @@ class Bench:
 
     Args:
         step_seconds: time that each step takes.
+        turns: the turns of the worker, if it shares its cores.
     """
 
-    def __init__(self, step_seconds: float = 3.0) -> None:
+    def __init__(self, step_seconds: float = 3.0, turns: Turns | None = None) -> None:
         self.now = 0.0
         self.log: list[str] = []
         self.errors: list[Exception | None] = []
         self.step_seconds = step_seconds
-        self.thread = ComputeThread(self, None, self._take_result, lambda _: None, clock=lambda: self.now)
+        self.thread = ComputeThread(self, turns, self._take_result, lambda _: None, clock=lambda: self.now)
 
     def execute(self, step: Step) -> StepResult:
         if self.step_seconds < 0:
@@ -76,6 +78,29 @@ def test_steps_that_are_shorter_than_a_piece_wait_for_one_piece() -> None:
     bench.launch_job(bench.pieces(3))
     bench.launch_steps(4)
     assert bench.run() == ["piece", "step", "piece", "step", "piece", "step", "step"]
+
+
+class Calls(DecodeTurns):
+    """Turns that note how each piece and each step ends."""
+
+    def __init__(self) -> None:
+        super().__init__(memoryview(bytearray(PAGE_BYTES)), 0, None)
+        self.ends: list[str] = []
+
+    def end(self, hands_over: bool = False) -> bool:
+        self.ends.append("step")
+        return super().end(hands_over)
+
+    def end_piece(self) -> None:
+        self.ends.append("piece")
+        super().end_piece()
+
+
+def test_pieces_do_not_end_as_steps() -> None:
+    bench = Bench(turns=(turns := Calls()))
+    bench.launch_job(bench.pieces(3))
+    bench.launch_steps(1)
+    assert bench.run() == turns.ends == ["piece", "step", "piece", "piece"]
 
 
 def test_an_error_of_an_encoder_is_its_own() -> None:

@@ -65,6 +65,9 @@ class TurnsOfOthers:
     def end(self, hands_over: bool) -> bool:
         return True
 
+    def end_piece(self) -> None:
+        pass
+
     def wait(self, early: float) -> float:
         self.began.put(None)
         return self.ended.get(timeout=WAIT)
