@@ -1,7 +1,9 @@
 """The thread that computes steps and, between them, encoders.
 
 An encoder runs a piece at a time. Between two pieces, a step that waits is computed if the encoder has had the thread
-for as long as the step before took. So encoding makes steps at most about twice as slow, and neither of them starves.
+for as long as the step before took. So on CPUs, encoding makes steps at most about twice as slow, and neither of them
+starves. On a GPU the times are those of launches, because the end of a piece does not wait for the device. There a step
+may have to wait for all pieces of one encoding.
 """
 
 from __future__ import annotations
