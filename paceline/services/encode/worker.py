@@ -16,7 +16,7 @@ from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.encoder import Encoder
-from paceline.services.worker.encoding import EncodingDesk
+from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 from paceline.services.worker.site import Place, Site, max_model_len
@@ -67,7 +67,7 @@ class EncodeWorker:
         )
         encodings = Encodings(site.kv, loaded.layout, place.arena)
         encoder = Encoder(lambda: loaded.encoders, self.engine.encode)
-        self.encoding = EncodingDesk(encoder, encodings, site.kv.session.source, lambda: self._goes_on)
+        self.encoding = EncodeHandler(encoder, encodings, site.kv.session.source, lambda: self._goes_on)
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
         """Count work while a `with` statement runs. See `Admission`."""

@@ -12,7 +12,7 @@ from paceline.engine.step import Event, Failed, Filled, NeedsBlocks, Preempted, 
 from paceline.services.worker.event_stream import EventStreams, RequestEvent
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.leases import Reservation
-from paceline.services.worker.request_media import MediaDesk
+from paceline.services.worker.request_media import RequestMediaTable
 
 
 class Dispatcher:
@@ -26,7 +26,7 @@ class Dispatcher:
     engine: Engine
     """Set before the first event."""
 
-    def __init__(self, kv: KVClient, streams: EventStreams, media: MediaDesk) -> None:
+    def __init__(self, kv: KVClient, streams: EventStreams, media: RequestMediaTable) -> None:
         kv.on_lease_lost = self._on_lease_lost
         self._kv = kv
         self._streams = streams

@@ -30,7 +30,7 @@ _DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class EncodeTimes:
     """The time that one encoding took, in seconds."""
 
     queued: float
@@ -71,7 +71,7 @@ class Encoder:
 
     async def compute(
         self, owner: str, media: MediaInput, write: Callable[[torch.Tensor], None], abandoned: asyncio.Event
-    ) -> Effort:
+    ) -> EncodeTimes:
         """Wait for a turn, encode an input, and give the encoding to `write`. Return the times.
 
         This must not be cancelled, because a thread may be writing. After `abandoned` is set, it ends soon with an
@@ -92,11 +92,11 @@ class Encoder:
             encoders = await self.load()
             started = time.monotonic()
             await self._run(encoders, media, write, abandoned)
-        effort = Effort(started - began, time.monotonic() - started)
+        times = EncodeTimes(started - began, time.monotonic() - started)
         self._computed += 1
-        self._queue_seconds += effort.queued
-        self._encode_seconds += effort.computed
-        return effort
+        self._queue_seconds += times.queued
+        self._encode_seconds += times.computed
+        return times
 
     def note_found(self) -> None:
         """Count an encoding that was cached already."""

@@ -14,7 +14,7 @@ from paceline.core.errors import BusyError, InvalidRequestError, UnavailableErro
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.common.wire import media_input_from_pb, spans_from_pb
-from paceline.services.worker.encoder import Effort, Encoder
+from paceline.services.worker.encoder import Encoder, EncodeTimes
 from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 
@@ -32,14 +32,14 @@ class _Obtained:
     """A complete encoding."""
 
     held: HeldEncoding
-    effort: Effort | None
+    times: EncodeTimes | None
     """The times of its computation; None if it was cached."""
     waited: float
     """Seconds that work waited for the same encoding, for blocks, or for its turn at the encoder."""
 
 
-class EncodingDesk:
-    """The place in a worker that has encodings computed, each one once.
+class EncodeHandler:
+    """Handles work of the kind ENCODE on a worker. Each encoding is computed once.
 
     Args:
         encodings: the encodings in the host's arena.
@@ -53,7 +53,7 @@ class EncodingDesk:
         self._source = source
         self._goes_on = goes_on
         self._locks: weakref.WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = weakref.WeakValueDictionary()
-        """For each encoding that is being obtained, a lock: who comes second finds it in the cache."""
+        """A lock for each encoding under way. The second caller waits and finds the encoding in the cache."""
         self._tasks: set[asyncio.Task[_Obtained | None]] = set()
 
     async def serve(self, work: common_pb2.Work, send: Send) -> None:
@@ -84,9 +84,10 @@ class EncodingDesk:
                 await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
         finally:
             abandoned.set()
-            obtaining.add_done_callback(self._let_go)
+            obtaining.add_done_callback(self._release)
 
-    def _let_go(self, obtaining: asyncio.Task[_Obtained | None]) -> None:
+    def _release(self, obtaining: asyncio.Task[_Obtained | None]) -> None:
+        """Give back the lease that a task has obtained, if it has one."""
         self._tasks.discard(obtaining)
         if not obtaining.cancelled() and obtaining.exception() is None and (obtained := obtaining.result()):
             self._encodings.release(obtained.held)
@@ -111,12 +112,12 @@ class EncodingDesk:
                 await asyncio.to_thread(_check_digest, media, span)
                 reserved = time.monotonic()
                 write = partial(self._encodings.write, held)
-                effort = await self.encoder.compute(work.key.request_id, media, write, abandoned)
+                times = await self.encoder.compute(work.key.request_id, media, write, abandoned)
                 await self._encodings.publish(held)
             except BaseException:
                 self._encodings.release(held)
                 raise
-        return _Obtained(held, effort, reserved - began + effort.queued)
+        return _Obtained(held, times, reserved - began + times.queued)
 
     async def _reserve(
         self, work: common_pb2.Work, span: MediaSpan, only_cached: bool, abandoned: asyncio.Event
@@ -140,12 +141,12 @@ class EncodingDesk:
             await asyncio.sleep(random.uniform(*POLL_SECONDS))
 
     def _describe(self, obtained: _Obtained) -> worker_pb2.Encoded:
-        effort = obtained.effort
+        times = obtained.times
         return worker_pb2.Encoded(
             source=self._source,
-            cached=effort is None,
+            cached=times is None,
             queue_ms=obtained.waited * 1000,
-            encode_ms=0.0 if effort is None else effort.computed * 1000,
+            encode_ms=0.0 if times is None else times.computed * 1000,
             bytes=self._encodings.size(obtained.held),
         )
 

@@ -138,8 +138,8 @@ class RequestMedia:
             await asyncio.sleep(random.uniform(*_AGAIN_SECONDS))
 
 
-class MediaDesk:
-    """The media of all attempts that this worker computes.
+class RequestMediaTable:
+    """The media of each attempt that this worker computes.
 
     Args:
         encodings: the encodings in the host's arena; None if the model has no encoders.
@@ -197,11 +197,11 @@ CallContext = grpc.aio.ServicerContext[worker_pb2.ReadyRequest, worker_pb2.Ready
 class MediaService(worker_pb2_grpc.MediaServicer):
     """Serves `Media` with the attempts of one worker."""
 
-    def __init__(self, desk: MediaDesk) -> None:
-        self._desk = desk
+    def __init__(self, table: RequestMediaTable) -> None:
+        self._table = table
 
     async def Ready(self, request: worker_pb2.ReadyRequest, context: CallContext) -> worker_pb2.ReadyReply:
         async with mapped_errors(context):
-            moved = await self._desk.ready(key_from_pb(request.key), request.digest, request.source)
+            moved = await self._table.ready(key_from_pb(request.key), request.digest, request.source)
             return worker_pb2.ReadyReply(bytes_moved=moved)
         raise AssertionError("an error ends the call")

@@ -35,13 +35,13 @@ from paceline.services.common.wire import key_from_pb, sampling_from_pb
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.dispatcher import Dispatcher, lost
 from paceline.services.worker.encoder import Encoder
-from paceline.services.worker.encoding import EncodingDesk
+from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.leases import Reservation
-from paceline.services.worker.request_media import MediaDesk
+from paceline.services.worker.request_media import RequestMediaTable
 from paceline.services.worker.work_check import check_encode, check_token, check_work
 
 Argument = TypeVar("Argument")
@@ -92,7 +92,7 @@ class Worker:
         self.layout = loaded.layout
         self.encodings = Encodings(kv, loaded.layout, memory.arena) if loaded.layout.encodings else None
         """None if the model has no encoders."""
-        self.media = MediaDesk(self.encodings, kv.session.source)
+        self.media = RequestMediaTable(self.encodings, kv.session.source)
         self.limits = limits
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
@@ -124,11 +124,11 @@ class Worker:
             peers=memory.peers,
         )
         self.dispatcher.engine = self.engine
-        self.encoding: EncodingDesk | None = None
+        self.encoding: EncodeHandler | None = None
         """None if the model has no encoders."""
         if self.encodings is not None and loaded.load_encoders is not None:
             encoder = Encoder(loaded.load_encoders, self.engine.encode)
-            self.encoding = EncodingDesk(encoder, self.encodings, kv.session.source, lambda: self.goes_on)
+            self.encoding = EncodeHandler(encoder, self.encodings, kv.session.source, lambda: self.goes_on)
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
         """Return a function for the engine's threads that runs `function` on the event loop."""

@@ -15,7 +15,7 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, span_to_pb
 from paceline.services.worker import request_media
 from paceline.services.worker.encodings import Encodings, HeldEncoding
-from paceline.services.worker.request_media import MediaDesk, RequestMedia
+from paceline.services.worker.request_media import RequestMedia, RequestMediaTable
 
 HERE, THERE = "here:1", "there:1"
 ONE, TWO = bytes(16), bytes([1] * 16)
@@ -175,16 +175,16 @@ async def test_a_preempted_prompt_needs_images_that_were_in_its_cached_prefix() 
 
 async def test_a_worker_knows_the_attempts_that_it_computes() -> None:
     cache = Cache({ONE})
-    desk = MediaDesk(cast(Encodings, cache), HERE)
-    assert desk.open(common_pb2.Work(key=key_to_pb(KEY)), 0) is None
+    table = RequestMediaTable(cast(Encodings, cache), HERE)
+    assert table.open(common_pb2.Work(key=key_to_pb(KEY)), 0) is None
     with pytest.raises(StaleError, match="does not compute"):
-        await desk.ready(KEY, ONE, HERE)
-    desk.open(work(), 0)
-    await desk.ready(KEY, ONE, HERE)
+        await table.ready(KEY, ONE, HERE)
+    table.open(work(), 0)
+    await table.ready(KEY, ONE, HERE)
     later = KEY._replace(generation=3)
-    assert desk.get(later) is not None
-    desk.close(later)
-    assert desk.get(KEY) is None
+    assert table.get(later) is not None
+    table.close(later)
+    assert table.get(KEY) is None
     assert not cache.digests
     with pytest.raises(InvalidRequestError, match="no encoders"):
-        MediaDesk(None, HERE).open(work(), 0)
+        RequestMediaTable(None, HERE).open(work(), 0)
