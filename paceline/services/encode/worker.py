@@ -19,26 +19,26 @@ from paceline.services.worker.encoder import Encoder
 from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings
 from paceline.services.worker.event_stream import ALIVE_SECONDS
-from paceline.services.worker.site import Place, Site, max_model_len
 from paceline.services.worker.work_check import check_encode
+from paceline.services.worker.worker_setup import Place, WorkerSetup, max_model_len
 
 
-async def make_worker(site: Site) -> EncodeWorker:
+async def make_worker(setup: WorkerSetup) -> EncodeWorker:
     """Load the encoders, join the arena and return the worker. Raises PacelineError."""
-    loaded = await asyncio.to_thread(_load, site)
-    place = await site.join(loaded.layout, loaded.max_position)
-    return EncodeWorker(loaded, site, place)
+    loaded = await asyncio.to_thread(_load, setup)
+    place = await setup.join(loaded.layout, loaded.max_position)
+    return EncodeWorker(loaded, setup, place)
 
 
-def _load(site: Site) -> LoadedEncoders:
-    compute, config = site.compute, site.config
+def _load(setup: WorkerSetup) -> LoadedEncoders:
+    compute, config = setup.compute, setup.config
     return load_encoders_alone(
-        site.folder,
+        setup.folder,
         compute.dtype,
         compute.device,
         compute.kernels,
-        site.speculative,
-        site.packed_dir,
+        setup.speculative,
+        setup.packed_dir,
         config.quantization,
         config.model_impl,
     )
@@ -50,11 +50,11 @@ class EncodeWorker:
     Its engine has no requests. It runs the encoders in this worker's turns.
     """
 
-    def __init__(self, loaded: LoadedEncoders, site: Site, place: Place) -> None:
-        self.model_id = site.model_id
+    def __init__(self, loaded: LoadedEncoders, setup: WorkerSetup, place: Place) -> None:
+        self.model_id = setup.model_id
         self.layout = loaded.layout
-        self.max_model_len = max_model_len(site.config, loaded.layout, loaded.max_position, place.slots, place.slots)
-        self.admission = Admission(site.config.max_seqs)
+        self.max_model_len = max_model_len(setup.config, loaded.layout, loaded.max_position, place.slots, place.slots)
+        self.admission = Admission(setup.config.max_seqs)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """A future that gets an exception if the engine fails."""
@@ -65,9 +65,9 @@ class EncodeWorker:
             on_failure=self._pass_failure,
             turns=place.turns,
         )
-        encodings = Encodings(site.kv, loaded.layout, place.arena)
+        encodings = Encodings(setup.kv, loaded.layout, place.arena)
         encoder = Encoder(lambda: loaded.encoders, self.engine.encode)
-        self.encoding = EncodeHandler(encoder, encodings, site.kv.session.source, lambda: self._goes_on)
+        self.encoding = EncodeHandler(encoder, encodings, setup.kv.session.source, lambda: self._goes_on)
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
         """Count work while a `with` statement runs. See `Admission`."""

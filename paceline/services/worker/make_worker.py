@@ -7,38 +7,38 @@ import asyncio
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
 from paceline.services.worker.kv_memory import KVMemory, device_memory
-from paceline.services.worker.site import Place, Site, max_model_len
 from paceline.services.worker.warm_up import warm_up
 from paceline.services.worker.worker import Worker, WorkerLimits
+from paceline.services.worker.worker_setup import Place, WorkerSetup, max_model_len
 
 
-async def make_worker(site: Site) -> Worker:
+async def make_worker(setup: WorkerSetup) -> Worker:
     """Load the model, join the arena and return the worker, warmed up. Raises PacelineError."""
-    config = site.config
-    loaded = await asyncio.to_thread(_load, site)
-    place = await site.join(loaded.layout, loaded.max_position)
-    memory = _kv_memory(site, loaded, place)
-    site.undo.callback(memory.close)
+    config = setup.config
+    loaded = await asyncio.to_thread(_load, setup)
+    place = await setup.join(loaded.layout, loaded.max_position)
+    memory = _kv_memory(setup, loaded, place)
+    setup.undo.callback(memory.close)
     longest = max_model_len(config, loaded.layout, loaded.max_position, place.slots, memory.slots)
     steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
     limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight)
-    worker = Worker(loaded, site.model_id, memory, site.kv, limits, place.turns)
+    worker = Worker(loaded, setup.model_id, memory, setup.kv, limits, place.turns)
     await warm_up(worker)
-    if site.role == "prefill" and worker.encoding is not None:
+    if setup.role == "prefill" and worker.encoding is not None:
         await worker.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
     return worker
 
 
-def _load(site: Site) -> Loaded:
-    compute, config = site.compute, site.config
+def _load(setup: WorkerSetup) -> Loaded:
+    compute, config = setup.compute, setup.config
     how = config.quantization, config.model_impl, config.trust_remote_code
-    return load(site.folder, compute.dtype, compute.device, compute.kernels, site.speculative, site.packed_dir, *how)
+    return load(setup.folder, compute.dtype, compute.device, compute.kernels, setup.speculative, setup.packed_dir, *how)
 
 
-def _kv_memory(site: Site, loaded: Loaded, place: Place) -> KVMemory:
-    config = site.config
-    if not site.compute.has_pool:
+def _kv_memory(setup: WorkerSetup, loaded: Loaded, place: Place) -> KVMemory:
+    config = setup.config
+    if not setup.compute.has_pool:
         return KVMemory(loaded.layout, place.arena)
     context_tokens = config.max_model_len or loaded.max_position
-    device, size = site.compute.device, config.kv_pool_memory
+    device, size = setup.compute.device, config.kv_pool_memory
     return device_memory(loaded.layout, place.arena, place.path, device, size, context_tokens)

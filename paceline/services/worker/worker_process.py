@@ -38,7 +38,7 @@ from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
-from paceline.services.worker.site import Site
+from paceline.services.worker.worker_setup import WorkerSetup
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class AnyWorker(Protocol):
 
 W = TypeVar("W", bound=AnyWorker)
 
-MakeWorker = Callable[[Site], Awaitable[W]]
+MakeWorker = Callable[[WorkerSetup], Awaitable[W]]
 """A function that loads the model, joins the host's arena, and returns the worker."""
 
 AddServices = Callable[[grpc.aio.Server, W], Callable[[], Framed] | None]
@@ -139,7 +139,7 @@ class WorkerProcess(Generic[W]):
         torch.set_num_threads(config.threads or available_cores())
         compute = await asyncio.to_thread(ComputeOptions.resolve, config)
         self.numerics = compute.numerics
-        worker = await make(Site(config, compute, self._role, self._model_id, self._kv, undo))
+        worker = await make(WorkerSetup(config, compute, self._role, self._model_id, self._kv, undo))
         connection = add_services(self._server.server, worker)
         await self._server.start()
         worker.engine.start()

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.config import WorkerConfig
 from paceline.core.turns import PAGE_BYTES, DecodeTurns
-from paceline.services.worker.site import turns_of
+from paceline.services.worker.worker_setup import turns_of
 
 
 @pytest.mark.parametrize(("options", "left"), [({}, 60), ({"itl_target_ms": 10}, 20), ({"itl_target_ms": 90}, 50)])

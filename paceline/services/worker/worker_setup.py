@@ -36,8 +36,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """A process in which a worker is made."""
+class WorkerSetup:
+    """What a worker is made from, in its own process."""
 
     config: WorkerConfig
     compute: ComputeOptions
