@@ -275,7 +275,7 @@ def write_mistral3_with_vision(folder: Path, family: str, **changes: object) -> 
 
 
 def write_gemma4_with_media(
-    folder: Path, kind: str, max_shard_size: str = "1GB", **changes: object
+    folder: Path, kind: str, max_shard_size: str = "1GB", audio_features: int = 8, **changes: object
 ) -> transformers.PreTrainedModel:
     """Save a tiny random Gemma 4 for text and media to a folder and return the `transformers` model.
 
@@ -290,7 +290,7 @@ def write_gemma4_with_media(
         "position_embedding_size": 30,
         "standardize": kind != "edge",
     }
-    audio = {**tower, "subsampling_conv_channels": [8, 4], "output_proj_dims": 20}
+    audio = {**tower, "subsampling_conv_channels": [audio_features, 4], "output_proj_dims": 20}
     config = transformers.Gemma4Config(
         text_config={**GEMMA4, **GEMMA4_KINDS[kind], **changes},
         vision_config=vision,

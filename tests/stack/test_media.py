@@ -1,66 +1,31 @@
-"""Images through real stacks: tokens are those of `transformers`, wherever images are encoded and whoever is killed."""
+"""Media through real stacks: tokens are those of `transformers`, wherever media are encoded and whoever is killed."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import os
 import random
 import signal
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import psutil
 import pytest
 import torch
-from PIL import Image
 
 from bench.namespaces import ONE_HOST
-from paceline.core.media import MediaSpan
-from paceline.services.gateway.media.expansion import Run
-from paceline.services.gateway.media.processors.base import Processor
 from paceline.services.gateway.media.processors.families import read_processor
-from tests.engine.media_models import MediaModel, Prompt
-from tests.models.test_encoders import reference_of_patches
 from tests.services.gateway.toy_model import AUDIO, IMAGE, VIDEO, write_toy_media_model
 from tests.stack.cluster import Cluster
+from tests.stack.media_chats import OPTIONS, Chat, Model, ask_about_media, ask_all, converse
 from tests.stack.processes import Stack, serve
 from tests.tiny_checkpoints import write_gemma4_with_media
 
 pytestmark = pytest.mark.stack
 
 VOCAB = 272
-TOKENS = 12
-QUESTIONS = ("What is this?", "And this one? " * 6, "Which of both, then, is the older one, and why?")
-SHAPES = ((50, 70), (64, 64), (60, 44))
-
-
-@dataclass(frozen=True)
-class Model:
-    """A tiny Gemma 4 in a folder, with its reference."""
-
-    folder: Path
-    reference: Any
-    processor: Processor
-
-    def expect(self, token_ids: Sequence[int], images: Sequence[Run], output: Sequence[int]) -> None:
-        """Check that the output is what `transformers` generates after a prompt with these images."""
-        media, begin = [], 0
-        for run in images:
-            begin = list(token_ids).index(IMAGE, begin)
-            pixels = np.frombuffer(run.input.data, dtype=np.uint8).reshape(run.input.shape).copy()
-            rows = reference_of_patches(self.reference, torch.from_numpy(pixels), 16, padded=0)
-            assert len(rows) == run.input.length
-            media.append((MediaSpan(begin, len(rows), run.digest, run.input.kind), rows))
-            begin += len(rows)
-        made = MediaModel(None, self.reference, "edge")  # type: ignore[arg-type]
-        made.check(Prompt(list(token_ids), media), list(output))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = write_toy_media_model(tmp_path_factory.mktemp("gemma4") / "model")
     ids = {name: value for name, value in json.loads((folder / "config.json").read_text()).items() if "token" in name}
     sizes = {"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "bos_token_id": None, "eos_token_id": 256}
-    reference = write_gemma4_with_media(folder, "edge", **sizes)
+    reference = write_gemma4_with_media(folder, "edge", audio_features=128, **sizes)
     for name, value in ids.items():
         setattr(reference.config, name, value)
     with torch.no_grad():  # a placeholder is never the best token, because the reference would take it for an image
@@ -76,97 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     reference.save_pretrained(folder)
     processor = read_processor(folder)
     assert processor is not None
-    return Model(folder, reference, processor.with_options({"max_soft_tokens": 70}))
-
-
-def images_of(number: int, count: int) -> list[np.ndarray]:
-    """Return `count` images uint8 [height, width, 3]. The same number gives the same images."""
-    draw = np.random.default_rng(number)
-    shapes = [SHAPES[(number + index) % len(SHAPES)] for index in range(count)]
-    return [draw.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
-
-
-def image_part(pixels: np.ndarray) -> dict[str, Any]:
-    """Return the part of a message that has an image."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"},
-    }
-
-
-async def ask(
-    client: httpx.AsyncClient, model: Model, messages: Sequence[dict[str, Any]], images: Sequence[np.ndarray]
-) -> int:
-    """Ask for the next message of a conversation, and check the answer.
-
-    Args:
-        images: all images in the messages, in order.
-
-    Returns:
-        The number of prompt tokens that were not cached.
-    """
-    body = {
-        "messages": messages,
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "mm_processor_kwargs": {"max_soft_tokens": 70},
-    }
-    answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    found = answer.json()
-    runs = [model.processor.image(pixels).pieces[1] for pixels in images]
-    output = found["choices"][0]["token_ids"]
-    assert len(output) == TOKENS
-    await asyncio.to_thread(model.expect, found["prompt_token_ids"], runs, output)  # type: ignore[arg-type]
-    usage = found["usage"]
-    return int(usage["prompt_tokens"] - (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
-
-
-class Chat:
-    """A question about some images.
-
-    Args:
-        number: number of the question. The same number gives the same images.
-        images: number of images.
-    """
-
-    def __init__(self, model: Model, number: int, images: int = 1) -> None:
-        self._model = model
-        self._images = images_of(number, images)
-        parts: list[dict[str, Any]] = [{"type": "text", "text": QUESTIONS[number % len(QUESTIONS)]}]
-        for pixels in self._images:
-            parts += [image_part(pixels), {"type": "text", "text": f"{number}?"}]
-        self._messages = [{"role": "user", "content": parts}]
-
-    async def ask(self, client: httpx.AsyncClient) -> None:
-        """Send the question and check the answer."""
-        await ask(client, self._model, self._messages, self._images)
-
-
-async def converse(url: str, model: Model) -> None:
-    """Hold a conversation of ten turns over four images. A turn computes hardly more than what is new in it."""
-    messages: list[dict[str, Any]] = []
-    images: list[np.ndarray] = []
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        for turn in range(10):
-            new = images_of(1000 + turn, 1) if turn % 3 == 0 else []
-            images += new
-            parts: list[dict[str, Any]] = [image_part(pixels) for pixels in new]
-            messages.append({"role": "user", "content": [*parts, {"type": "text", "text": f"Turn {turn}?"}]})
-            computed = await ask(client, model, messages, images)
-            assert turn == 0 or computed < 200
-            messages.append({"role": "assistant", "content": f"Answer {turn}."})
-
-
-async def ask_all(url: str, chats: Sequence[Chat]) -> None:
-    """Ask all questions at once."""
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client, asyncio.TaskGroup() as group:
-        for chat in chats:
-            group.create_task(chat.ask(client))
+    return Model(folder, reference, processor.with_options(OPTIONS))
 
 
 async def kill_each(stack: Stack, roles: Sequence[str], done: asyncio.Event) -> None:
@@ -201,17 +76,17 @@ async def test_tokens_are_those_of_transformers_also_when_workers_are_killed(
     model: Model, tmp_path: Path, encode: int
 ) -> None:
     with serve(tmp_path / "log", str(model.folder), *WORKERS, f"--encode={encode}", "--kv-memory=24MiB") as stack:
-        chats = [Chat(model, number, images=1 + number % 3) for number in range(6)]
+        chats = [Chat(model, number, images=1 + number % 3, choices=1 + (number == 0)) for number in range(6)]
         await ask_all(stack.url, chats)
         await ask_all(stack.url, chats)  # from the cache
         await converse(stack.url, model)
+        encodings = sum(1 + number % 3 for number in range(6)) + 4 + await ask_about_media(stack.url, model)
         await stack.settled()
-        images = sum(1 + number % 3 for number in range(6)) + 4
 
         async def workers() -> list[dict[str, Any]]:
             return list(stack.fleet()["workers"])
 
-        await wait_until_encoded(images, "encode" if encode else "prefill", workers)
+        await wait_until_encoded(encodings, "encode" if encode else "prefill", workers)
         done = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(kill_each(stack, ["prefill", "decode", *["encode"] * bool(encode)], done))

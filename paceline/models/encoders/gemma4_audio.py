@@ -83,7 +83,7 @@ class _Shortening:
 
 
 class _Halving:
-    """A convolution over squares of 3 x 3, of which every second one counts, as a linear layer over these squares.
+    """A 3 x 3 convolution with stride 2, computed as a linear layer over its patches.
 
     Takes and returns [frames, features, channels].
     """
@@ -98,9 +98,9 @@ class _Halving:
 
     def __call__(self, x: Tensor) -> Tensor:
         padded = F.pad(x.to(self._weight.dtype), (0, 0, 1, 1, 1, 1))
-        squares = padded.unfold(0, 3, 2).unfold(1, 3, 2).permute(0, 1, 3, 4, 2)
-        found = self._norm(self._linear(squares.reshape(-1, self._weight.size_in))).relu_()
-        return found.view(*squares.shape[:2], -1)
+        patches = padded.unfold(0, 3, 2).unfold(1, 3, 2).permute(0, 1, 3, 4, 2)
+        found = self._norm(self._linear(patches.reshape(-1, self._weight.size_in))).relu_()
+        return found.view(*patches.shape[:2], -1)
 
 
 class _Layer:

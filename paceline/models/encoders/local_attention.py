@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MOST_ROWS = 10_000.0
-"""The slowest angle of `distance_embeddings` turns by one radian in so many rows."""
+"""Rows in which the slowest angle of `distance_embeddings` turns by one radian."""
 
 
 def distance_embeddings(count: int, size: int) -> Tensor:
@@ -22,7 +22,7 @@ def distance_embeddings(count: int, size: int) -> Tensor:
 def attend_locally(queries: Tensor, keys: Tensor, values: Tensor, distances: Tensor, cap: float) -> Tensor:
     """Return attention over the window of each row. The scores are cap * tanh(query @ (key + distance) / cap).
 
-    Rows are computed in blocks of a window. A block sees its own rows, and one less before them.
+    Rows are computed in blocks of a window. A block sees its own rows and the window - 1 rows before them.
 
     Args:
         queries, keys, values: fp32 [rows, heads, head_dim].

@@ -190,6 +190,8 @@ class Registrar:
                 if reachable:
                     log.warning("Redis does not answer (%s); going on without it", error)
                 reachable = False
+            except Exception:
+                log.exception("unexpected error in a heartbeat")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._wake.wait()

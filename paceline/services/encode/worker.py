@@ -85,7 +85,8 @@ class EncodeWorker:
     def load(self) -> LoadReport:
         """Return how much work the worker has. Gateways choose encode workers by it."""
         waiting = self.encoding.encoder.waiting
-        return LoadReport(running=self.admission.active - waiting, waiting=waiting)
+        # Work that was abandoned just now may still wait, although its call has ended.
+        return LoadReport(running=max(0, self.admission.active - waiting), waiting=waiting)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the worker's metrics."""

@@ -14,7 +14,7 @@ from paceline.core.media import MediaInput
 from paceline.core.metrics import Family, Sample
 from paceline.engine.encode_job import EncodeJob
 from paceline.models.encoders.base import Between, Encoders
-from paceline.services.worker.fair_turns import FairTurns
+from paceline.services.worker.fair_turns import AbandonedError, FairTurns
 
 ENCODINGS = Family("encodings", "Encodings that were asked for; cached: the host had them already")
 ENCODED_BYTES = Family("encoded_bytes", "Bytes of encodings that encoders have computed")
@@ -35,10 +35,6 @@ class EncodeTimes:
 
     queued: float
     computed: float
-
-
-class _AbandonedError(Exception):
-    """Nobody waits for the encoding any more."""
 
 
 class Encoder:
@@ -83,12 +79,13 @@ class Encoder:
 
         Raises:
             InvalidRequestError: the input cannot be encoded.
-            UnavailableError: the worker stops, or the work was abandoned.
+            AbandonedError: the work was abandoned.
+            UnavailableError: the worker stops, or the encoder failed.
         """
         began = time.monotonic()
-        async with self._turns.turn(owner):
+        async with self._turns.turn(owner, abandoned):
             if abandoned.is_set():
-                raise UnavailableError("nobody waits for this encoding any more")
+                raise AbandonedError
             encoders = await self.load()
             started = time.monotonic()
             await self._run(encoders, media, write, abandoned)
@@ -126,7 +123,7 @@ class Encoder:
         def run(between: Between) -> None:
             def pause() -> None:
                 if abandoned.is_set():  # only read here; the event loop sets it
-                    raise _AbandonedError
+                    raise AbandonedError
                 between()
 
             rows = encoders.encode(media.kind, inputs, pause)

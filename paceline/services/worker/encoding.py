@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.common.wire import media_input_from_pb, spans_from_pb
 from paceline.services.worker.encoder import Encoder, EncodeTimes
 from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS
+from paceline.services.worker.fair_turns import AbandonedError
 
 Send = Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
 
@@ -130,7 +131,7 @@ class EncodeHandler:
         give_up = time.monotonic() + random.uniform(*ROOM_SECONDS)
         while True:
             if abandoned.is_set():
-                raise UnavailableError("nobody waits for this encoding any more")
+                raise AbandonedError
             try:
                 if only_cached and not await self._encodings.is_cached(*name):
                     return None

@@ -7,6 +7,15 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
+from paceline.core.errors import UnavailableError
+
+
+class AbandonedError(UnavailableError):
+    """Nobody waits for the work any more."""
+
+    def __init__(self) -> None:
+        super().__init__("nobody waits for this work any more")
+
 
 class FairTurns:
     """Gives one turn at a time. Owners that wait are served in rotation, and the turns of one owner in order."""
@@ -22,29 +31,43 @@ class FairTurns:
         return sum(map(len, self._waiting.values()))
 
     @contextlib.asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a turn of this owner. It lasts for the body of the `with` statement."""
+    async def turn(self, owner: str, abandoned: asyncio.Event) -> AsyncIterator[None]:
+        """Wait for a turn of this owner. It lasts for the body of the `with` statement.
+
+        Raises:
+            AbandonedError: `abandoned` was set before the turn came.
+        """
         if self._is_taken:
-            await self._wait(owner)
+            await self._wait(owner, abandoned)
         self._is_taken = True
         try:
             yield
         finally:
             self._pass_on()
 
-    async def _wait(self, owner: str) -> None:
+    async def _wait(self, owner: str, abandoned: asyncio.Event) -> None:
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(mine)
+        leaving = asyncio.create_task(abandoned.wait())
         try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # the turn came together with the cancellation
-                self._pass_on()
-            else:
-                self._waiting[owner].remove(mine)
-                if not self._waiting[owner]:
-                    del self._waiting[owner]
+            # A cancellation of this task does not cancel `mine`, so `_pass_on` can always set its result.
+            await asyncio.wait((mine, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if abandoned.is_set():
+                raise AbandonedError
+        except BaseException:
+            self._leave(owner, mine)
             raise
+        finally:
+            leaving.cancel()
+
+    def _leave(self, owner: str, mine: asyncio.Future[None]) -> None:
+        """Give up a turn that came or that is waited for."""
+        if mine.done():
+            self._pass_on()
+            return
+        self._waiting[owner].remove(mine)
+        if not self._waiting[owner]:
+            del self._waiting[owner]
 
     def _pass_on(self) -> None:
         self._is_taken = bool(self._waiting)

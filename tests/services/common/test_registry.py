@@ -125,3 +125,22 @@ async def test_an_announcement_does_not_wait_for_the_heartbeat(
         registrar.announce()
         await listed_as("draining", client, cluster)
         await registrar.stop()
+
+
+async def test_an_unexpected_error_costs_one_heartbeat(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "HEARTBEAT_SECONDS", 0.01)
+    cluster, errors = uuid.uuid4().hex, [ValueError("a negative count")]
+
+    def describe() -> Member:
+        if errors:
+            raise errors.pop()
+        return MEMBER
+
+    registrar = Registrar(redis_server, cluster, describe)
+    await registrar.start()
+    async with contextlib.aclosing(connect(redis_server)) as client:
+        await listed_as("draining", client, cluster)
+        await registrar.stop()
+    assert "a negative count" in caplog.text

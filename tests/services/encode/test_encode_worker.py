@@ -18,10 +18,12 @@ from paceline.core.speculative import parse_speculative_config
 from paceline.engine.loading import load, load_encoders_alone
 from paceline.kernels.reference import ReferenceKernels
 from paceline.proto import common_pb2, worker_pb2_grpc
+from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.encode.main import add_encode
 from paceline.services.encode.worker import EncodeWorker, make_worker
+from paceline.services.worker.encoder import Encoder
 from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.worker.conftest import Host, StartHost
 from tests.services.worker.media_calls import encode_work, encoding, image, prefilling, tell
@@ -121,3 +123,11 @@ async def test_an_encode_worker_does_nothing_else(pair: tuple[Host, WorkerProces
     with pytest.raises(grpc.aio.AioRpcError, match="draining"):
         async for _ in stub.Run(encode_work(host, image(2))):
             pass
+
+
+async def test_work_that_waits_after_its_call_has_ended_is_not_counted_as_running(
+    pair: tuple[Host, WorkerProcess[EncodeWorker]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, process = pair
+    monkeypatch.setattr(Encoder, "waiting", 3)
+    assert process.worker.load() == LoadReport(running=0, waiting=3)

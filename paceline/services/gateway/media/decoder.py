@@ -1,16 +1,15 @@
 """A process that decodes media for the gateway: `python -m paceline.services.gateway.media.decoder FD MEMORY`.
 
 The bytes come from clients, and decoders of media have had many security holes. So they run here, in a process that has
-nothing but the item that it decodes: no secrets in its environment, no network if the system allows it, and limits on
-memory, time and files. If it crashes or hangs, only one item is lost.
+nothing but the item that it decodes: no secrets in its environment, no files, no sockets, and limits on memory and
+time (see `confinement.py`). If it crashes or hangs, only one item is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import importlib
 import logging
-import os
 import resource
 import socket
 import sys
@@ -21,15 +20,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from paceline.services.gateway.media import audio_decoder, image_decoder, video_decoder
 from paceline.services.gateway.media.channel import Channel, ChannelError
+from paceline.services.gateway.media.confinement import confine
 from paceline.services.gateway.media.decoded import BrokenItemError
 
-_MAX_OPEN_FILES = 64
-_NICENESS = 5
-"""Decoding media yields to the workers of the same host, which other requests wait for."""
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_LATE_MODULES = ("PIL.ImageColor", "av.subtitles.codeccontext", "av.subtitles.stream")
 _DECODERS: dict[str, Callable[..., tuple[dict[str, Any], NDArray[Any]]]] = {
     "image": image_decoder.decode,
     "video": video_decoder.decode,
@@ -45,7 +43,8 @@ def main(descriptor: int, memory: int) -> None:
         memory: the most bytes of address space.
     """
     channel = Channel(socket.socket(fileno=descriptor))
-    _restrict(memory)
+    _import_the_rest()
+    confine(memory)
     # What decoders say about broken files would fill the gateway's log.
     warnings.simplefilter("ignore")
     logging.disable()
@@ -72,19 +71,11 @@ def decode(job: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes
     return header, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _restrict(memory: int) -> None:
-    os.nice(_NICENESS)
-    for what, limit in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(what, (limit, limit))
-    if sys.platform == "linux":
-        # In a network of its own a process reaches nothing. Some containers forbid this; the other limits remain.
-        ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+def _import_the_rest() -> None:
+    """Import the modules that Pillow and PyAV would import when they meet a file that needs them."""
+    Image.init()
+    for name in _LATE_MODULES:
+        importlib.import_module(name)
 
 
 def _limit_cpu(seconds: float) -> None:

@@ -1,0 +1,65 @@
+"""Takes from the calling process what a decoder of media does not need: memory, files, sockets and the network."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+
+_NICENESS = 5
+"""Decoding media yields to the workers of the same host, which other requests wait for."""
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_PR_SET_NO_NEW_PRIVS = 38
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
+"""Numbers of system calls, which are the same on all architectures of Linux."""
+_LANDLOCK_VERSION = 1
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
+"""Number of rights on files that each version of Landlock knows first. A right is one bit."""
+_TCP_RIGHTS, _SCOPES = 0b11, 0b11
+"""TCP: to bind and to connect, from version 4 on. Scopes: abstract Unix sockets and signals, from version 6 on."""
+
+
+def confine(memory: int) -> None:
+    """Restrict this process for good. Restrictions that the system does not have or allow are left out.
+
+    All modules must be imported before, because no file can be opened afterwards.
+
+    Args:
+        memory: the most bytes of address space.
+    """
+    os.nice(_NICENESS)
+    if sys.platform == "linux":
+        # In a network of its own a process reaches nothing. Some containers forbid this; the other limits remain.
+        ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+        _forbid_files()
+    for what, limit in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 0),  # what is open stays open; no further file and no socket can be opened
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(what, (limit, limit))
+
+
+def _forbid_files() -> None:
+    """Forbid all access to files by Landlock, also without opening them (run, rename, remove), and to other processes.
+
+    See https://docs.kernel.org/userspace-api/landlock.html.
+    """
+    libc = ctypes.CDLL(None)
+    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
+    if version < 1:
+        return
+    files = _FILE_RIGHTS[max(known for known in _FILE_RIGHTS if known <= version)]
+    handled = [(1 << files) - 1, *[_TCP_RIGHTS] * (version >= 4), *[_SCOPES] * (version >= 6)]
+    # A right that the set handles is forbidden, because the set has no rules that allow it.
+    rights = (ctypes.c_uint64 * len(handled))(*handled)
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, rights, ctypes.c_size_t(ctypes.sizeof(rights)), 0)
+    if ruleset < 0:
+        return
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, *(ctypes.c_ulong(each) for each in (1, 0, 0, 0)))
+    libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)

@@ -1,0 +1,207 @@
+"""Questions about media, and the answers that `transformers` gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from PIL import Image
+
+from paceline.core.media import MediaKind, MediaSpan
+from paceline.services.gateway.media import video_decoder
+from paceline.services.gateway.media.expansion import Expansion, Run
+from paceline.services.gateway.media.processors.base import SAMPLING_RATE, Processor
+from tests.engine.media_models import MediaModel, Prompt
+from tests.models.test_encoders import reference_of_patches
+from tests.services.gateway.media.samples import audio_file, data_url, image_file, tone, video_file
+from tests.services.gateway.toy_model import AUDIO, VIDEO
+
+TOKENS = 12
+QUESTIONS = ("What is this?", "And this one? " * 6, "Which of both, then, is the older one, and why?")
+SHAPES = ((50, 70), (64, 64), (60, 44))
+OPTIONS = {"max_soft_tokens": 70}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tiny Gemma 4 in a folder, with its reference."""
+
+    folder: Path
+    reference: Any
+    processor: Processor
+
+    def expect(self, token_ids: Sequence[int], runs: Sequence[Run], output: Sequence[int]) -> None:
+        """Check that the output is what `transformers` generates after a prompt with these media."""
+        media, begin = [], 0
+        for run in runs:
+            begin = list(token_ids).index(run.token_id, begin)
+            rows = self._encoding(run)
+            assert len(rows) == run.input.length
+            kind = MediaKind.IMAGE if run.input.kind is MediaKind.IMAGE else MediaKind.VIDEO_FRAME
+            media.append((MediaSpan(begin, len(rows), run.digest, kind), rows))
+            begin += len(rows)
+        # `transformers` takes no encodings of audio. In this model, rows of a frame are read in the same way.
+        given = [VIDEO if token == AUDIO else token for token in token_ids]
+        made = MediaModel(None, self.reference, "edge")  # type: ignore[arg-type]
+        made.check(Prompt(given, media), list(output))
+
+    def _encoding(self, run: Run) -> torch.Tensor:
+        own = run.input
+        values = torch.from_numpy(np.frombuffer(own.data, dtype=own.dtype).reshape(own.shape).copy())
+        if own.kind is not MediaKind.AUDIO:
+            return reference_of_patches(self.reference, values, 16, padded=0)
+        with torch.inference_mode():
+            found = self.reference.model.get_audio_features(values[None], torch.ones(1, len(values), dtype=torch.bool))
+        return found.pooler_output[0][found.attention_mask[0]]  # type: ignore[no-any-return]
+
+
+def images_of(number: int, count: int) -> list[np.ndarray]:
+    """Return `count` images uint8 [height, width, 3]. The same number gives the same images."""
+    draw = np.random.default_rng(number)
+    shapes = [SHAPES[(number + index) % len(SHAPES)] for index in range(count)]
+    return [draw.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
+
+
+def part(kind: str, file: bytes) -> dict[str, Any]:
+    """Return the part of a message that has a file of a kind: "image", "video" or "audio"."""
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": data_url(file)}}
+
+
+def image_part(pixels: np.ndarray) -> dict[str, Any]:
+    """Return the part of a message that has an image."""
+    return part("image", image_file(image=Image.fromarray(pixels)))
+
+
+def runs_of(expansion: Expansion) -> list[Run]:
+    """Return the placeholders of an item."""
+    return [piece for piece in expansion.pieces if isinstance(piece, Run)]
+
+
+def image_runs(model: Model, images: Sequence[np.ndarray]) -> list[Run]:
+    """Return the placeholders of images."""
+    return [run for pixels in images for run in runs_of(model.processor.image(pixels))]
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: list[int]
+    outputs: list[list[int]]
+    """The tokens of each choice."""
+    usage: dict[str, Any]
+
+
+async def send(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+    """Send a request and read the answer, which may be a stream."""
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    if not body["stream"]:
+        found = answer.json()
+        return Answer(found["prompt_token_ids"], [each["token_ids"] for each in found["choices"]], found["usage"])
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line) for line in lines]
+    outputs: list[list[int]] = [[] for _ in range(body["n"])]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            outputs[choice["index"]] += choice.get("token_ids") or []
+    return Answer(chunks[0]["prompt_token_ids"], outputs, chunks[-1]["usage"])
+
+
+async def ask(
+    client: httpx.AsyncClient, model: Model, messages: Sequence[dict[str, Any]], runs: Sequence[Run], **options: Any
+) -> int:
+    """Ask for the next message of a conversation, and check each choice of the answer.
+
+    Args:
+        runs: the placeholders of all media in the messages, in order.
+        options: further fields of the request.
+
+    Returns:
+        The number of prompt tokens that were not cached.
+    """
+    body = {
+        "n": 1,
+        "stream": False,
+        "messages": messages,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "mm_processor_kwargs": OPTIONS,
+        **options,
+    }
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
+    found = await send(client, body)
+    assert len(found.outputs) == body["n"]
+    for output in found.outputs:
+        assert len(output) == TOKENS
+        await asyncio.to_thread(model.expect, found.prompt, runs, output)
+    cached = (found.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return int(found.usage["prompt_tokens"] - cached)
+
+
+class Chat:
+    """A question about some images. Every second question wants a stream.
+
+    Args:
+        number: number of the question. The same number gives the same images.
+        images: number of images.
+        choices: number of answers.
+    """
+
+    def __init__(self, model: Model, number: int, images: int = 1, choices: int = 1) -> None:
+        self._model = model
+        self._options = {"stream": number % 2 == 1, "n": choices}
+        own = images_of(number, images)
+        self._runs = image_runs(model, own)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": QUESTIONS[number % len(QUESTIONS)]}]
+        for pixels in own:
+            parts += [image_part(pixels), {"type": "text", "text": f"{number}?"}]
+        self._messages = [{"role": "user", "content": parts}]
+
+    async def ask(self, client: httpx.AsyncClient) -> None:
+        """Send the question and check the answer."""
+        await ask(client, self._model, self._messages, self._runs, **self._options)
+
+
+async def ask_about_media(url: str, model: Model) -> int:
+    """Ask about two equal images, a video and an audio clip in one prompt. Return the number of different encodings."""
+    (pixels,), samples, film = images_of(500, 1), tone(SAMPLING_RATE), video_file(3, (32, 32))
+    limits = {"max_pixels": 1 << 20, "max_seconds": 60.0, "frames_per_second": None, "frame_pixels": None}
+    facts, frames = video_decoder.decode(memoryview(film), 1 << 24, frames=model.processor.video_frames, **limits)
+    video, audio = model.processor.video(list(frames), facts["timestamps"]), model.processor.audio(samples)
+    runs = [*image_runs(model, [pixels, pixels]), *runs_of(video), *runs_of(audio)]
+    clip = audio_file(samples, SAMPLING_RATE)
+    parts = [image_part(pixels), image_part(pixels), part("video", film), part("audio", clip)]
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        await ask(client, model, [{"role": "user", "content": parts}], runs)
+    return len({run.digest for run in runs})
+
+
+async def converse(url: str, model: Model) -> None:
+    """Hold a conversation of ten turns over four images. A turn computes hardly more than what is new in it."""
+    messages: list[dict[str, Any]] = []
+    runs: list[Run] = []
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        for turn in range(10):
+            new = images_of(1000 + turn, 1) if turn % 3 == 0 else []
+            runs += image_runs(model, new)
+            parts: list[dict[str, Any]] = [image_part(pixels) for pixels in new]
+            messages.append({"role": "user", "content": [*parts, {"type": "text", "text": f"Turn {turn}?"}]})
+            computed = await ask(client, model, messages, runs)
+            assert turn == 0 or computed < 200
+            messages.append({"role": "assistant", "content": f"Answer {turn}."})
+
+
+async def ask_all(url: str, chats: Sequence[Chat]) -> None:
+    """Ask all questions at once."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client, asyncio.TaskGroup() as group:
+        for chat in chats:
+            group.create_task(chat.ask(client))
