@@ -52,6 +52,8 @@ class SequenceRun:
     last_failure: WorkerFailedError | None = None
     unreachable_since: float | None = None
     """When it began to wait for a worker to come back, on time.monotonic(); None while workers are only full."""
+    refused_since: float | None = None
+    """When workers began to refuse an encoding for lack of room, on time.monotonic(); None if none has."""
     scored: int = 0
     """Prompt tokens whose logprobs have come."""
     failed: frozenset[str] = frozenset()
