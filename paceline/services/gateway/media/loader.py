@@ -140,7 +140,6 @@ class MediaLoader:
     def __init__(self, service: MediaService, budget: RequestBudget) -> None:
         self._service = service
         self._budget = budget
-        self._items = 0
         self._reading = asyncio.Semaphore(_MAX_READING_OF_REQUEST)
         # The items of one request leave a process free for others.
         self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
@@ -183,14 +182,7 @@ class MediaLoader:
         self, kind: Kind, source: str, place: str, options: dict[str, Any]
     ) -> tuple[dict[str, Any], NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
-        config = self._service.config
         try:
-            self._items += 1
-            if self._items > config.max_media_items:
-                raise MediaError(
-                    f"a request may have at most {config.max_media_items} images, videos and audio clips "
-                    "(--max-media-items); send fewer"
-                )
             # The file counts until it is decoded, the array until the request's block ends.
             with self._budget.temporary() as take:
                 async with self._reading:

@@ -39,6 +39,7 @@ class MediaPreparer:
 
     def __init__(self, config: GatewayConfig, processor: Processor | None, service: MediaService) -> None:
         self._service = service
+        self._max_items = config.max_media_items
         self._limits = _read_limits(config.limit_mm_per_prompt)
         self._recent = RecentMedia(parse_bytes(config.media_cache_size))
         options = _read_option("--mm-processor-kwargs", config.mm_processor_kwargs)
@@ -91,6 +92,12 @@ class MediaPreparer:
         return self._processor.with_options(options)
 
     def _check_counts(self, items: Sequence[MediaItem], param: str) -> None:
+        if len(items) > self._max_items:
+            raise InvalidRequestError(
+                f"{param}: a request may have at most {self._max_items} images, videos and audio clips "
+                f"(--max-media-items), this one has {len(items)}; send fewer",
+                param,
+            )
         for kind, count in Counter(item.kind for item in items).items():
             if count > self._limits.get(kind, count):
                 raise InvalidRequestError(

@@ -29,7 +29,7 @@ async def resolve(host: str, /) -> Sequence[str]:
 
 @pytest.fixture
 async def service() -> AsyncIterator[MediaService]:
-    service = MediaService(GatewayConfig(allow_private_media=True, max_media_items=8), resolve)
+    service = MediaService(GatewayConfig(allow_private_media=True), resolve)
     yield service
     assert service.memory.used == 0
     await service.close()
@@ -70,14 +70,6 @@ async def test_error_names_the_place(service: MediaService) -> None:
         assert answered.status == status
         assert answered.body["error"]["param"] == PLACE
         assert str(answered).startswith(f"{PLACE}: ")
-
-
-async def test_request_has_limited_items(service: MediaService) -> None:
-    with service.loader() as loader:
-        for _ in range(8):
-            await loader.image(data_url(FILE), PLACE)
-        with pytest.raises(MediaError, match="at most 8"):
-            await loader.image(data_url(FILE), PLACE)
 
 
 async def test_folder_must_exist(tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ async def test_errors_name_the_item_and_the_field(preparer: MediaPreparer) -> No
         await prepare(preparer, IMAGE, IMAGE, IMAGE)
 
 
+async def test_all_items_count_however_they_are_sent(processor: Processor, service: MediaService) -> None:
+    preparer = MediaPreparer(GatewayConfig(max_media_items=3), processor, service)
+    await prepare(preparer, NAMED, NAMED, NAMED)
+    with pytest.raises(InvalidRequestError, match=r"at most 3 images.* \(--max-media-items\), this one has 4"):
+        await prepare(preparer, NAMED, RECALLED, RECALLED, RECALLED)
+
+
 async def test_a_model_without_encoders_has_no_options(service: MediaService) -> None:
     preparer = MediaPreparer(GatewayConfig(), None, service)
     assert not await prepare(preparer)
