@@ -76,9 +76,7 @@ class Request:
         return [own.digest for own in self.inputs]
 
 
-def runner_of(
-    cluster: Cluster, prefixes: PrefixIndex | None = None, queue_seconds: float = PATIENCE
-) -> SequenceRunner:
+def runner_of(cluster: Cluster, prefixes: PrefixIndex | None = None, queue_seconds: float = PATIENCE) -> SequenceRunner:
     config = GatewayConfig(queue_seconds=queue_seconds, stall_seconds=PATIENCE)
     return SequenceRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), prefixes or PrefixIndex())
 

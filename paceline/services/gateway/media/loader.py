@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +18,10 @@ from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
+from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind
 from paceline.services.gateway.media.pool import DecodePool
 from paceline.services.gateway.media.source import Sources
 
-Kind: TypeAlias = Literal["image", "video", "audio"]
-
-SAMPLE_RATE = 16_000
-"""Samples per second of decoded audio, which all common models of speech expect."""
 _MAX_READING = 256
 """Items of all requests that are read at the same time. Each may need a connection."""
 _MAX_READING_OF_REQUEST = 8
@@ -90,17 +85,7 @@ class MediaService:
         self.memory = MemoryBudget(parse_bytes(config.media_memory), config.media_processes)
         self.pool = DecodePool(config, self.memory)
 
-    @contextlib.contextmanager
-    def loader(self) -> Iterator[MediaLoader]:
-        """Yield a loader for the items of one request.
-
-        When the block ends, the arrays that it returned no longer count against `--media-memory`, so convert them to
-        what the model needs inside of the block.
-        """
-        with self.memory.request() as budget:
-            yield MediaLoader(self, budget)
-
-    async def read(self, kind: Kind, source: str, take: Take) -> bytes | bytearray:
+    async def read(self, kind: ItemKind, source: str, take: Take) -> bytes | bytearray:
         """Return the bytes of an item after `take` has counted them.
 
         Raises MediaError, BusyError if too many items are being read, and whatever `take` raises.
@@ -130,6 +115,9 @@ class MediaLoader:
     Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's place in the request,
     such as `messages[2].content[1].image_url`, which errors name. Each may be called many times at once. If the call
     is cancelled, the download stops and the process that decodes the item is killed.
+
+    Args:
+        budget: counts the files until they are decoded, and the arrays. The caller gives back the bytes of an array.
 
     Every method raises:
         MediaError: the item was refused, is broken or too large (status 400), or its URL is dead (status 422).
@@ -172,18 +160,17 @@ class MediaLoader:
             float(facts["duration"]),
         )
 
-    async def audio(self, source: str, place: str, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
-        """Return the mean of the channels of an audio clip at a sample rate, [samples]. Full scale is -1 to 1."""
-        options = {"max_seconds": self._service.config.max_audio_seconds, "sample_rate": sample_rate}
+    async def audio(self, source: str, place: str) -> NDArray[np.float32]:
+        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1."""
+        options = {"max_seconds": self._service.config.max_audio_seconds, "sample_rate": SAMPLING_RATE}
         _, samples = await self._load("audio", source, place, options)
         return samples
 
     async def _load(
-        self, kind: Kind, source: str, place: str, options: dict[str, Any]
+        self, kind: ItemKind, source: str, place: str, options: dict[str, Any]
     ) -> tuple[dict[str, Any], NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
         try:
-            # The file counts until it is decoded, the array until the request's block ends.
             with self._budget.temporary() as take:
                 async with self._reading:
                     data = await self._service.read(kind, source, take)

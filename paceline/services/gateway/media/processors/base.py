@@ -14,15 +14,13 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.gateway.media.expansion import Expansion
-from paceline.services.gateway.media.items import ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind, MediaTokens
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
 Samples = NDArray[np.float32]
 """[samples], mono, from -1 to 1."""
 
-SAMPLING_RATE = 16_000
-"""Samples of audio per second that processors take."""
 MAX_INPUT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 """Size of the largest input of an encoder. It goes to the worker in one message, which has other fields, too."""
 PADDING_SECONDS = 0.1

@@ -14,11 +14,10 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
     MAX_INPUT_BYTES,
     OPTIONS_FIELD,
-    SAMPLING_RATE,
     Pixels,
     Processor,
     Samples,
