@@ -19,7 +19,7 @@ from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
 from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind
-from paceline.services.gateway.media.pool import DecodePool
+from paceline.services.gateway.media.pool import DecodePool, Facts
 from paceline.services.gateway.media.source import Sources
 
 _MAX_READING = 256
@@ -36,8 +36,6 @@ class FrameSampling:
 
     most: int
     """The largest number of frames."""
-    per_second: float | None = None
-    """Frames for each second of the video, up to `most`; None takes `most` frames however long the video is."""
     max_pixels: int | None = None
     """A frame with more pixels is scaled down to at most this many, with the same aspect ratio; None never scales."""
 
@@ -48,19 +46,8 @@ class Video:
 
     frames: NDArray[np.uint8]
     """RGB, [frames, height, width, 3]."""
-    indices: NDArray[np.int64]
-    """The place of each frame in the file, counted from 0; [frames]."""
     timestamps: NDArray[np.float64]
     """When each frame is shown, in seconds from the first frame of the file; [frames]."""
-    total_frames: int
-    """The number of frames in the file."""
-    duration: float
-    """The length of the file in seconds."""
-
-    @property
-    def fps(self) -> float:
-        """Return the file's average number of frames per second."""
-        return self.total_frames / self.duration
 
 
 class MediaService:
@@ -112,8 +99,8 @@ class MediaService:
 class MediaLoader:
     """Loads the items of one request.
 
-    Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's place in the request,
-    such as `messages[2].content[1].image_url`, which errors name. Each may be called many times at once. If the call
+    Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's name in errors, such as
+    "image 2". Each may be called many times at once. If the call
     is cancelled, the download stops and the process that decodes the item is killed.
 
     Args:
@@ -148,17 +135,10 @@ class MediaLoader:
             "max_pixels": config.max_image_pixels,
             "max_seconds": config.max_video_seconds,
             "frames": sampling.most,
-            "frames_per_second": sampling.per_second,
             "frame_pixels": sampling.max_pixels,
         }
         facts, frames = await self._load("video", source, place, options)
-        return Video(
-            frames,
-            np.array(facts["indices"], np.int64),
-            np.array(facts["timestamps"], np.float64),
-            int(facts["total_frames"]),
-            float(facts["duration"]),
-        )
+        return Video(frames, facts["timestamps"])
 
     async def audio(self, source: str, place: str) -> NDArray[np.float32]:
         """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1."""
@@ -168,7 +148,7 @@ class MediaLoader:
 
     async def _load(
         self, kind: ItemKind, source: str, place: str, options: dict[str, Any]
-    ) -> tuple[dict[str, Any], NDArray[Any]]:
+    ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
         try:
             with self._budget.temporary() as take:
