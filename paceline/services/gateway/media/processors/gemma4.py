@@ -171,9 +171,9 @@ def read_gemma4(config: Json, settings: Json) -> Gemma4Processor | None:
     """
     ids = {own: _token_id(config, names, default) for own, (names, default) in _TOKENS.items()}
     markers: dict[ItemKind, tuple[int, ...]] = {}
-    if config.get("vision_config"):
+    if config.get("vision_config") is not None:
         markers |= {"image": (ids["image"],), "video": (ids["video"],)}
-    if config.get("audio_config"):
+    if config.get("audio_config") is not None:
         markers["audio"] = (ids["audio"],)
     if not markers:
         return None
