@@ -41,7 +41,7 @@ from paceline.services.gateway.worker_call import (
 log = logging.getLogger(__name__)
 
 PARALLEL = 2
-"""Encodings of one attempt that each worker gets at the same time: one is computed and the next one waits there."""
+"""Encodings of one attempt at the same time, for each encode worker: one is computed and the next one waits there."""
 READY_SECONDS = 30.0
 """Deadline of `Media.Ready`, in seconds. The reader may have to fetch the encoding from another host."""
 
