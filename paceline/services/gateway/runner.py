@@ -104,8 +104,7 @@ class SequenceRunner:
     async def _wait_for_encoder(self, sequence: SequenceRun, refusal: EncodeRefusedError) -> None:
         """Wait before the next attempt, which is not counted. Raises BusyError if workers have refused for too long."""
         now = time.monotonic()
-        if sequence.refused_since is None or len(sequence.generated) > sequence.generated_before:
-            sequence.refused_since = now
+        sequence.refused_since = sequence.refused_since or now
         if now >= sequence.refused_since + self._config.queue_seconds:
             raise BusyError(
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "

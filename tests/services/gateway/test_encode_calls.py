@@ -151,6 +151,7 @@ async def test_a_full_encoder_costs_a_pause_and_no_attempt(cluster: Cluster) -> 
     prefill.max_seqs = 2
     assert len(await request.task) == 9
     assert (request.sequence.failures, request.sequence.failed) == (0, frozenset())
+    assert request.sequence.refused_since is None
 
 
 async def test_encoders_that_stay_full_end_the_request(cluster: Cluster) -> None:
