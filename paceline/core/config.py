@@ -224,12 +224,19 @@ class GatewayConfig(ServiceConfig):
     image_fetch_seconds: float = option(
         5.0, "an image must have arrived this many seconds after the gateway began to fetch it", "media", at_least=0.1
     )
-    video_fetch_seconds: float = option(30.0, "the same for a video", "media", at_least=0.1)
-    audio_fetch_seconds: float = option(10.0, "the same for an audio clip", "media", at_least=0.1)
+    video_fetch_seconds: float = option(
+        30.0, "a video must have arrived this many seconds after the gateway began to fetch it", "media", at_least=0.1
+    )
+    audio_fetch_seconds: float = option(
+        10.0,
+        "an audio clip must have arrived this many seconds after the gateway began to fetch it",
+        "media",
+        at_least=0.1,
+    )
     media_decode_seconds: float = option(
         30.0,
-        "an item that is not decoded after this many seconds is refused; so long it may also wait for its turn, after "
-        "which its request gets 429",
+        "an item that is not decoded after this many seconds is refused. It may wait as long for a process; then its "
+        "request gets 429",
         "media",
         at_least=0.1,
     )

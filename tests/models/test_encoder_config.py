@@ -8,8 +8,6 @@ import pytest
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.media import MediaKind
-from paceline.core.media_tokens import read_media_tokens
 from paceline.models.config import read_encoders
 from paceline.models.encoder_config import (
     EncodersConfig,
@@ -19,6 +17,7 @@ from paceline.models.encoder_config import (
     SampleEmbedderConfig,
     SiglipConfig,
 )
+from paceline.services.gateway.media.processors.families import read_processor
 from tests.models.configs import GEMMA, GEMMA4
 
 E2B_VISION = Gemma4VisionConfig(16, 768, 3072, 12, 64, 16, 3, 10_240, 100.0, 1e-6, clipped=True, standardized=False)
@@ -47,12 +46,14 @@ GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {*
 def read(folder: Path, base: dict[str, Any], **changes: Any) -> EncodersConfig | None:
     (folder / "config.json").write_text(json.dumps({**base, **changes}))
     found = read_encoders(folder)
-    # The gateway makes inputs of just those kinds that the encoders take.
-    vision, audio = (found.vision, found.audio) if found is not None else (None, None)
-    kinds = {MediaKind.IMAGE} if vision is not None else set()
-    kinds |= {MediaKind.VIDEO_FRAME} if vision is not None and found is not None and found.frames else set()
-    kinds |= {MediaKind.AUDIO} if audio is not None else set()
-    assert set(read_media_tokens(folder)) == kinds
+    # The gateway takes just those kinds of items that there is an encoder for.
+    processor = read_processor(folder)
+    kinds = set[str]()
+    if found is not None:
+        kinds |= {"image"} if found.vision is not None else set()
+        kinds |= {"video"} if found.vision is not None and found.frames else set()
+        kinds |= {"audio"} if found.audio is not None else set()
+    assert (set() if processor is None else processor.kinds) == kinds
     return found
 
 

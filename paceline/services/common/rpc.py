@@ -205,6 +205,9 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         params = [str(value) for key, value in metadata or () if key == _PARAM]
         return InvalidRequestError(details, params[0] if params else None)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        # gRPC has the same code for a message that is too large. It says "Sent" or "Received" before.
+        if "message larger than max" in details:
+            return InvalidRequestError(f"a message to or from {who} is too large ({details}); send a smaller request")
         return BusyError(details)
     if error.code() is grpc.StatusCode.ABORTED:
         return StaleError(details)

@@ -28,10 +28,15 @@ async def with_media(
     make: Callable[[Expansions], T],
     param: str = "messages",
 ) -> T:
-    """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count."""
+    """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count.
+
+    The media count against `--media-memory` until the generation runs, or the request ends without one.
+    """
     items = [item for chat in chats for item in media_of(chat.messages, gateway.tokenizer)]
     options = chats[0].mm_processor_kwargs
-    work = gateway.media_preparer.plan(items, make, options=options, owner=owner_of(request), param=param)
+    budget = request.state.resources.enter_context(gateway.media.memory.request())
+    owner = owner_of(request)
+    work = gateway.media_preparer.plan(items, make, budget=budget, options=options, owner=owner, param=param)
     # If a client leaves, its media no longer occupy memory and a process that decodes.
     made = await until_disconnect(request.receive, work) if items else await work
     if made is None:

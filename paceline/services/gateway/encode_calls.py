@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.core.errors import PacelineError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.telemetry import trace_headers
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -36,14 +38,16 @@ from paceline.services.gateway.worker_call import (
     reply_of,
 )
 
+log = logging.getLogger(__name__)
+
 PARALLEL = 2
-"""Encodings of one attempt that each worker gets at the same time: one is computed and the next one waits there."""
+"""Encodings of one attempt at the same time, for each encode worker: one is computed and the next one waits there."""
 READY_SECONDS = 30.0
 """Deadline of `Media.Ready`, in seconds. The reader may have to fetch the encoding from another host."""
 
 
-class NoRoomForEncodingError(WorkerBusyError):
-    """No worker has free blocks for an encoding now. No worker has failed."""
+class EncodeRefusedError(WorkerBusyError):
+    """No worker takes an encoding now, because all are full. No worker has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,12 @@ class EncodeCalls:
                 for span in spans:
                     group.create_task(encode(span))
         except* Exception as errors:
-            self.error = errors.exceptions[0]
-            on_failure(self.error)
+            error = errors.exceptions[0]
+            if not isinstance(error, PacelineError):
+                log.error("unexpected error while encodings were computed", exc_info=error)
+                error = WorkerFailedError(f"an encoding failed: {error!r:.200}", reader, unreachable=False)
+            self.error = error
+            on_failure(error)
 
     async def _encode(self, reader: RemoteWorker, span: MediaSpan) -> None:
         """Have one encoding computed, and tell the reader. Workers that refuse it are left out."""
@@ -134,10 +142,12 @@ class EncodeCalls:
             if (member := place_encoding(need, self._fleet.snapshot())) is None:
                 assert refusal is not None
                 raise refusal
-            worker = self._fleet.worker(member.worker_id)
+            # The fleet may have dropped the reader already, but its call still runs.
+            is_reader = member.worker_id == reader.member.worker_id
+            worker = reader if is_reader else self._fleet.worker(member.worker_id)
             try:
                 told = await self._ask(worker, reader, span, with_input=not need.is_known_to(member))
-            except _RefusedError as error:
+            except _AskAnotherError as error:
                 refusal, refused = error.reason, refused | {member.worker_id}
                 continue
             if told is None:
@@ -174,7 +184,7 @@ class EncodeCalls:
             The worker's last event and the bytes that the reader had to fetch; None if the worker needs the input.
 
         Raises:
-            _RefusedError: the worker has no room, drains or cannot be reached. Another one may do it.
+            _AskAnotherError: the worker has no room, drains or cannot be reached. Another one may do it.
         """
         with contextlib.ExitStack() as resources:
             resources.enter_context(self._fleet.encode_call(worker))
@@ -189,10 +199,10 @@ class EncodeCalls:
             except WorkerFailedError as error:
                 if error.unreachable and worker is not reader:
                     self._fleet.set_aside(worker)
-                    raise _RefusedError(error) from error
+                    raise _AskAnotherError(error) from error
                 raise
             except WorkerBusyError as error:
-                raise _RefusedError(NoRoomForEncodingError(str(error), worker)) from error
+                raise _AskAnotherError(EncodeRefusedError(str(error), worker)) from error
             if not event.HasField("opened"):
                 raise out_of_turn(worker)
             encoded = await self._completion(call)
@@ -204,7 +214,7 @@ class EncodeCalls:
             try:
                 event: worker_pb2.ComputeEvent = await call.read(self._stall_seconds)
             except WorkerBusyError as error:
-                raise _RefusedError(NoRoomForEncodingError(str(error), call.worker)) from error
+                raise _AskAnotherError(EncodeRefusedError(str(error), call.worker)) from error
             match event.WhichOneof("event"):
                 case "alive":
                     continue
@@ -224,7 +234,7 @@ class EncodeCalls:
         try:
             reply: worker_pb2.ReadyReply = await reply_of(call, reader, link)
         except WorkerBusyError as error:
-            raise NoRoomForEncodingError(str(error), reader) from error
+            raise EncodeRefusedError(str(error), reader) from error
         return reply.bytes_moved
 
     def _order(self, span: MediaSpan, with_input: bool) -> common_pb2.Work:
@@ -241,7 +251,7 @@ class EncodeCalls:
         )
 
 
-class _RefusedError(Exception):
+class _AskAnotherError(Exception):
     """A worker does not take an encoding now."""
 
     def __init__(self, reason: WorkerFailedError | WorkerBusyError) -> None:

@@ -86,6 +86,7 @@ class Generation:
         trace: the request's trace. It is in `traces` from the beginning.
         requests: where the generation can be found by the request's id while it runs.
         media_memory: counts the inputs of encoders, which stay in memory until the request ends.
+        resources: what the request holds until the generation runs, such as the memory of its media.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Generation:
         traces: TraceBook,
         requests: RunningRequests,
         media_memory: MemoryBudget,
+        resources: contextlib.ExitStack,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
@@ -107,6 +109,7 @@ class Generation:
         self._traces = traces
         self._requests = requests
         self._media_memory = media_memory
+        self._resources = resources
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -136,8 +139,14 @@ class Generation:
 
         Raises MediaError or BusyError if there is no memory for the plan's media.
         """
-        inputs = sum(len(own.data) for prompt in self.plan.prompts for own in prompt.inputs)
-        with self._media_memory.hold(inputs):
+        inputs = {
+            span.digest: len(own.data)
+            for prompt in self.plan.prompts
+            for span, own in zip(prompt.media, prompt.inputs, strict=True)
+        }
+        # Nothing runs in between, so no other request gets the memory.
+        self._resources.close()
+        with self._media_memory.hold(sum(inputs.values())):
             async with self._running():
                 yield
 

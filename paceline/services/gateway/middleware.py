@@ -122,7 +122,8 @@ class RequestIdMiddleware:
 
     The id is in `request.state.request_id`, in log lines and in every response, even after an unexpected error.
     `request.state.arrived` is when the head came, on time.monotonic(). `request.state.send` is the server's own `send`,
-    which may send a body after its head has passed the middlewares.
+    which may send a body after its head has passed the middlewares. `request.state.resources` is closed when the
+    request ends, or before, when its generation runs.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -157,7 +158,7 @@ class RequestIdMiddleware:
             await send(message)
 
         try:
-            with span:
+            with span, contextlib.ExitStack() as state["resources"]:
                 await self._app(scope, receive, send_with_id)
         except Exception as error:
             answer = to_api_error(error)

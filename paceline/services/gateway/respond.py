@@ -73,6 +73,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         traces=gateway.traces,
         requests=gateway.requests,
         media_memory=gateway.media.memory,
+        resources=request.state.resources,
     )
 
 

@@ -6,8 +6,10 @@ already. Sampling is a function of (seed, position) alone, so the client sees no
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +21,7 @@ from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCachedError
-from paceline.services.gateway.encode_calls import AttemptMedia, NoRoomForEncodingError
+from paceline.services.gateway.encode_calls import AttemptMedia, EncodeRefusedError
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
@@ -30,6 +32,9 @@ from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
+
+REFUSED_SECONDS = (0.1, 0.4)
+"""The shortest and longest time before the next attempt if no worker had room for an encoding, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -70,26 +75,42 @@ class SequenceRunner:
         with self.sequences.running():
             while True:
                 attempt = await self._admit(sequence, deadline)
+                refusal: EncodeRefusedError | None = None
                 try:
                     await attempt.run(partial(self._hear, sequence, attempt.record, take))
                     return
                 except WorkerDrainingError as error:
                     attempt.record.fail(str(error))
                     sequence.failed |= {error.worker.member.worker_id}
+                except EncodeRefusedError as error:
+                    attempt.record.fail(str(error))
+                    refusal = error
                 except (WorkerFailedError, WorkerBusyError) as error:
                     attempt.record.fail(str(error))
-                    # A worker that admitted the attempt and then reports busy has failed, unless it is for an encoding.
-                    has_failed = not isinstance(error, NoRoomForEncodingError)
                     if isinstance(error, WorkerBusyError):
+                        # A worker that admitted the attempt and then reports busy has failed.
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)
-                    self._note_failure(error, sequence, begun=has_failed)
+                    self._note_failure(error, sequence)
                 finally:
                     self._discard(attempt)
                     self.queue.wake()
                 if finish := sequence.end():
                     take(Ended(finish))
                     return
+                if refusal is not None:
+                    await self._wait_for_encoder(sequence, refusal)
                 self._check_can_go_on(sequence, deadline)
+
+    async def _wait_for_encoder(self, sequence: SequenceRun, refusal: EncodeRefusedError) -> None:
+        """Wait before the next attempt, which is not counted. Raises BusyError if workers have refused for too long."""
+        now = time.monotonic()
+        sequence.refused_since = sequence.refused_since or now
+        if now >= sequence.refused_since + self._config.queue_seconds:
+            raise BusyError(
+                f"the server is busy: no worker had room for an image, a video or an audio clip within "
+                f"{self._config.queue_seconds:g} seconds; try again later"
+            ) from refusal
+        await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
 
     def _hear(self, sequence: SequenceRun, record: AttemptTrace, take: Callable[[Event], object], event: Event) -> None:
         if (fresh := sequence.note(event, record)) is not None:

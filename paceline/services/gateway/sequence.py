@@ -52,6 +52,8 @@ class SequenceRun:
     last_failure: WorkerFailedError | None = None
     unreachable_since: float | None = None
     """When it began to wait for a worker to come back, on time.monotonic(); None while workers are only full."""
+    refused_since: float | None = None
+    """When workers began to refuse an encoding for lack of room, on time.monotonic(); None if tokens came since."""
     scored: int = 0
     """Prompt tokens whose logprobs have come."""
     failed: frozenset[str] = frozenset()
@@ -109,6 +111,7 @@ class SequenceRun:
                 if not self.generated:
                     self.span.add_event("first token")
                 token_ids = [token.id for token in tokens]
+                self.refused_since = None
                 self.generated += token_ids
                 self.context.token_ids += token_ids
                 trace.token_times.append(time.monotonic())

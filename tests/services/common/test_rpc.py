@@ -22,6 +22,7 @@ from paceline.core.errors import (
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import (
+    MAX_MESSAGE_BYTES,
     RpcServer,
     heeding_cancellation,
     is_serving,
@@ -98,6 +99,17 @@ async def test_an_error_without_a_field_names_none() -> None:
 async def test_whatever_else_goes_wrong_is_told_with_its_side(kind: type[PacelineError]) -> None:
     error = await received(kind("it broke"))
     assert (type(error), str(error)) == (UnavailableError, "the other side: it broke")
+
+
+async def test_a_message_that_is_too_large_is_no_lack_of_room() -> None:
+    request = pb.FetchRequest(source="x" * (MAX_MESSAGE_BYTES + 1))
+    async with serve(BusyError("full")) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pb_grpc.KVTransferStub(channel).Fetch(request, timeout=10)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = unmapped_error(caught.value, "the other side")
+    assert isinstance(error, InvalidRequestError)
+    assert "send a smaller request" in str(error)
 
 
 async def test_a_bug_is_logged_there_and_told_here(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,17 +9,21 @@ import pytest
 
 from paceline.core.config import GatewayConfig
 from paceline.core.context import encoding_context
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.media import MediaInput, MediaKind, MediaSpan
 from paceline.core.types import FinishReason, SamplingParams
 from paceline.proto import common_pb2
+from paceline.services.common.wire import span_to_pb
 from paceline.services.gateway.attempt import Ended, Event, Generated
+from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.sequence import SequenceRun
+from paceline.services.gateway.traces import AttemptTrace
+from paceline.services.gateway.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
 from tests.services.gateway.toy_workers import ADMISSION, Call, ToyWorker
 
@@ -72,8 +76,8 @@ class Request:
         return [own.digest for own in self.inputs]
 
 
-def runner_of(cluster: Cluster, prefixes: PrefixIndex | None = None) -> SequenceRunner:
-    config = GatewayConfig(queue_seconds=PATIENCE, stall_seconds=PATIENCE)
+def runner_of(cluster: Cluster, prefixes: PrefixIndex | None = None, queue_seconds: float = PATIENCE) -> SequenceRunner:
+    config = GatewayConfig(queue_seconds=queue_seconds, stall_seconds=PATIENCE)
     return SequenceRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), prefixes or PrefixIndex())
 
 
@@ -137,6 +141,57 @@ async def test_who_refuses_to_encode_is_left_out(cluster: Cluster) -> None:
     assert encode.outcomes() == ["refused"]
     assert len(encodings(prefill)) == 1
     assert request.sequence.attempts == 1
+
+
+async def test_a_full_encoder_costs_a_pause_and_no_attempt(cluster: Cluster) -> None:
+    await cluster.add("d")
+    prefill = await cluster.add("p", "prefill", max_seqs=1)
+    request = Request(runner_of(cluster), [1])
+    await eventually(lambda: len(encodings(prefill)) == 2)
+    prefill.max_seqs = 2
+    assert len(await request.task) == 9
+    assert (request.sequence.failures, request.sequence.failed) == (0, frozenset())
+    assert request.sequence.refused_since is None
+
+
+async def test_encoders_that_stay_full_end_the_request(cluster: Cluster) -> None:
+    await cluster.add("d")
+    await cluster.add("p", "prefill", max_seqs=1)
+    request = Request(runner_of(cluster, queue_seconds=0.2), [1])
+    with pytest.raises(BusyError, match="no worker had room for an image"):
+        await request.task
+
+
+def calls_for(cluster: Cluster, inputs: dict[bytes, MediaInput]) -> EncodeCalls:
+    """Return the calls of an attempt with image 1."""
+    work = common_pb2.Work(media=[span_to_pb(MediaSpan(0, ROWS, image(1).digest, MediaKind.IMAGE))])
+    media = AttemptMedia(inputs, EncodingIndex(PrefixIndex()))
+    return EncodeCalls(
+        cluster.fleet, media, work, seconds=PATIENCE, stall_seconds=PATIENCE, record=AttemptTrace(ahead=0)
+    )
+
+
+async def test_a_reader_that_the_fleet_has_dropped_still_encodes(cluster: Cluster) -> None:
+    prefill = await cluster.add("p", "prefill")
+    reader = cluster.fleet.worker("p")
+    del cluster.fleet._workers["p"]
+    calls = calls_for(cluster, {image(1).digest: image(1)})
+    calls.start(reader, 0, lambda error: None)
+    await eventually(lambda: bool(prefill.told))
+    assert calls.error is None
+    calls.close()
+    await reader.close()
+
+
+async def test_an_unexpected_error_fails_the_attempt_and_is_logged(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    await cluster.add("p", "prefill")
+    calls, errors = calls_for(cluster, {}), list[Exception]()
+    calls.start(cluster.fleet.worker("p"), 0, errors.append)
+    await eventually(lambda: bool(errors))
+    assert isinstance(errors[0], WorkerFailedError)
+    assert "unexpected error" in caplog.text
 
 
 async def test_an_encode_worker_that_is_gone_costs_no_attempt(cluster: Cluster) -> None:

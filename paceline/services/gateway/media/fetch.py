@@ -25,7 +25,7 @@ from paceline.services.gateway.errors import MediaError, UnreachableMediaError
 from paceline.services.gateway.media.guard import Guard, Target
 
 CONNECT_SECONDS = 5.0
-"""Longest time to reach one of a server's addresses."""
+"""Longest time to connect to a server, in seconds. Up to four addresses share it."""
 REDIRECTS = 5
 """Most redirects that are followed."""
 _ADDRESSES = 4

@@ -8,6 +8,9 @@ from typing import Literal, TypeAlias
 
 ItemKind: TypeAlias = Literal["image", "video", "audio"]
 
+SAMPLING_RATE = 16_000
+"""Samples per second of decoded audio, which all common models of speech expect."""
+
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:

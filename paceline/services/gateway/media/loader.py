@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +18,10 @@ from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
-from paceline.services.gateway.media.pool import DecodePool
+from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind
+from paceline.services.gateway.media.pool import DecodePool, Facts
 from paceline.services.gateway.media.source import Sources
 
-Kind: TypeAlias = Literal["image", "video", "audio"]
-
-SAMPLE_RATE = 16_000
-"""Samples per second of decoded audio, which all common models of speech expect."""
 _MAX_READING = 256
 """Items of all requests that are read at the same time. Each may need a connection."""
 _MAX_READING_OF_REQUEST = 8
@@ -41,8 +36,6 @@ class FrameSampling:
 
     most: int
     """The largest number of frames."""
-    per_second: float | None = None
-    """Frames for each second of the video, up to `most`; None takes `most` frames however long the video is."""
     max_pixels: int | None = None
     """A frame with more pixels is scaled down to at most this many, with the same aspect ratio; None never scales."""
 
@@ -53,19 +46,8 @@ class Video:
 
     frames: NDArray[np.uint8]
     """RGB, [frames, height, width, 3]."""
-    indices: NDArray[np.int64]
-    """The place of each frame in the file, counted from 0; [frames]."""
     timestamps: NDArray[np.float64]
     """When each frame is shown, in seconds from the first frame of the file; [frames]."""
-    total_frames: int
-    """The number of frames in the file."""
-    duration: float
-    """The length of the file in seconds."""
-
-    @property
-    def fps(self) -> float:
-        """Return the file's average number of frames per second."""
-        return self.total_frames / self.duration
 
 
 class MediaService:
@@ -90,17 +72,7 @@ class MediaService:
         self.memory = MemoryBudget(parse_bytes(config.media_memory), config.media_processes)
         self.pool = DecodePool(config, self.memory)
 
-    @contextlib.contextmanager
-    def loader(self) -> Iterator[MediaLoader]:
-        """Yield a loader for the items of one request.
-
-        When the block ends, the arrays that it returned no longer count against `--media-memory`, so convert them to
-        what the model needs inside of the block.
-        """
-        with self.memory.request() as budget:
-            yield MediaLoader(self, budget)
-
-    async def read(self, kind: Kind, source: str, take: Take) -> bytes | bytearray:
+    async def read(self, kind: ItemKind, source: str, take: Take) -> bytes | bytearray:
         """Return the bytes of an item after `take` has counted them.
 
         Raises MediaError, BusyError if too many items are being read, and whatever `take` raises.
@@ -127,9 +99,12 @@ class MediaService:
 class MediaLoader:
     """Loads the items of one request.
 
-    Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's place in the request,
-    such as `messages[2].content[1].image_url`, which errors name. Each may be called many times at once. If the call
+    Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's name in errors, such as
+    "image 2". Each may be called many times at once. If the call
     is cancelled, the download stops and the process that decodes the item is killed.
+
+    Args:
+        budget: counts the files until they are decoded, and the arrays. The caller gives back the bytes of an array.
 
     Every method raises:
         MediaError: the item was refused, is broken or too large (status 400), or its URL is dead (status 422).
@@ -140,7 +115,6 @@ class MediaLoader:
     def __init__(self, service: MediaService, budget: RequestBudget) -> None:
         self._service = service
         self._budget = budget
-        self._items = 0
         self._reading = asyncio.Semaphore(_MAX_READING_OF_REQUEST)
         # The items of one request leave a process free for others.
         self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
@@ -161,37 +135,22 @@ class MediaLoader:
             "max_pixels": config.max_image_pixels,
             "max_seconds": config.max_video_seconds,
             "frames": sampling.most,
-            "frames_per_second": sampling.per_second,
             "frame_pixels": sampling.max_pixels,
         }
         facts, frames = await self._load("video", source, place, options)
-        return Video(
-            frames,
-            np.array(facts["indices"], np.int64),
-            np.array(facts["timestamps"], np.float64),
-            int(facts["total_frames"]),
-            float(facts["duration"]),
-        )
+        return Video(frames, facts["timestamps"])
 
-    async def audio(self, source: str, place: str, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
-        """Return the mean of the channels of an audio clip at a sample rate, [samples]. Full scale is -1 to 1."""
-        options = {"max_seconds": self._service.config.max_audio_seconds, "sample_rate": sample_rate}
+    async def audio(self, source: str, place: str) -> NDArray[np.float32]:
+        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1."""
+        options = {"max_seconds": self._service.config.max_audio_seconds, "sample_rate": SAMPLING_RATE}
         _, samples = await self._load("audio", source, place, options)
         return samples
 
     async def _load(
-        self, kind: Kind, source: str, place: str, options: dict[str, Any]
-    ) -> tuple[dict[str, Any], NDArray[Any]]:
+        self, kind: ItemKind, source: str, place: str, options: dict[str, Any]
+    ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
-        config = self._service.config
         try:
-            self._items += 1
-            if self._items > config.max_media_items:
-                raise MediaError(
-                    f"a request may have at most {config.max_media_items} images, videos and audio clips "
-                    "(--max-media-items); send fewer"
-                )
-            # The file counts until it is decoded, the array until the request's block ends.
             with self._budget.temporary() as take:
                 async with self._reading:
                     data = await self._service.read(kind, source, take)

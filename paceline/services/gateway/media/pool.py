@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ _BASE_BYTES = 1 << 30
 """Address space of a process before it decodes: mostly code of libraries."""
 _BYTES_PER_PIXEL = 16
 """Memory for each pixel of the largest image while it is decoded, converted and turned."""
+
+Facts: TypeAlias = dict[str, NDArray[np.float64]]
+"""What a decoder tells about an item besides its array: for a video, the `timestamps` of its frames in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +63,7 @@ class DecodeProcess:
         """The id of the process; None before it has started."""
         return self._process.pid if self._process is not None else None
 
-    def decode(
-        self, job: dict[str, Any], data: bytes | bytearray, seconds: float
-    ) -> tuple[dict[str, Any], NDArray[Any]]:
+    def decode(self, job: dict[str, Any], data: bytes | bytearray, seconds: float) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about an item and its array. Blocks.
 
         Raises:
@@ -77,7 +78,7 @@ class DecodeProcess:
             except TimeoutError:
                 self.is_usable = False
                 raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
-            except (ChannelError, OSError, KeyError, TypeError, ValueError) as error:
+            except (ChannelError, OSError, KeyError, TypeError, ValueError, OverflowError) as error:
                 if self.is_usable:
                     log.warning("a process that decodes media failed at an item: %s", error)
                 self.is_usable = False
@@ -100,7 +101,7 @@ class DecodeProcess:
 
     def _exchange(
         self, channel: Channel, job: dict[str, Any], data: bytes | bytearray, seconds: float
-    ) -> tuple[dict[str, Any], NDArray[Any]]:
+    ) -> tuple[Facts, NDArray[Any]]:
         """Send an item and return the answer to it. Raises MediaError, or the errors of the channel."""
         deadline = time.monotonic() + seconds
         channel.send(job, data, seconds)
@@ -109,7 +110,8 @@ class DecodeProcess:
             self.is_usable = False
         if "error" in answer:
             raise MediaError(str(answer["error"]))
-        return answer["facts"], _array(answer, payload)
+        array = _array(answer, payload)
+        return _facts(answer, len(array)), array
 
     def _start(self) -> Channel:
         """Return the channel to the process, which is started if it does not run."""
@@ -167,7 +169,7 @@ class DecodePool:
 
     async def decode(
         self, kind: str, data: bytes | bytearray, options: dict[str, Any], budget: RequestBudget
-    ) -> tuple[dict[str, Any], NDArray[Any]]:
+    ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about an item and its array, whose bytes `budget` has counted.
 
         Raises:
@@ -213,7 +215,7 @@ class DecodePool:
                 self.waiting -= 1
             yield
 
-    async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[dict[str, Any], NDArray[Any]]:
+    async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[Facts, NDArray[Any]]:
         if self._is_closed:
             raise UnavailableError("this gateway is shutting down; try another one")
         process = self._idle.pop() if self._idle else DecodeProcess(self._process_memory)
@@ -230,6 +232,17 @@ class DecodePool:
                 self._idle.append(process)
             else:
                 await asyncio.to_thread(process.end)
+
+
+def _facts(answer: dict[str, Any], length: int) -> Facts:
+    """Return the facts of an answer, each of which has a number for every element of the array.
+
+    Raises ValueError, KeyError, TypeError or OverflowError if they are others.
+    """
+    facts = {name: np.array(values, np.float64) for name, values in dict(answer["facts"]).items()}
+    if any(values.shape != (length,) or not np.isfinite(values).all() for values in facts.values()):
+        raise ValueError("the facts do not fit the array")
+    return facts
 
 
 def _array(answer: dict[str, Any], payload: memoryview) -> NDArray[Any]:

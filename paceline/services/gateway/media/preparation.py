@@ -8,15 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
+from numpy.typing import NDArray
+
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.options import parse_bytes
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.budget import RequestBudget
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
 from paceline.services.gateway.media.items import ItemKind, MediaItem
 from paceline.services.gateway.media.loader import FrameSampling, MediaLoader, MediaService
-from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, SAMPLING_RATE, Processor
+from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, Processor
 from paceline.services.gateway.media.recent import RecentMedia
 
 T = TypeVar("T")
@@ -39,6 +42,7 @@ class MediaPreparer:
 
     def __init__(self, config: GatewayConfig, processor: Processor | None, service: MediaService) -> None:
         self._service = service
+        self._max_items = config.max_media_items
         self._limits = _read_limits(config.limit_mm_per_prompt)
         self._recent = RecentMedia(parse_bytes(config.media_cache_size))
         options = _read_option("--mm-processor-kwargs", config.mm_processor_kwargs)
@@ -54,6 +58,7 @@ class MediaPreparer:
         items: Sequence[MediaItem],
         make: Callable[[Expansions], T],
         *,
+        budget: RequestBudget,
         options: Json | None,
         owner: str,
         param: str = "messages",
@@ -65,6 +70,7 @@ class MediaPreparer:
 
         Args:
             items: the media of a request, which the model takes.
+            budget: counts the media, and afterwards the inputs that were made of them.
             options: the request's `mm_processor_kwargs`.
             owner: who sends the request. Only the same owner can use an item's uuid later.
             param: the field of the request that errors name.
@@ -80,7 +86,9 @@ class MediaPreparer:
         self._check_counts(items, param)
         known = self._find_known(items, processor, owner, param)
         await asyncio.to_thread(make, NOTHING)
-        expansions = {**known, **await self._load_all(items, processor, owner, param)}
+        for expansion in known.values():
+            budget.take(expansion.size)
+        expansions = {**known, **await self._load_all(items, processor, budget, owner, param)}
         return await asyncio.to_thread(make, expansions)
 
     def _with_options(self, options: Json | None) -> Processor | None:
@@ -91,6 +99,12 @@ class MediaPreparer:
         return self._processor.with_options(options)
 
     def _check_counts(self, items: Sequence[MediaItem], param: str) -> None:
+        if len(items) > self._max_items:
+            raise InvalidRequestError(
+                f"{param}: a request may have at most {self._max_items} images, videos and audio clips "
+                f"(--max-media-items), this one has {len(items)}; send fewer",
+                param,
+            )
         for kind, count in Counter(item.kind for item in items).items():
             if count > self._limits.get(kind, count):
                 raise InvalidRequestError(
@@ -118,35 +132,47 @@ class MediaPreparer:
         return known
 
     async def _load_all(
-        self, items: Sequence[MediaItem], processor: Processor, owner: str, param: str
+        self, items: Sequence[MediaItem], processor: Processor, budget: RequestBudget, owner: str, param: str
     ) -> dict[MediaItem, Expansion]:
         """Return what stands in the prompt for items that have a URL. Each is loaded once, however often it comes."""
         places = {item: place for item, place in zip(items, _places(items)) if item.url is not None}
-        with self._service.loader() as loader:
-            tasks = [asyncio.create_task(_load(loader, processor, item, place)) for item, place in places.items()]
-            try:
-                loaded = dict(zip(places, await asyncio.gather(*tasks), strict=True))
-            except InvalidRequestError as error:
-                error.param = param
-                raise
-            finally:
-                await end_tasks(*tasks)
+        loader = MediaLoader(self._service, budget)
+        tasks = [asyncio.create_task(_load(loader, budget, processor, item, place)) for item, place in places.items()]
+        try:
+            loaded = dict(zip(places, await asyncio.gather(*tasks), strict=True))
+        except InvalidRequestError as error:
+            error.param = param
+            raise
+        finally:
+            await end_tasks(*tasks)
         for item, expansion in loaded.items():
             if item.uuid is not None:
                 self._recent.put(_key(item, processor, owner), expansion)
         return loaded
 
 
-async def _load(loader: MediaLoader, processor: Processor, item: MediaItem, place: str) -> Expansion:
+async def _load(
+    loader: MediaLoader, budget: RequestBudget, processor: Processor, item: MediaItem, place: str
+) -> Expansion:
+    """Return what stands in the prompt for an item, with its inputs counted by the budget."""
     assert item.url is not None
+    array: NDArray[Any]
     try:
-        if item.kind == "image":
-            return await asyncio.to_thread(processor.image, await loader.image(item.url, place))
-        if item.kind == "audio":
-            return await asyncio.to_thread(processor.audio, await loader.audio(item.url, place, SAMPLING_RATE))
-        sampling = FrameSampling(processor.video_frames, max_pixels=_MAX_FRAME_PIXELS)
-        video = await loader.video(item.url, place, sampling)
-        return await asyncio.to_thread(processor.video, list(video.frames), video.timestamps.tolist())
+        match item.kind:
+            case "image":
+                array = await loader.image(item.url, place)
+                expansion = await asyncio.to_thread(processor.image, array)
+            case "audio":
+                array = await loader.audio(item.url, place)
+                expansion = await asyncio.to_thread(processor.audio, array)
+            case "video":
+                sampling = FrameSampling(processor.video_frames, max_pixels=_MAX_FRAME_PIXELS)
+                video = await loader.video(item.url, place, sampling)
+                array = video.frames
+                expansion = await asyncio.to_thread(processor.video, list(array), video.timestamps.tolist())
+        budget.give(array.nbytes)
+        budget.take(expansion.size)
+        return expansion
     except MediaError:
         raise
     except InvalidRequestError as error:

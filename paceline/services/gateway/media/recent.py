@@ -24,10 +24,13 @@ class RecentMedia:
         self._bytes = 0
 
     def put(self, key: Hashable, expansion: Expansion) -> None:
-        """Keep an expansion in place of an older one with the same key."""
+        """Keep an expansion in place of an older one with the same key. If it is too large, only the older one goes."""
         self._drop(key)
+        size = expansion.size + _ENTRY_BYTES
+        if size > self._max_bytes:
+            return
         self._kept[key] = expansion
-        self._bytes += expansion.size + _ENTRY_BYTES
+        self._bytes += size
         while self._bytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
 

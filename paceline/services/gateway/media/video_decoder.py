@@ -31,20 +31,17 @@ def decode(
     max_pixels: int,
     max_seconds: float,
     frames: int,
-    frames_per_second: float | None,
     frame_pixels: int | None,
 ) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-    """Return facts about the video, and frames that are spread evenly over it, as RGB: [frames, height, width, 3].
+    """Return frames that are spread evenly over the video, as RGB: [frames, height, width, 3].
 
-    The facts are `indices` and `timestamps` (seconds) of the frames, and `total_frames` and `duration` (seconds) of the
-    file.
+    The facts before them are their `timestamps`, in seconds from the first frame of the file.
 
     Args:
         max_bytes: the size of the largest array.
         max_pixels: the pixels of the largest frame, which is refused before it is decoded.
         max_seconds: the longest video.
         frames: the most frames.
-        frames_per_second: frames for each second of the video, up to `frames`; None takes `frames`.
         frame_pixels: larger frames are scaled down to this many pixels; None never scales.
 
     Raises BrokenItemError, or any error of PyAV.
@@ -56,29 +53,20 @@ def decode(
             f"the video has {index.duration:.0f} seconds, but at most {max_seconds:g} are allowed "
             "(--max-video-seconds); send a part of it"
         )
-    chosen = sample(index.total, index.duration, frames, frames_per_second)
-    wanted = [index.times[number] for number in chosen]
-    pictures = _Pictures(len(chosen), max_bytes, max_pixels, frame_pixels)
+    wanted = [index.times[number] for number in sample(len(index.times), frames)]
+    pictures = _Pictures(len(wanted), max_bytes, max_pixels, frame_pixels)
     with _open(data, max_pixels) as (container, stream):
         for frame in _frames_at(container, stream, wanted, index.key_times):
             pictures.add(frame)
     array = pictures.array()
     # A broken file may end before its index says so.
-    chosen, wanted = chosen[: len(array)], wanted[: len(array)]
-    return {
-        "indices": chosen,
-        "timestamps": [float((time - index.times[0]) * index.time_base) for time in wanted],
-        "total_frames": index.total,
-        "duration": index.duration,
-    }, array
+    wanted = wanted[: len(array)]
+    return {"timestamps": [float((time - index.times[0]) * index.time_base) for time in wanted]}, array
 
 
-def sample(total: int, duration: float, most: int, per_second: float | None) -> list[int]:
+def sample(total: int, most: int) -> list[int]:
     """Return the numbers of frames to take out of `total`: the first of each of equal parts, as in transformers."""
     count = min(most, total)
-    if per_second is not None:
-        count = min(count, math.floor(duration * per_second))
-    count = max(1, count)
     return [number * total // count for number in range(count)]
 
 
@@ -92,10 +80,6 @@ class _Index:
     time_base: Fraction
     duration: float
     """Seconds."""
-
-    @property
-    def total(self) -> int:
-        return len(self.times)
 
 
 @contextlib.contextmanager

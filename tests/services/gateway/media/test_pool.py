@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media import pool
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
+from paceline.services.gateway.media.channel import Channel
 from paceline.services.gateway.media.pool import DecodePool, DecodeProcess
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.media.samples import audio_file, image_file, png
@@ -225,3 +228,35 @@ def test_killed_gateway_leaves_no_process() -> None:
         orphan = psutil.Process(int(gateway.stdout.readline()))
         gateway.kill()
     orphan.wait(20)
+
+
+class LyingProcess(DecodeProcess):
+    """A process that a hostile item has taken over, with a thread in its place.
+
+    Args:
+        facts: what it tells about an image of one pixel.
+    """
+
+    def __init__(self, facts: object) -> None:
+        super().__init__(1 << 30)
+        self._facts = facts
+
+    def _start(self) -> Channel:
+        self._channel, theirs = (Channel(end) for end in socket.socketpair())
+        threading.Thread(target=self._lie, args=(theirs,)).start()
+        return self._channel
+
+    def _lie(self, channel: Channel) -> None:
+        channel.receive(1 << 20)
+        channel.send({"facts": self._facts, "shape": [1, 1, 3], "dtype": "|u1"}, bytes(3))
+        channel.close()
+
+
+@pytest.mark.parametrize("facts", [5, {"timestamps": "x"}, {"timestamps": [1, 2]}, {"timestamps": [10**400]}])
+def test_facts_that_do_not_fit_are_an_error_of_the_item(facts: object) -> None:
+    process = LyingProcess(facts)
+    job = {"kind": "video", "options": {}, "max_bytes": 100, "seconds": 10.0}
+    with pytest.raises(MediaError, match="cannot be decoded"):
+        process.decode(job, b"item", 10.0)
+    assert not process.is_usable
+    process.end()

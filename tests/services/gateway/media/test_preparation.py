@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.expansion import Expansions, Run
 from paceline.services.gateway.media.items import MediaItem
 from paceline.services.gateway.media.loader import MediaService
@@ -35,8 +36,18 @@ def preparer(processor: Processor, service: MediaService) -> MediaPreparer:
     return MediaPreparer(GatewayConfig(limit_mm_per_prompt='{"image": 2}'), processor, service)
 
 
+@pytest.fixture
+def budget() -> Iterator[RequestBudget]:
+    with MemoryBudget(1 << 30, 1).request() as budget:
+        yield budget
+
+
 async def prepare(preparer: MediaPreparer, *items: MediaItem, owner: str = "", **options: Any) -> Expansions:
-    return await preparer.plan(items, lambda media: media, options=options, owner=owner)
+    with MemoryBudget(1 << 30, 1).request() as budget:
+        media = await preparer.plan(items, lambda media: media, budget=budget, options=options, owner=owner)
+        # The files and the decoded arrays count no longer, the inputs do.
+        assert budget.used == sum(expansion.size for expansion in media.values())
+        return media
 
 
 def runs(media: Expansions, item: MediaItem) -> list[Run]:
@@ -63,7 +74,9 @@ async def test_a_uuid_recalls_an_item_for_its_owner_alone(preparer: MediaPrepare
             await prepare(preparer, RECALLED, owner=owner, **options)
 
 
-async def test_an_error_of_the_request_itself_comes_before_anything_is_loaded(preparer: MediaPreparer) -> None:
+async def test_an_error_of_the_request_itself_comes_before_anything_is_loaded(
+    preparer: MediaPreparer, budget: RequestBudget
+) -> None:
     dead = MediaItem("image", "http://127.0.0.1:1/cat.png")
 
     def fail(media: Expansions) -> None:
@@ -71,16 +84,23 @@ async def test_an_error_of_the_request_itself_comes_before_anything_is_loaded(pr
         raise InvalidRequestError("too long", "messages")
 
     with pytest.raises(InvalidRequestError, match="too long"):
-        await preparer.plan([dead], fail, options=None, owner="")
+        await preparer.plan([dead], fail, budget=budget, options=None, owner="")
 
 
-async def test_errors_name_the_item_and_the_field(preparer: MediaPreparer) -> None:
+async def test_errors_name_the_item_and_the_field(preparer: MediaPreparer, budget: RequestBudget) -> None:
     broken = MediaItem("image", data_url(b"GIF89a"))
     with pytest.raises(MediaError, match=r"^image 2: ") as caught:
-        await preparer.plan([IMAGE, broken], lambda media: media, options=None, owner="", param="input")
+        await preparer.plan([IMAGE, broken], lambda media: media, budget=budget, options=None, owner="", param="input")
     assert caught.value.param == "input"
     with pytest.raises(InvalidRequestError, match=r"at most 2 of the kind image \(--limit-mm-per-prompt\), this one"):
         await prepare(preparer, IMAGE, IMAGE, IMAGE)
+
+
+async def test_all_items_count_however_they_are_sent(processor: Processor, service: MediaService) -> None:
+    preparer = MediaPreparer(GatewayConfig(max_media_items=3), processor, service)
+    await prepare(preparer, NAMED, NAMED, NAMED)
+    with pytest.raises(InvalidRequestError, match=r"at most 3 images.* \(--max-media-items\), this one has 4"):
+        await prepare(preparer, NAMED, RECALLED, RECALLED, RECALLED)
 
 
 async def test_a_model_without_encoders_has_no_options(service: MediaService) -> None:

@@ -28,8 +28,11 @@ def test_a_newer_item_replaces_the_one_with_the_same_name() -> None:
     assert found.size == 2002
 
 
-def test_an_item_that_is_larger_than_the_cache_is_not_kept() -> None:
+def test_an_item_that_is_larger_than_the_cache_is_not_kept_and_others_stay() -> None:
     recent = RecentMedia(3000)
-    recent.put("a", expansion(1000))
+    small = expansion(1000)
+    recent.put("a", small)
     recent.put("b", expansion(5000))
-    assert (recent.get("a"), recent.get("b")) == (None, None)
+    assert (recent.get("a"), recent.get("b")) == (small, None)
+    recent.put("a", expansion(5000))
+    assert recent.get("a") is None

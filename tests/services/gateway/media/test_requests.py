@@ -207,3 +207,19 @@ async def test_inputs_of_running_requests_count_as_memory_of_media(start_stack: 
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_media")
         assert "media of this request need more than 131072 bytes" in answer.json()["error"]["message"]
     assert (await chat(stack, text("hi"))).status_code == 200
+
+
+async def test_an_input_counts_once_however_often_it_appears_and_until_the_request_ends(
+    start_stack: StartStack, media_model: Path, picture: Run
+) -> None:
+    size = len(picture.input.data)
+    # A request may use half of the memory.
+    stack = await start_stack(model=str(media_model), media_memory=f"{3 * size}", response_store="none")
+    wrong = {"X-Vllm-Priority": "high"}
+    for _ in range(4):
+        assert (await chat(stack, PART, text("again"), PART, **SMALL)).status_code == 200
+        # These end after their media have been loaded, and without a generation.
+        body = {"messages": [{"role": "user", "content": [PART]}], **SMALL}
+        assert (await stack.http.post("/tokenize", json=body)).status_code == 200
+        refused = await stack.http.post("/v1/chat/completions", json=body, headers=wrong)
+        assert refused.json()["error"]["param"] == "X-Vllm-Priority"

@@ -55,7 +55,8 @@ async def test_reads_data_url(size: int) -> None:
 
 
 async def test_reads_quoted_data_url() -> None:
-    assert await read_data_url("data:;base64,%2B%2F8%3D", MAX_BYTES) == b"\xfb\xff"
+    for text in ("%2B%2F8%3D", "%2b%2f8%3d", "+/8="):
+        assert await read_data_url(f"data:;base64,{text}", MAX_BYTES) == b"\xfb\xff"
 
 
 BAD_URLS = [
@@ -66,6 +67,8 @@ BAD_URLS = [
     "data:;base64,a",
     "data:;base64,ab c",
     "data:;base64,é===",
+    "data:;base64,%41%41%41%41",
+    "data:;base64,%252BAA",
 ]
 
 

@@ -12,16 +12,19 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaInput, MediaKind
+from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.gateway.media.expansion import Expansion
-from paceline.services.gateway.media.items import ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind, MediaTokens
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
 Samples = NDArray[np.float32]
 """[samples], mono, from -1 to 1."""
 
-SAMPLING_RATE = 16_000
-"""Samples of audio per second that processors take."""
+MAX_INPUT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+"""Size of the largest input of an encoder. It goes to the worker in one message, which has other fields, too."""
+PADDING_SECONDS = 0.1
+"""Most seconds of audio that are cut without an error, because MP3 and AAC make clips longer by padding."""
 OPTIONS_FIELD = "mm_processor_kwargs"
 """The field of a request with a processor's options."""
 
@@ -70,8 +73,26 @@ def resized(pixels: Pixels, height: int, width: int, resample: Image.Resampling)
     return np.asarray(Image.fromarray(pixels).resize((width, height), resample))
 
 
+def fitted_clip(samples: Samples, most_seconds: int) -> Samples:
+    """Return a clip of at most `most_seconds`, without up to PADDING_SECONDS of its end.
+
+    Raises InvalidRequestError if the clip is longer.
+    """
+    seconds = len(samples) / SAMPLING_RATE
+    if seconds > most_seconds + PADDING_SECONDS:
+        raise InvalidRequestError(
+            f"an audio clip has {seconds:.1f} seconds, and this model takes at most {most_seconds}; send shorter clips"
+        )
+    return samples[: most_seconds * SAMPLING_RATE]
+
+
 def media_input(kind: MediaKind, length: int, values: NDArray[Any]) -> MediaInput:
-    """Return values as the input of an encoder."""
+    """Return values as the input of an encoder. Raises InvalidRequestError if no message to a worker can hold them."""
+    if values.nbytes > MAX_INPUT_BYTES:
+        raise InvalidRequestError(
+            f"it takes {values.nbytes} bytes for the model, and at most {MAX_INPUT_BYTES} can be sent to a worker; "
+            "send a smaller one"
+        )
     return MediaInput(kind, length, values.dtype.name, values.shape, np.ascontiguousarray(values).tobytes())
 
 

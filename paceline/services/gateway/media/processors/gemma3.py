@@ -98,7 +98,7 @@ def read_gemma3(config: Json, settings: Json) -> Gemma3Processor | None:
         settings: the values of preprocessor_config.json or processor_config.json.
     """
     vision = config.get("vision_config")
-    if not vision:
+    if vision is None:
         return None
     own = settings.get("image_processor", settings)
     side = vision.get("image_size", 896)

@@ -14,14 +14,15 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
+    MAX_INPUT_BYTES,
     OPTIONS_FIELD,
-    SAMPLING_RATE,
     Pixels,
     Processor,
     Samples,
     check_names,
+    fitted_clip,
     media_input,
     resized,
 )
@@ -35,6 +36,8 @@ FRAME_BUDGET = 70
 FRAMES = 32
 MEL_SECONDS = 30
 """Longest audio of models that hear log-mel features."""
+RAW_SECONDS = MAX_INPUT_BYTES // np.dtype(np.float32).itemsize // SAMPLING_RATE
+"""Longest audio of models that hear samples. More samples do not fit into a message to a worker."""
 _FRAMES_PER_TOKEN = 4
 """Frames of log-mel features for each token of audio."""
 
@@ -127,12 +130,8 @@ def fitted_size(height: int, width: int, budget: int, side: int = 48) -> tuple[i
 
 
 def _mel_audio(samples: Samples) -> MediaInput:
+    samples = fitted_clip(samples, MEL_SECONDS)
     frames = frame_count(len(samples))
-    if len(samples) > MEL_SECONDS * SAMPLING_RATE:
-        seconds = len(samples) / SAMPLING_RATE
-        raise InvalidRequestError(
-            f"an audio clip has {seconds:.1f} seconds, and this model takes at most {MEL_SECONDS}; send shorter clips"
-        )
     if frames == 0:
         raise InvalidRequestError("an audio clip is shorter than a hundredth of a second; send a longer one")
     return media_input(MediaKind.AUDIO, -(-frames // _FRAMES_PER_TOKEN), log_mel(samples))
@@ -141,6 +140,7 @@ def _mel_audio(samples: Samples) -> MediaInput:
 def _raw_audio(samples: Samples, per_token: int) -> MediaInput:
     if len(samples) == 0:
         raise InvalidRequestError("an audio clip has no samples; send a longer one")
+    samples = fitted_clip(samples, RAW_SECONDS)
     length = -(-len(samples) // per_token)
     padded = np.pad(samples, (0, length * per_token - len(samples)))
     return media_input(MediaKind.AUDIO, length, padded.astype(np.float32))
@@ -171,9 +171,9 @@ def read_gemma4(config: Json, settings: Json) -> Gemma4Processor | None:
     """
     ids = {own: _token_id(config, names, default) for own, (names, default) in _TOKENS.items()}
     markers: dict[ItemKind, tuple[int, ...]] = {}
-    if config.get("vision_config"):
+    if config.get("vision_config") is not None:
         markers |= {"image": (ids["image"],), "video": (ids["video"],)}
-    if config.get("audio_config"):
+    if config.get("audio_config") is not None:
         markers["audio"] = (ids["audio"],)
     if not markers:
         return None

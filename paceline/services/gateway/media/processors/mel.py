@@ -7,7 +7,8 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.services.gateway.media.processors.base import SAMPLING_RATE, Samples
+from paceline.services.gateway.media.items import SAMPLING_RATE
+from paceline.services.gateway.media.processors.base import Samples
 
 MELS = 128
 _FRAME = 320

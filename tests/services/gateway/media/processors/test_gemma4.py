@@ -15,7 +15,10 @@ from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaInput, MediaKind
+from paceline.services.common.rpc import MAX_MESSAGE_BYTES
+from paceline.services.common.wire import media_input_to_pb
 from paceline.services.gateway.media.expansion import Expansion, Run
+from paceline.services.gateway.media.processors.base import media_input
 from paceline.services.gateway.media.processors.gemma4 import BUDGETS, Gemma4Processor, fitted_size, read_gemma4
 
 CONFIG = {"model_type": "gemma4", "vision_config": {"patch_size": 16}, "audio_config": {"hidden_size": 8}}
@@ -86,9 +89,27 @@ def test_audio_has_the_features_that_transformers_gives_it(samples: int) -> None
 
 
 def test_thirty_seconds_of_audio_are_750_tokens_and_longer_clips_are_refused() -> None:
-    assert only_input(processor().audio(np.zeros(480_000, np.float32))).length == 750
+    clip = np.random.default_rng(0).uniform(-1, 1, 481_602).astype(np.float32)
+    whole = only_input(processor().audio(clip[:480_000]))
+    assert whole.length == 750
+    # MP3 and AAC make a clip longer by some milliseconds.
+    assert only_input(processor().audio(clip[:481_600])) == whole
     with pytest.raises(InvalidRequestError, match=r"30\.1 seconds.*at most 30"):
-        processor().audio(np.zeros(481_600, np.float32))
+        processor().audio(clip)
+
+
+def test_samples_that_fit_into_no_message_are_refused_with_the_longest_clip() -> None:
+    unified = processor(model_type="gemma4_unified")
+    most = only_input(unified.audio(np.zeros(261 * 16_000 + 1, np.float32)))
+    assert most.shape == (261 * 16_000,)
+    assert media_input_to_pb(most).ByteSize() < MAX_MESSAGE_BYTES
+    with pytest.raises(InvalidRequestError, match=r"262\.0 seconds.*at most 261"):
+        unified.audio(np.zeros(262 * 16_000, np.float32))
+
+
+def test_an_input_that_fits_into_no_message_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="send a smaller one"):
+        media_input(MediaKind.IMAGE, 1, np.zeros(MAX_MESSAGE_BYTES, np.uint8))
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "gemma4_unified"}], ids=["features", "samples"])
