@@ -174,7 +174,7 @@ class Chat:
 async def ask_about_media(url: str, model: Model) -> int:
     """Ask about two equal images, a video and an audio clip in one prompt. Return the number of different encodings."""
     (pixels,), samples, film = images_of(500, 1), tone(SAMPLING_RATE), video_file(3, (32, 32))
-    limits = {"max_pixels": 1 << 20, "max_seconds": 60.0, "frames_per_second": None, "frame_pixels": None}
+    limits = {"max_pixels": 1 << 20, "max_seconds": 60.0, "frame_pixels": None}
     facts, frames = video_decoder.decode(memoryview(film), 1 << 24, frames=model.processor.video_frames, **limits)
     video, audio = model.processor.video(list(frames), facts["timestamps"]), model.processor.audio(samples)
     runs = [*image_runs(model, [pixels, pixels]), *runs_of(video), *runs_of(audio)]
