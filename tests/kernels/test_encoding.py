@@ -48,7 +48,8 @@ def test_rowwise_operations(kernels: Kernels, dtype: torch.dtype) -> None:
 def test_a_linear_layer_with_bounds(
     kernels: Kernels, dtype: torch.dtype, rows: int, size_in: int, size_out: int
 ) -> None:
-    x, matrix = torch.randn(rows, size_in).to(dtype), torch.randn(size_out, size_in).to(dtype)
+    # The weights are so large that both bounds are met, whatever the random numbers are.
+    x, matrix = torch.randn(rows, size_in).to(dtype), (10 * torch.randn(size_out, size_in)).to(dtype)
     weight, bounds = kernels.pack(matrix), torch.tensor([-0.5, 1.25, -3.0, 2.0])
     found = kernels.clipped_linear(x, weight, bounds)
     expected = kernels.linear(x.clamp(-0.5, 1.25), weight).clamp(-3.0, 2.0)

@@ -82,7 +82,6 @@ VIDEO: dict[str, Any] = {
     **IMAGE,
     "max_seconds": 60.0,
     "frames": 4,
-    "frames_per_second": None,
     "frame_pixels": None,
 }
 AUDIO: dict[str, Any] = {"max_seconds": 10.0, "sample_rate": 16_000}
