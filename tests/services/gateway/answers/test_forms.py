@@ -138,6 +138,7 @@ def vocabulary_of(form: ToolForm) -> list[str]:
 def test_what_a_form_writes_is_read_without_its_markers(
     places: list[int], any_thought: str, any_content: str, calls: Calls, ascii_only: bool
 ) -> None:
+    calls = [*dict(calls).items()]  # a tool has one schema, which the values of two calls may not both fit
     for form in FORMS:
         written = write(form, calls, ascii_only)
         thought, content = plain(form, any_thought).strip(), plain(form, any_content).strip()

@@ -138,9 +138,10 @@ def _json_of(text: str, types: frozenset[str]) -> str:
 
 
 def _written(value: object) -> str:
-    if isinstance(value, str) and type_of_text(value) is None and "</parameter>" not in value:
+    # The model writes texts as they are. The tool's schema says that "0" is a text.
+    if isinstance(value, str) and "</parameter>" not in value:
         return value
-    # JSON can spell an end tag differently. A text that could be read as another value is written as JSON, too.
+    # JSON can spell an end tag differently.
     return json.dumps(value, ensure_ascii=False).replace("</parameter>", "\\u003c/parameter>")
 
 
