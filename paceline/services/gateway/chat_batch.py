@@ -13,9 +13,9 @@ from paceline.services.gateway.api_bodies import ChatBatch
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.chat_schemas import ChatMessage
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.plan import plan_chats
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.responses import ChatFormat, Json

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.services.gateway.attempt import Generated
-from paceline.services.gateway.generation import Choice, Delta
+from paceline.services.gateway.choice import Choice, Delta
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest

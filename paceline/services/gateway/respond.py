@@ -11,9 +11,10 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from paceline.core.telemetry import set_request_id
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.responses import Json, ResponseFormat

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from paceline.core.types import Token
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
 from paceline.services.gateway.chat_schemas import NamedTool
-from paceline.services.gateway.generation import Delta
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.logprobs import LogprobFormat
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest

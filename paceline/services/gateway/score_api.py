@@ -13,9 +13,9 @@ from pydantic import Field, model_validator
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.api_bodies import Ranking, Scores
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.plan import Plan, ServedModel, plan_scores
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.schemas import NamedRequest

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.services.common.tasks import StallWatch, end_tasks
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError, to_api_error
-from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.schemas import StreamOptions
 

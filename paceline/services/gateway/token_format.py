@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.services.gateway.generation import Delta
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.token_schemas import TokensRequest

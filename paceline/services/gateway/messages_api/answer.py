@@ -9,8 +9,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning, join_parts
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.messages_api.error_body import error_body
 from paceline.services.gateway.streaming import event
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.generation import Delta, Generation
+from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.responses_api.items import id_prefix
 from paceline.services.gateway.responses_api.output import (
     CustomCall,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning, join_parts
+from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.generation import Delta
 from paceline.services.gateway.messages_api.answer import MessageFormat, MessageWriter
 
 USAGE = {
