@@ -19,7 +19,7 @@ def process() -> Iterator[DecodeProcess]:
     process.end()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def decode(process: DecodeProcess) -> Decode:
     """Decode an item in the process: call it with the kind, the data and the decoder's options."""
 

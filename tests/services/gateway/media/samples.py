@@ -6,10 +6,12 @@ import base64
 import io
 import struct
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import av
 import numpy as np
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -94,3 +96,25 @@ def audio_file(
             container.mux(stream.encode(part))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Bytes of a file that change, and the place of its new end. Places are counted modulo the file's size."""
+
+    changes: list[tuple[int, int]]
+    end: int
+
+    def of(self, data: bytes) -> bytes:
+        """Return the changed file. In half of all cases it is whole."""
+        changed = bytearray(data)
+        for place, value in self.changes:
+            changed[place % len(data)] = value
+        return bytes(changed[: max(1, self.end % (2 * len(data)))])
+
+
+MUTATIONS = st.builds(
+    Mutation,
+    changes=st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 255)), max_size=12),
+    end=st.integers(0, 100_000),
+)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.services.gateway.errors import MediaError
-from paceline.services.gateway.media.pool import DecodeProcess
-from tests.services.gateway.media.conftest import MAX_BYTES, Decode
-from tests.services.gateway.media.samples import audio_file, image_file, tone, video_file
+from tests.services.gateway.media.conftest import Decode
+from tests.services.gateway.media.samples import MUTATIONS, Mutation, audio_file, image_file, tone, video_file
 
 OPTIONS: dict[str, Any] = {"max_seconds": 10.0, "sample_rate": 16_000}
 FORMATS = [
@@ -100,20 +99,10 @@ def test_refuses(decode: Decode, name: str) -> None:
 
 
 @settings(max_examples=100)
-@given(
-    place=st.sampled_from(FORMATS),
-    changes=st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 255)), max_size=12),
-    end=st.integers(0, 100_000),
-)
-def test_mutated_file_is_decoded_or_refused(
-    process: DecodeProcess, place: tuple[str, str], changes: list[tuple[int, int]], end: int
-) -> None:
-    data = bytearray(FILES[place])
-    for at, value in changes:
-        data[at % len(data)] = value
-    job = {"kind": "audio", "options": OPTIONS, "max_bytes": MAX_BYTES, "seconds": 60.0}
+@given(place=st.sampled_from(FORMATS), mutation=MUTATIONS)
+def test_mutated_file_is_decoded_or_refused(decode: Decode, place: tuple[str, str], mutation: Mutation) -> None:
     try:
-        _, clip = process.decode(job, data[: max(1, end % (2 * len(data)))], 60.0)
+        _, clip = decode("audio", mutation.of(FILES[place]), **OPTIONS)
     except MediaError:
         return
     assert np.isfinite(clip).all()

@@ -13,8 +13,8 @@ from PIL import Image
 
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.pool import DecodeProcess
-from tests.services.gateway.media.conftest import MAX_BYTES, Decode
-from tests.services.gateway.media.samples import IMAGE_FORMATS, image_file, picture, png
+from tests.services.gateway.media.conftest import Decode
+from tests.services.gateway.media.samples import IMAGE_FORMATS, MUTATIONS, Mutation, image_file, picture, png
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
@@ -115,21 +115,13 @@ def test_bound_of_pixels_is_exact(decode: Decode) -> None:
 
 
 @settings(max_examples=150)
-@given(
-    format=st.sampled_from(IMAGE_FORMATS),
-    changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=8),
-    end=st.integers(0, 10_000),
-)
+@given(format=st.sampled_from(IMAGE_FORMATS), mutation=MUTATIONS)
 def test_mutated_file_is_decoded_or_refused(
-    process: DecodeProcess, format: str, changes: list[tuple[int, int]], end: int
+    process: DecodeProcess, decode: Decode, format: str, mutation: Mutation
 ) -> None:
-    data = bytearray(image_file(format, picture(40, 30)))
-    for place, value in changes:
-        data[place % len(data)] = value
     before = process.pid
-    job = {"kind": "image", "options": {"max_pixels": 1 << 20}, "max_bytes": MAX_BYTES, "seconds": 60.0}
     try:
-        _, array = process.decode(job, data[: max(1, end % (2 * len(data)))], 60.0)
+        _, array = decode("image", mutation.of(image_file(format, picture(40, 30))), max_pixels=1 << 20)
     except MediaError:
         pass
     else:

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.services.gateway.errors import MediaError
-from paceline.services.gateway.media.pool import DecodeProcess
 from paceline.services.gateway.media.video_decoder import sample
-from tests.services.gateway.media.conftest import MAX_BYTES, Decode
-from tests.services.gateway.media.samples import audio_file, image_file, video_file
+from tests.services.gateway.media.conftest import Decode
+from tests.services.gateway.media.samples import MUTATIONS, Mutation, audio_file, image_file, video_file
 
 OPTIONS: dict[str, Any] = {
     "max_pixels": 1 << 20,
@@ -107,20 +106,10 @@ def test_refuses(decode: Decode, name: str) -> None:
 
 
 @settings(max_examples=60)
-@given(
-    place=st.sampled_from(CONTAINERS),
-    changes=st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 255)), max_size=12),
-    end=st.integers(0, 100_000),
-)
-def test_mutated_file_is_decoded_or_refused(
-    process: DecodeProcess, place: tuple[str, str], changes: list[tuple[int, int]], end: int
-) -> None:
-    data = bytearray(FILES[place])
-    for at, value in changes:
-        data[at % len(data)] = value
-    job = {"kind": "video", "options": OPTIONS, "max_bytes": MAX_BYTES, "seconds": 60.0}
+@given(place=st.sampled_from(CONTAINERS), mutation=MUTATIONS)
+def test_mutated_file_is_decoded_or_refused(decode: Decode, place: tuple[str, str], mutation: Mutation) -> None:
     try:
-        facts, frames = process.decode(job, data[: max(1, end % (2 * len(data)))], 60.0)
+        facts, frames = decode("video", mutation.of(FILES[place]), **OPTIONS)
     except MediaError:
         return
     assert len(frames) == len(facts["timestamps"]) <= 5
