@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.core.context import HASH_BYTES, Context, encoding_context, full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, make_layout
+from paceline.core.media import MediaKind, MediaSpan
 
 Tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6 * BASE_TOKENS)
 
@@ -69,6 +70,30 @@ def test_one_changed_token_changes_its_link_and_all_links_after_it(tokens: list[
     assert [one == other for one, other in zip(before, after)] == [
         index < position // BASE_TOKENS for index in range(len(before))
     ]
+
+
+@given(st.integers(1, 100), st.integers(1, 60), st.integers(0, 15))
+def test_links_of_the_same_tokens_differ_from_the_first_one_with_a_token_of_another_image(
+    start: int, length: int, rest: int
+) -> None:
+    tokens = [7] * (start + length + rest)
+
+    def own(*spans: tuple[int, int, bytes]) -> list[bytes]:
+        media = [MediaSpan(*span, MediaKind.IMAGE) for span in spans]
+        return list(Context(tokens, media=media).links("model"))
+
+    image, other = (start, length, bytes(16)), (start, length, bytes([1]) * 16)
+    earlier, seen = (start - 1, length, bytes(16)), own(image)
+    assert seen == own(image)
+    for changed, first in ((own(other), start), (links(tokens), start), (own(earlier), start - 1)):
+        same = [one == another for one, another in zip(seen, changed, strict=True)]
+        assert same == [index < first // BASE_TOKENS for index in range(len(seen))]
+
+
+def test_an_image_within_a_base_block_is_in_the_names_of_partial_blocks() -> None:
+    image = MediaSpan(3, 2, bytes(16), MediaKind.IMAGE)
+    with_image, without = Context([7] * 10, media=[image]), Context([7] * 10)
+    assert [with_image.name("m", end) == without.name("m", end) for end in range(1, 11)] == [True] * 3 + [False] * 7
 
 
 def test_every_length_of_a_context_has_a_name_of_its_own() -> None:

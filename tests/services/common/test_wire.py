@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.media import DIGEST_BYTES, MediaInput, MediaKind, MediaSpan
 from paceline.core.types import Constraint, ConstraintKind, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
 from paceline.services.common import wire
@@ -35,3 +36,32 @@ def test_many_logprobs_are_sent_in_several_messages(monkeypatch: pytest.MonkeyPa
     messages = list(wire.scores_to_pb(7, tokens))
     assert [(message.first, len(message.tokens)) for message in messages] == [(7, 2), (9, 2), (11, 1)]
     assert [token.id for message in messages for token in message.tokens] == [0, 1, 2, 3, 4]
+
+
+DIGEST = bytes(range(DIGEST_BYTES))
+SPANS = (MediaSpan(0, 2, DIGEST, MediaKind.IMAGE), MediaSpan(2, 1, DIGEST, MediaKind.AUDIO))
+
+
+def test_media_travel() -> None:
+    assert wire.spans_from_pb([wire.span_to_pb(span) for span in SPANS]) == SPANS
+    for kind in MediaKind:
+        own = MediaInput(kind, 3, "float32", (2, 4), bytes(32))
+        assert wire.media_input_from_pb(wire.media_input_to_pb(own)) == own
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"start": 1}, "in order and apart"),
+        ({"length": 0}, "no token"),
+        ({"digest": b"short"}, "16 bytes"),
+        ({"kind": 99}, "kind 99"),
+    ],
+    ids=lambda value: "",
+)
+def test_spans_that_no_gateway_makes_are_refused(change: dict[str, object], message: str) -> None:
+    spans = [wire.span_to_pb(span) for span in SPANS]
+    for name, value in change.items():
+        setattr(spans[1], name, value)
+    with pytest.raises(InvalidRequestError, match=message):
+        wire.spans_from_pb(spans)
