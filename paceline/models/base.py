@@ -98,7 +98,9 @@ class EncodedRows:
     places: Tensor
     """int64 [rows]: the placeholder tokens, as indices into the tokens of the step."""
     values: Tensor
-    """[rows, hidden], in the model's dtype and on its device."""
+    """[rows, encoding_size], in the model's dtype and on its device."""
+    positions: Tensor | None = None
+    """int64 [3, rows]: frame, row and column of these tokens as positions; None if positions have one dimension."""
 
 
 class _Parts(Protocol):
@@ -132,6 +134,15 @@ class Architecture(_Parts, Protocol):
         The result is [tokens, ...] for each table, on the device of int64 token_ids [tokens].
         """
 
+    def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:
+        """Return what a pass over tokens with rows of encodings reads in place of what it would compute from their ids
+        and positions: the first layer's input [tokens, hidden], and what else `forward` takes of each token.
+
+        Args:
+            token_ids: int64 [tokens], with `PADDING` for placeholders.
+            positions: int64 [tokens], with any positions for placeholders that have three.
+        """
+
     def forward(
         self,
         token_ids: Tensor,
@@ -149,8 +160,8 @@ class Architecture(_Parts, Protocol):
         Args:
             begin: first layer to run.
             inputs: the result of `lookups`, and, if `begin` is not 0, the hidden states after `begin` layers.
-            embedded: whether `inputs` begins with the first layer's input of the tokens, [tokens, hidden]. Otherwise it
-                is the result of `embed`.
+            embedded: whether `inputs` begins with the result of `encoded_inputs`. Otherwise the first layer's input is
+                the result of `embed`.
 
         Returns:
             Hidden states after the final norm, [tokens, hidden] in the model's dtype.
