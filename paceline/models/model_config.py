@@ -269,7 +269,7 @@ class ModelConfig:
 
     @property
     def encoding_size(self) -> int:
-        """Elements of a row of an encoding: one part in place of the embedding, and one for each layer that adds one."""
+        """Elements of a row of an encoding: a part in place of the embedding, and one for each layer that adds one."""
         return self.hidden_size * (1 + self.deepstack_layers)
 
     @property

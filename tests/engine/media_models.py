@@ -38,10 +38,7 @@ class Prompt:
         """Return a prompt with the same tokens and other encodings."""
         return Prompt(
             self.token_ids,
-            [
-                (replace(span, digest=b"other" + span.digest[5:]), rows.flip(0) + 1)
-                for span, rows in self.media
-            ],
+            [(replace(span, digest=b"other" + span.digest[5:]), rows.flip(0) + 1) for span, rows in self.media],
         )
 
 

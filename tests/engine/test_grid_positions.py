@@ -20,7 +20,8 @@ from paceline.engine.step import RowAssigned, RowEncoded
 LAYOUT = make_layout((GroupShape("all", (0,), 1, 16),), 4, "test")
 LENGTH = 256
 REFERENCE = SimpleNamespace(
-    config=Qwen3VLConfig(), get_vision_position_ids=lambda *args, **own: Qwen3VLModel.get_vision_position_ids(None, *args, **own)
+    config=Qwen3VLConfig(),
+    get_vision_position_ids=lambda *args, **own: Qwen3VLModel.get_vision_position_ids(None, *args, **own),
 )
 PARTS = st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6), st.sampled_from(list(MediaKind)[:2]))
 """Tokens of text, and then the rows and columns of an image or a frame."""

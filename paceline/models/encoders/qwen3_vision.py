@@ -55,7 +55,7 @@ class Qwen3Vision:
         config = self._config
         side, sizes = config.patch_side * config.merged_side, tuple(shape[-3:-1])
         known = [(*sizes, 3), (config.patch_frames, *sizes, 3)]
-        if len(sizes) != 2 or tuple(shape) not in known or not all(0 < size and size % side == 0 for size in sizes):
+        if len(sizes) != 2 or tuple(shape) not in known or not all(size > 0 and size % side == 0 for size in sizes):
             raise InvalidRequestError(
                 f"an image for this model must be [height, width, 3], and frames [{config.patch_frames}, height, "
                 f"width, 3], with sides that are multiples of {side}, not {list(shape)}"
@@ -99,7 +99,10 @@ class _Layer:
         self._norm, self._mlp_norm = (LayerNorm(weights, f"{place}.norm{n}", size, _EPS, kernels) for n in (1, 2))
         self._qkv = Linear.take_parts(weights, f"{place}.attn.qkv", size, (size,) * 3, True, kernels)
         self._o = take(f"{place}.attn.proj", size, size)
-        self._up, self._down = take(f"{place}.mlp.linear_fc1", size, inner), take(f"{place}.mlp.linear_fc2", inner, size)
+        self._up, self._down = (
+            take(f"{place}.mlp.linear_fc1", size, inner),
+            take(f"{place}.mlp.linear_fc2", inner, size),
+        )
         self._kernels = kernels
 
     def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
