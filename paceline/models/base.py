@@ -76,8 +76,12 @@ class Weights(Protocol):
             derive: functions that return a matrix [out, in], or the matrices of all heads [heads, out, in].
         """
 
-    def has(self, name: str) -> bool:
-        """Return whether the checkpoint has a tensor of this name that was not taken."""
+    def has(self, name: str, *shape: int) -> bool:
+        """Return whether the checkpoint has a tensor of this name that was not taken.
+
+        Args:
+            shape: the shape that it must have; empty for any.
+        """
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""

@@ -17,7 +17,7 @@ def qwen3_vl(fields: Fields) -> ModelConfig:
 
 def qwen3_vl_moe(fields: Fields) -> ModelConfig:
     text = _text(fields).with_defaults(
-        num_key_value_heads=16, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408
+        num_key_value_heads=16, num_local_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408
     )
     return _with_media(qwen3_moe(text.changed(norm_topk_prob=True)), fields)
 
