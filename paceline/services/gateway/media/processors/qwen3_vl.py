@@ -192,7 +192,7 @@ def _fitted(count: int, counted: int, height: int, width: int, side: int, bounds
     """Return the height and width of each of `count` pictures. Their sizes are checked as if they were `counted`."""
     if (ratio := max(height, width) / min(height, width)) > MAX_RATIO:
         raise InvalidRequestError(
-            f"one side is {ratio:.0f} times as long as the other, and this model takes at most {MAX_RATIO} times; cut it"
+            f"one side is {ratio:.1f} times as long as the other, and this model takes at most {MAX_RATIO}; cut it"
         )
     rows, columns = round(height / side), round(width / side)
     pixels, fitted = count * height * width, counted * rows * columns * side**2
@@ -220,12 +220,16 @@ def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
     images, videos = settings.get("image_processor", settings), settings.get("video_processor", {})
     for own in (images, videos):
         if any(value != 0.5 for name in ("image_mean", "image_std") for value in own.get(name) or ()):
-            raise ModelError("the image_mean and image_std of this model must be 0.5; correct its preprocessor's config")
+            raise ModelError(
+                "the image_mean and image_std of this model must be 0.5; correct its preprocessor's config"
+            )
     vision = config.get("vision_config") or {}
     start, end, image, video = (config.get(f"{name}_token_id", default) for name, default in _TOKENS.items())
     most_frames = videos.get("max_frames", 768)
     return Qwen3VLProcessor(
-        MediaTokens({"image": (start, image, end), "video": (start, video, end)}, frozenset({start, end, image, video})),
+        MediaTokens(
+            {"image": (start, image, end), "video": (start, video, end)}, frozenset({start, end, image, video})
+        ),
         start,
         end,
         image,
