@@ -110,7 +110,9 @@ def check_names(given: Mapping[str, Any], known: Sequence[str], place: str = OPT
 
 def nested_options(given: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
     """Return the options in a field such as `images_kwargs`. Raises InvalidRequestError if it has others than known."""
-    options = given.get(name) or {}
+    options = given.get(name)
+    if options is None:
+        return {}
     if not isinstance(options, Mapping):
         raise wrong_option(f"{name} must be an object")
     check_names(options, known, f"{OPTIONS_FIELD}.{name}")

@@ -37,7 +37,13 @@ def runs(expansion: Expansion) -> list[Run]:
 
 def reference(pixels: np.ndarray, **options: object) -> list[np.ndarray]:
     """Return the pixels [height, width, 3] of an image and its crops."""
-    plain = {"size": {"height": 64, "width": 64}, "do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+    plain = {
+        "size": {"height": 64, "width": 64},
+        "do_rescale": False,
+        "do_normalize": False,
+        "return_tensors": "np",
+        "input_data_format": "channels_last",
+    }
     made = Gemma3ImageProcessorPil()(pixels, **plain, **options)
     return [np.moveaxis(np.asarray(each), 0, -1) for each in made["pixel_values"]]
 

@@ -74,7 +74,8 @@ def pixels_of_patches(patches: np.ndarray, rows: int, columns: int) -> np.ndarra
 def test_an_image_has_the_pixels_and_the_grid_that_transformers_gives_it(size: tuple[int, int]) -> None:
     pixels = picture(*size)
     bounds = {"shortest_edge": SMALL["min_pixels"], "longest_edge": SMALL["max_pixels"]}
-    reference = Qwen2VLImageProcessorPil(patch_size=16, size=bounds, **HALF)(pixels, return_tensors="np")
+    made = Qwen2VLImageProcessorPil(patch_size=16, size=bounds, **HALF)
+    reference = made(pixels, return_tensors="np", input_data_format="channels_last")
     expansion = processor().with_options(SMALL).image(pixels)
     run = only_run(expansion)
     own, (_, rows, columns) = run.input, reference["image_grid_thw"][0] // [1, 2, 2]
