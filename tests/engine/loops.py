@@ -218,7 +218,7 @@ class Encodings:
 
     def __init__(self, model: Model, slots: torch.Tensor) -> None:
         self._slots = slots
-        self._hidden = model.config.hidden_size if isinstance(model.config, ModelConfig) else 1
+        self._hidden = model.config.encoding_size if isinstance(model.config, ModelConfig) else 1
         self._room = slots.shape[1] // self._hidden
 
     def write(self, rows: torch.Tensor, free: list[int]) -> list[int]:

@@ -30,7 +30,7 @@ def prompts(made: MediaModel) -> list[Prompt]:
     other = IMAGE if made.kind == "gemma3" else FRAME
 
     def rows(count: int) -> torch.Tensor:
-        return torch.randn(count, made.model.config.hidden_size, generator=generator)
+        return torch.randn(count, made.model.config.encoding_size, generator=generator)
 
     tower = made.tower_rows(0)
     return [
@@ -69,7 +69,7 @@ def test_tokens_do_not_depend_on_chunks(made: MediaModel, budget: int) -> None:
 
 def test_a_reused_prefix_may_end_inside_a_span(made: MediaModel) -> None:
     host = MediaHost(made.model, 500)
-    rows = torch.randn(45, made.model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    rows = torch.randn(45, made.model.config.encoding_size, generator=torch.Generator().manual_seed(4))
     prompt = made.prompt(29, (IMAGE, rows), 40, seed=4)
     whole = host.run([prompt])
     check_all(made, [prompt], whole)
