@@ -199,7 +199,7 @@ class GatewayConfig(ServiceConfig):
     mm_processor_kwargs: str = option(
         "",
         'options of the model\'s preprocessing, as JSON, for requests without their own, such as {"max_soft_tokens": '
-        "560}, the most tokens that Gemma 4 sees of an image",
+        '560}, the most tokens that Gemma 4 sees of an image, or {"max_pixels": 1048576} for Qwen 3-VL',
         "media",
     )
     media_cache_size: Size = option(

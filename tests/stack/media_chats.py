@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,8 @@ class Chat:
 async def ask_about_media(url: str, model: Model) -> int:
     """Ask about two equal images, a video and an audio clip in one prompt. Return the number of different encodings."""
     (pixels,), samples, film = images_of(500, 1), tone(SAMPLING_RATE), video_file(3, (32, 32))
-    limits = {"max_pixels": 1 << 20, "max_seconds": 60.0, "frame_pixels": None}
-    facts, frames = video_decoder.decode(memoryview(film), 1 << 24, frames=model.processor.video_frames, **limits)
+    sampling = asdict(model.processor.sampling)
+    facts, frames = video_decoder.decode(memoryview(film), 1 << 24, 1 << 20, max_seconds=60.0, sampling=sampling)
     video, audio = model.processor.video(list(frames), facts["timestamps"]), model.processor.audio(samples)
     runs = [*image_runs(model, [pixels, pixels]), *runs_of(video), *runs_of(audio)]
     clip = audio_file(samples, SAMPLING_RATE)
