@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch
@@ -28,7 +29,7 @@ class _ReadsGrids(Decoder):
 
     def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:
         assert encoded.positions is not None
-        first, *added = encoded.values.split(self.config.hidden_size, dim=1)
+        first, *added = torch.split(encoded.values, self.config.hidden_size, dim=1)
         embedded = self.embed(token_ids)
         further = [embedded.new_zeros(embedded.shape).index_copy_(0, encoded.places, own) for own in added]
         grids = positions.repeat(3, 1).index_copy_(1, encoded.places, encoded.positions)

@@ -55,7 +55,8 @@ class Rotary:
         tokens = positions.shape[1]
         turned_by = section_axes(rope, size // 2).repeat(2).to(positions.device).expand(1, tokens, size)
         angles = self._kernels.rotation(positions.flatten(), frequencies, rope.attention_factor)
-        return Rotation(*(own.view(3, tokens, size).gather(0, turned_by)[0] for own in angles))
+        cos, sin = (own.view(3, tokens, size).gather(0, turned_by)[0] for own in angles)
+        return Rotation(cos, sin)
 
     def _rotation(self, positions: Tensor, rope: Rope, frequencies: Tensor) -> Rotation:
         rotation, scale, growth = self._kernels.rotation, rope.attention_factor, rope.query_growth
