@@ -28,19 +28,20 @@ def shown_layers(vision: Fields) -> tuple[int, ...]:
 
 
 def _text(fields: Fields) -> Fields:
-    return fields.text_part().with_defaults(max_position_embeddings=128_000, rope_theta=500_000.0)
+    text = fields.text_part().with_defaults(max_position_embeddings=128_000, rope_theta=500_000.0)
+    return text.changed(use_sliding_window=False, layer_types=None)  # these models have no windows
 
 
 def _with_media(config: ModelConfig, fields: Fields) -> ModelConfig:
     parameters, full = _text(fields).rope_parameters(), config.attention["full"]
     if not parameters.get("mrope_interleaved", True):
         raise NotNativeError("a rotary embedding with sections side by side (mrope_interleaved false) is not supported")
-    frames, rows, columns = (int(size) for size in parameters.get("mrope_section") or (24, 20, 20))
-    if frames + rows + columns != full.head_dim // 2 or min(frames, rows, columns) < 0:
+    sections = [int(pairs) for pairs in parameters.get("mrope_section") or (24, 20, 20)]
+    if len(sections) != 3 or sum(sections) != full.head_dim // 2 or min(sections) < 0:
         raise ModelError(
-            f"mrope_section must be three numbers of pairs whose sum is {full.head_dim // 2}, half of a head, not "
-            f"{[frames, rows, columns]}"
+            f"mrope_section must be three numbers whose sum is {full.head_dim // 2}, half of a head, not {sections}"
         )
+    frames, rows, columns = sections
     assert full.rope is not None
     rope, vision = replace(full.rope, sections=(frames, rows, columns)), fields.part("vision_config")
     added = 0 if vision is None else len(shown_layers(vision))
