@@ -114,14 +114,34 @@ async def test_all_routes_see_the_same_image(seeing: Stack) -> None:
     answer = await seeing.post("/v1/responses", input=items, max_output_tokens=2)
     assert answer.status_code == 200, answer.text
     assert shown(seeing) == wanted
-    # An image that a tool returns follows in a message of the user.
+
+
+async def test_media_that_tools_return_follow_in_a_message_of_the_user(seeing: Stack) -> None:
+    content = [IMAGE_PART, VIDEO_PART]
+    assert (await chat(seeing, *content)).status_code == 200
+    wanted = [(span.digest, span.grid) for span in shown(seeing)[1]]
     call = {"id": "call_a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "look"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_a", "content": [text("seen"), IMAGE_PART]},
+        {"role": "tool", "tool_call_id": "call_a", "content": [text("seen"), *content]},
     ]
     answer = await seeing.post("/v1/chat/completions", messages=messages, max_tokens=2)
     assert answer.status_code == 200, answer.text
-    (span,) = shown(seeing)[1]
-    assert (span.digest, span.grid) == (wanted[1][0].digest, wanted[1][0].grid)
+    assert [(span.digest, span.grid) for span in shown(seeing)[1]] == wanted
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "call_a", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "call_a",
+            "output": [
+                {"type": "input_text", "text": "seen"},
+                {"type": "input_image", "image_url": IMAGE_URL},
+                VIDEO_PART,
+            ],
+        },
+    ]
+    answer = await seeing.post("/v1/responses", input=items, max_output_tokens=2)
+    assert answer.status_code == 200, answer.text
+    assert [(span.digest, span.grid) for span in shown(seeing)[1]] == wanted

@@ -134,10 +134,13 @@ def test_refuses(decode: Decode, name: str) -> None:
 
 
 @settings(max_examples=60)
-@given(place=st.sampled_from(CONTAINERS), mutation=MUTATIONS)
-def test_mutated_file_is_decoded_or_refused(decode: Decode, place: tuple[str, str], mutation: Mutation) -> None:
+@given(place=st.sampled_from(CONTAINERS), mutation=MUTATIONS, by_rate=st.booleans())
+def test_mutated_file_is_decoded_or_refused(
+    decode: Decode, place: tuple[str, str], mutation: Mutation, by_rate: bool
+) -> None:
+    sampling = {"most": 5, "per_second": 2.0, "to_end": True} if by_rate else {"most": 5}
     try:
-        facts, frames = decode("video", mutation.of(FILES[place]), **OPTIONS)
+        facts, frames = decode("video", mutation.of(FILES[place]), **{**OPTIONS, "sampling": sampling})
     except MediaError:
         return
     assert len(frames) == len(facts["timestamps"]) <= 5
