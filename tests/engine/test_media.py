@@ -118,13 +118,13 @@ def test_a_recorded_step_gives_the_same_tokens_over_the_same_memory(made: MediaM
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
 @pytest.mark.parametrize("kernels", ["reference", "triton-invariant"])
-@pytest.mark.parametrize("kind", ["edge", "experts"])
+@pytest.mark.parametrize("kind", ["edge", "experts", "qwen3_vl"])
 def test_other_kernels_read_encodings_too(tmp_path: Path, kind: str, kernels: str) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     made = media_model(kind, tmp_path, kernels)
-    rows = torch.randn(20, 40, generator=torch.Generator().manual_seed(5))
+    rows = torch.randn(20, made.model.config.encoding_size, generator=torch.Generator().manual_seed(5))
     asked = [made.prompt(3, (IMAGE, rows), 2, (FRAME, rows[:4]), 2, seed=5)]
-    # Some steps are small enough to be recorded. With "edge", rows of encodings are among them.
+    # Some steps are small enough to be recorded. With "edge" and "qwen3_vl", rows of encodings are among them.
     host = MediaHost(made.model, 24, max_tokens=3)
     for prompt, output in zip(asked, host.run(asked)):
         made.check(prompt, output)

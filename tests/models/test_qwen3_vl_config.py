@@ -15,43 +15,11 @@ from paceline.models.config import encoding_size, read_config, read_encoders
 from paceline.models.encoder_config import EncodersConfig, Qwen3VisionConfig
 from paceline.models.model_config import Rope
 from paceline.models.rotary import section_axes
-from tests.models.configs import read
+from tests.models.configs import QWEN3_VL, read
 
-MROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
 ROPE = Rope(5_000_000.0, sections=(24, 20, 20))
-# As in Qwen3-VL-2B.
-TEXT = {
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262_144,
-    "rope_scaling": MROPE,
-    "rope_theta": 5_000_000,
-    "dtype": "bfloat16",
-}
-VISION = {
-    "deepstack_visual_indexes": [5, 11, 17],
-    "depth": 24,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_heads": 16,
-    "num_position_embeddings": 2304,
-    "out_hidden_size": 2048,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-DENSE: dict[str, Any] = {
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "text_config": TEXT,
-    "vision_config": VISION,
-    "tie_word_embeddings": True,
-}
+TEXT, VISION = QWEN3_VL["text_config"], QWEN3_VL["vision_config"]
+MROPE = TEXT["rope_scaling"]
 ENCODER = Qwen3VisionConfig(24, 1024, 4096, 16, 16, 2, 2, 48, (5, 11, 17), 10_000.0)
 
 
@@ -64,7 +32,7 @@ def with_vision(**changes: object) -> dict[str, Any]:
 
 
 def test_as_it_was_released(tmp_path: Path) -> None:
-    config = read(tmp_path, DENSE)
+    config = read(tmp_path, QWEN3_VL)
     assert config.attention["full"].rope == ROPE
     assert (config.tie_word_embeddings, config.max_position, config.dtype) == (True, 262_144, "bfloat16")
     assert (config.deepstack_layers, config.encoding_size, config.has_grids) == (3, 4 * 2048, True)
@@ -74,7 +42,7 @@ def test_as_it_was_released(tmp_path: Path) -> None:
 
 
 def test_as_transformers_5_writes_it(tmp_path: Path) -> None:
-    theirs = transformers.Qwen3VLConfig(text_config=TEXT, vision_config=VISION, architectures=DENSE["architectures"])
+    theirs = transformers.Qwen3VLConfig(text_config=TEXT, vision_config=VISION, architectures=QWEN3_VL["architectures"])
     theirs.save_pretrained(tmp_path)
     assert read_config(tmp_path).attention["full"].rope == ROPE
     assert read_encoders(tmp_path) == EncodersConfig(2048, ENCODER, None, frames=True)
@@ -83,14 +51,14 @@ def test_as_transformers_5_writes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_experts(tmp_path: Path, name: str) -> None:
     changes = {name: 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
-    config = read(tmp_path, DENSE | with_text(**changes), architectures=["Qwen3VLMoeForConditionalGeneration"])
+    config = read(tmp_path, QWEN3_VL | with_text(**changes), architectures=["Qwen3VLMoeForConditionalGeneration"])
     assert (config.experts.count, config.experts.inner_size, config.experts.dense_layers) == (128, 768, set())
     assert config.experts.routing.normalize
     assert config.attention["full"].rope == ROPE
 
 
 def test_a_model_without_an_encoder_adds_nothing(tmp_path: Path) -> None:
-    config = read(tmp_path, DENSE, vision_config=None)
+    config = read(tmp_path, QWEN3_VL, vision_config=None)
     assert (config.deepstack_layers, config.encoding_size) == (0, 2048)
     assert read_encoders(tmp_path) is None
 
@@ -108,7 +76,7 @@ def test_a_model_without_an_encoder_adds_nothing(tmp_path: Path) -> None:
 )
 def test_text_models_that_are_not_supported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=rf"config\.json: .*{message}"):
-        read(tmp_path, DENSE | changes)
+        read(tmp_path, QWEN3_VL | changes)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +92,7 @@ def test_text_models_that_are_not_supported(tmp_path: Path, changes: dict[str, A
     ],
 )
 def test_encoders_that_are_not_supported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DENSE | with_vision(**changes)))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL | with_vision(**changes)))
     with pytest.raises(ModelError, match=message):
         read_encoders(tmp_path)
 
