@@ -139,7 +139,34 @@ class GatewayConfig(ServiceConfig):
         30 * 86400.0, "a response is kept for this many seconds after its last use", "responses", at_least=1
     )
     api_key: str = option(
-        "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
+        "",
+        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see keys in a "
+        "command line; they do not see keys in the environment or in --api-keys-file. Without any key of a client, "
+        "clients need none",
+        "access",
+    )
+    admin_key: str = option(
+        "",
+        "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
+        "scaling and requests of others are for processes of this machine only",
+        "access",
+    )
+    api_keys_file: str = option(
+        "",
+        "TOML file with a table for each key: its sha256 (paceline key makes both), role, priority and limits. Only "
+        "its owner may be able to read it. It is read again when it changes",
+        "access",
+    )
+    allowed_origins: str = option(
+        "",
+        "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
+        "https://chat.example.com; * allows all. Default: none but the gateway's own",
+        "access",
+    )
+    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "access")
+    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "access")
+    allow_credentials: bool = option(
+        False, "these pages may use a key that the browser itself keeps; needs named origins", "access"
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
@@ -466,6 +493,12 @@ class ServeConfig(Options):
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
+    admin_key: str = same_option(GatewayConfig, "admin_key")
+    api_keys_file: str = same_option(GatewayConfig, "api_keys_file")
+    allowed_origins: str = same_option(GatewayConfig, "allowed_origins")
+    allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
+    allowed_headers: str = same_option(GatewayConfig, "allowed_headers")
+    allow_credentials: bool = same_option(GatewayConfig, "allow_credentials")
     response_store: str = same_option(GatewayConfig, "response_store")
     limit_mm_per_prompt: str = same_option(GatewayConfig, "limit_mm_per_prompt")
     mm_processor_kwargs: str = same_option(GatewayConfig, "mm_processor_kwargs")

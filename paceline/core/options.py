@@ -38,6 +38,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """Return the parts of a text that are separated by commas, without white space around them and without empty ones."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def option(
     default: Any, help: str, group: str = "options", *, at_least: float | None = None, at_most: float | None = None
 ) -> Any:
