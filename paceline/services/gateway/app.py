@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import paceline
+from paceline.services.gateway.access.cors import cors_options
 from paceline.services.gateway.access.decisions import check_decided
 from paceline.services.gateway.access.guard import Guard
 from paceline.services.gateway.api import make_api
@@ -29,7 +31,9 @@ from paceline.services.gateway.token_api import make_token_api
 def create_app(gateway: Gateway) -> FastAPI:
     """Return an application that starts `gateway` when it starts, and closes it when it ends.
 
-    Raises LookupError if there is a route and no decision who may call it.
+    Raises:
+        ConfigError: the options about other origins contradict each other.
+        LookupError: there is a route and no decision who may call it.
     """
 
     @contextlib.asynccontextmanager
@@ -66,7 +70,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(make_cache_reset(gateway))
     check_decided(app.routes)
     # The middleware that is added last sees a request first.
-    app.add_middleware(Guard, book=gateway.keys)
+    app.add_middleware(Guard, book=gateway.keys, limiter=gateway.limiter)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
+    if (cors := cors_options(config)) is not None:
+        app.add_middleware(CORSMiddleware, **cors)
     app.add_middleware(RequestIdMiddleware)
     return app

@@ -20,6 +20,7 @@ from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import read_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.access.book import AccessBook
+from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
@@ -54,6 +55,7 @@ class Gateway:
         self.tokenizer = tokenizer
         client_keys = listed(config.api_key) or env.api_keys()
         self.keys = AccessBook(client_keys, listed(config.admin_key) or env.admin_keys(), config.api_keys_file)
+        self.limiter = Limiter(self.keys, self._gateways)
         self._watch: asyncio.Task[None] | None = None
         self.forms = choose_forms(
             config.tool_call_parser,
@@ -165,6 +167,10 @@ class Gateway:
         if self.draining:
             raise UnavailableError("this gateway is shutting down; try another one")
 
+    def _gateways(self) -> Gateways:
+        uses = {member.worker_id: member.keys for member in self.fleet.gateways}
+        return Gateways(self._worker_id, uses, self.fleet.redis_answers)
+
     def _describe(self) -> Member:
         waiting = len(self.runner.queue)
         return Member(
@@ -175,6 +181,7 @@ class Gateway:
             host_id="",
             state="draining" if self.draining else "ready",
             load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
+            keys=self.limiter.report(),
         )
 
 

@@ -79,7 +79,7 @@ class BoundedHttp(HttpToolsProtocol):
 BODY_SECONDS = 60.0
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_PREFIXES = {
+ID_PREFIXES = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
     "/v1/chat/completions/batch": "chatcmpl-",
@@ -92,6 +92,7 @@ _ID_PREFIXES = {
     "/v1/rerank": "rerank-",
     "/v2/rerank": "rerank-",
 }
+"""The routes whose answers workers compute, and the beginning of their requests' ids."""
 
 
 def is_valid_id(text: str) -> bool:
@@ -119,14 +120,14 @@ class RequestIdMiddleware:
         state = scope.setdefault("state", {})
         state["arrived"], state["send"] = time.monotonic(), send
         state["client_chose_id"] = is_valid_id(given)
-        own = _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
+        own = ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
         state["request_id"] = given if state["client_chose_id"] else own
         # The server runs each request in a task of its own, so the id need not be reset.
         set_request_id(state["request_id"])
         begun = False
         # Only generation requests get a trace; probes get none.
         span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if scope["path"] in _ID_PREFIXES:
+        if scope["path"] in ID_PREFIXES:
             span = request_span("http", state["request_id"], Headers(scope=scope))
 
         async def send_with_id(message: Message) -> None:

@@ -7,44 +7,64 @@ import binascii
 import dataclasses
 from collections.abc import Iterator
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.access.book import AccessBook, caller_with
 from paceline.services.gateway.access.callers import ANYONE, Caller
 from paceline.services.gateway.access.decisions import Access, decision_for
+from paceline.services.gateway.access.limiter import Limiter
 from paceline.services.gateway.access.peers import is_foreign_page, is_local, is_rebound
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.middleware import ID_PREFIXES
 
 _HOW = "send the header Authorization: Bearer KEY, or x-api-key: KEY"
 
 
 class Guard:
-    """Middleware that applies DECISIONS. The request's state gets `caller`, who sent it.
+    """Middleware that applies DECISIONS and the limits of keys.
 
-    A request that the gateway makes itself has a `caller` in its state already, and is let in.
+    The request's state gets `caller`, who sent it, and `admission`, what its key is charged. A request that the gateway
+    makes itself has a `caller` in its state already, and is let in.
     """
 
-    def __init__(self, app: ASGIApp, book: AccessBook) -> None:
+    def __init__(self, app: ASGIApp, book: AccessBook, limiter: Limiter) -> None:
         self._app = app
         self._book = book
+        self._limiter = limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
+        answer = send
         try:
-            if "caller" not in state:
-                state["caller"] = self._admit(scope)
+            caller = state["caller"] = state.get("caller") or self._admit(scope)
+            answer = self._with_limits(send, caller)
+            state["admission"] = self._limiter.begin(caller.owner) if _is_computed(scope) else Admission()
         except ApiError as refusal:
-            await refusal.response()(scope, receive, send)
+            await refusal.response()(scope, receive, answer)
             return
-        await self._app(scope, receive, send)
+        with state["admission"]:
+            await self._app(scope, receive, answer)
+
+    def _with_limits(self, send: Send, caller: Caller) -> Send:
+        """Return a `send` that adds the headers about the caller's limits, if it has any."""
+        if not self._limiter.headers(caller.owner):
+            return send
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._limiter.headers(caller.owner))
+            await send(message)
+
+        return send_with_limits
 
     def _admit(self, scope: Scope) -> Caller:
         """Return the caller of a request. Raises ApiError if it may not call this route."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         access = decision_for(path)
         headers = Headers(scope=scope)
         if access is Access.OPEN:
@@ -83,6 +103,16 @@ class Guard:
                 "gateway with PACELINE_ADMIN_KEY or --api-keys-file, and send that key"
             )
         return ApiError(403, message, code="admin_only")
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request below the root path, as the routes have it."""
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
+def _is_computed(scope: Scope) -> bool:
+    """Return whether workers compute the answer to a request, so that it counts as one of its key's requests."""
+    return scope["method"] == "POST" and path_of(scope) in ID_PREFIXES
 
 
 def _unknown_caller(access: Access | None) -> ApiError:

@@ -1,15 +1,15 @@
 """Keys, and the file that names them:
 
-    [alice]
-    sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
-    priority = 10
-    requests_per_minute = 60
-    tokens_per_minute = 100_000
-    max_concurrent = 8
+[alice]
+sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+priority = 10
+requests_per_minute = 60
+tokens_per_minute = 100_000
+max_concurrent = 8
 
-    [ops]
-    key = "…"
-    role = "admin"
+[ops]
+key = "…"
+role = "admin"
 """
 
 from __future__ import annotations
