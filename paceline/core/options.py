@@ -39,7 +39,7 @@ def flag(name: str) -> str:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """Return the parts of a text that are separated by commas, without white space around them and without empty ones."""
+    """Return the parts of a text that are separated by commas, without empty ones and white space around them."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

@@ -6,7 +6,7 @@ import math
 
 from paceline.services.gateway.access.keys import Limits
 from paceline.services.gateway.access.minute_limit import Charge, MinuteLimit, Part
-from paceline.services.gateway.access.shares import ALL_PARTS, KeyParts
+from paceline.services.gateway.access.shares import ALL_PARTS
 from paceline.services.gateway.errors import ApiError
 
 DEMAND_SECONDS = 5.0
@@ -44,9 +44,11 @@ class Meter:
         self._demand = self.demand(now) + 1 / DEMAND_SECONDS
         most = self._limits.max_concurrent
         if most is not None and self.running >= self.parts.places(most):
-            raise _too_many("requests", f"{most} requests of the key {self.name!r} may run at a time", BUSY_SECONDS)
+            raise _too_many(
+                "requests", f"only {most} requests of the key {self.name!r} may run at a time", BUSY_SECONDS
+            )
         if self.requests is not None:
-            _take(self.requests, 1, now, self.parts.requests, f"requests of the key {self.name!r}", "requests")
+            self._take(self.requests, 1, now, self.parts.requests, "requests")
 
     def demand(self, now: float) -> float:
         """Return the requests per second that came lately, refused ones included."""
@@ -57,8 +59,8 @@ class Meter:
     def charge(self, prompt_tokens: int, max_tokens: int, now: float) -> tuple[Charge, int] | None:
         """Charge what a request will probably use: its prompt, and an answer of the usual length.
 
-        The usual length makes the sum of all charges right. Without it, a client that sets no max_tokens would be charged
-        a whole context for each answer, and could use a small part of its limit only.
+        The usual length makes the sum of all charges right. Without it, a client that sets no max_tokens would be
+        charged a whole context for each answer, and could use a small part of its limit only.
 
         Returns:
             The charge and its amount; None if tokens have no limit.
@@ -70,13 +72,13 @@ class Meter:
             return None
         if prompt_tokens > limit.per_minute:
             message = (
-                f"the prompt has {prompt_tokens} tokens, and the key {self.name!r} may use {limit.per_minute} tokens per "
+                f"the prompt has {prompt_tokens} tokens, and the key {self.name!r} may use {limit.per_minute} per "
                 "minute, so it can never be served: shorten it"
             )
             raise ApiError(400, message, type="tokens", code="rate_limit_exceeded")
         usual = max_tokens if self._usual is None else min(max_tokens, math.ceil(self._usual))
         amount = min(prompt_tokens + usual, limit.per_minute)
-        return _take(limit, amount, now, self.parts.tokens, f"tokens of the key {self.name!r}", "tokens"), amount
+        return self._take(limit, amount, now, self.parts.tokens, "tokens"), amount
 
     def correct(self, charge: Charge, more: int, now: float) -> Charge:
         """Add tokens to a charge, or take some back. Returns the charge for the next correction."""
@@ -86,19 +88,18 @@ class Meter:
         """Remember the length of an answer that has ended."""
         self._usual = tokens if self._usual is None else self._usual + (tokens - self._usual) / _USUAL_OF
 
+    def _take(self, limit: MinuteLimit, amount: int, now: float, part: Part, kind: str) -> Charge:
+        if (wait := limit.wait(amount, now, part)) > 0:
+            told = f"the key {self.name!r} may use {limit.per_minute} {kind} per minute; try again in {wait:.1f} s"
+            raise _too_many(kind, told, math.ceil(wait))
+        return limit.take(amount, now)
+
 
 def _changed(limit: MinuteLimit | None, per_minute: int | None, now: float) -> MinuteLimit | None:
     if limit is None or per_minute is None:
         return None if per_minute is None else MinuteLimit(per_minute, now)
     limit.per_minute = per_minute
     return limit
-
-
-def _take(limit: MinuteLimit, amount: int, now: float, part: Part, what: str, kind: str) -> Charge:
-    if (wait := limit.wait(amount, now, part)) > 0:
-        message = f"{limit.per_minute} {what} are allowed per minute; this one, of {amount}, has to wait {wait:.1f} s"
-        raise _too_many(kind, message if kind == "tokens" else message.replace(", of 1,", ""), math.ceil(wait))
-    return limit.take(amount, now)
 
 
 def _too_many(kind: str, message: str, seconds: int) -> ApiError:

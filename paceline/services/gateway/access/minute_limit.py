@@ -1,8 +1,8 @@
 """A limit of an amount per minute: pure logic, without a clock of its own. Instants and durations are in seconds.
 
-Two rules hold together. In no minute more than the limit is used: the charges of the last 60 seconds are counted. And a caller
-that uses its limit to the full is paced, so that others do not suffer from its bursts: a bucket of ten seconds' worth
-fills at the rate of the limit.
+Two rules hold together. In no minute more than the limit is used: the charges of the last 60 seconds are counted. And
+a caller that uses its limit to the full is paced, so that others do not suffer from its bursts: a bucket of ten seconds'
+worth fills at the rate of the limit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MinuteLimit:
         self._filled = now
 
     def wait(self, amount: int, now: float, part: Part = ALL) -> float:
-        """Return the seconds after which `amount` may be used; 0 if now. An amount above the limit counts as the limit."""
+        """Return the seconds until `amount` may be used; 0 if now. An amount above the limit counts as the limit."""
         self._advance(now, part.share)
         missing = min(amount, self._burst(part.share)) - self._level
         paced = missing * MINUTE / (self.per_minute * part.share) if missing > 0 else 0.0
@@ -71,7 +71,7 @@ class MinuteLimit:
         return self._note(amount, now)
 
     def correct(self, charge: Charge, more: int, now: float) -> Charge:
-        """Add an amount to a charge, or take it back if `more` is negative. Returns the charge for the next correction."""
+        """Change a charge by an amount, which may be negative. Returns the charge for the next correction."""
         self._expire(now)
         self._level -= more
         if not charge.counts:
