@@ -90,19 +90,7 @@ SERVICES = {
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
-_GROUPS = (
-    "model",
-    "fleet",
-    "compute",
-    "memory",
-    "responses",
-    "media",
-    "limits",
-    "access",
-    "network",
-    "cluster",
-    "logs",
-)
+_GROUPS = "model fleet compute memory responses media limits access network cluster logs".split()
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",
@@ -192,9 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file. An existing one is kept.")
     token.add_argument("file", type=Path, metavar="FILE", help="file to write; only this user may read it")
-    key = _add_command(
-        commands, "key", "NAME", "Print a new key, and its lines for --api-keys-file, which do not hold it."
-    )
+    key = _add_command(commands, "key", "NAME", "Print a new key, and its lines for --api-keys-file.")
     key.add_argument("name", metavar="NAME", help="name of the key, which logs and the console show")
     _add_command(commands, "version", "", "Print the version.")
     return parser

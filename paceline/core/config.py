@@ -140,8 +140,8 @@ class GatewayConfig(ServiceConfig):
     )
     api_key: str = option(
         "",
-        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a command "
-        "line, but not the environment and not --api-keys-file. Without any key of a client, clients need none",
+        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
+        "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
         "access",
     )
     admin_key: str = option(

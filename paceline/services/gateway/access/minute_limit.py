@@ -1,8 +1,8 @@
 """A limit of an amount per minute: pure logic, without a clock of its own. Instants and durations are in seconds.
 
 Two rules hold together. In no minute more than the limit is used: the charges of the last 60 seconds are counted. And
-a caller that uses its limit to the full is paced, so that others do not suffer from its bursts: a bucket of ten seconds'
-worth fills at the rate of the limit.
+a caller that uses its limit to the full is paced, so that others do not suffer from its bursts: a token bucket that
+holds what ten seconds give fills at the rate of the limit.
 """
 
 from __future__ import annotations
