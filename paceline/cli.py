@@ -90,7 +90,7 @@ SERVICES = {
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
-_GROUPS = "model fleet compute memory responses media limits access network cluster logs".split()
+_GROUPS = ("model", "fleet", "compute", "memory", "responses", "media", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",

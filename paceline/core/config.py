@@ -142,30 +142,30 @@ class GatewayConfig(ServiceConfig):
         "",
         "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
         "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
-        "access",
+        "network",
     )
     admin_key: str = option(
         "",
         "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
         "scaling and requests of others are for processes of this machine only",
-        "access",
+        "network",
     )
     api_keys_file: str = option(
         "",
         "TOML file with a table for each key: its sha256 (paceline key makes both), role, priority and limits. Only "
         "its owner may be able to read it. It is read again when it changes",
-        "access",
+        "network",
     )
     allowed_origins: str = option(
         "",
         "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
         "https://chat.example.com; * allows all. Default: none but the gateway's own",
-        "access",
+        "network",
     )
-    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "access")
-    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "access")
+    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "network")
+    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "network")
     allow_credentials: bool = option(
-        False, "these pages may use a key that the browser itself keeps; needs named origins", "access"
+        False, "these pages may use a key that the browser itself keeps; needs named origins", "network"
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)

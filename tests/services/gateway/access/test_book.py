@@ -113,7 +113,7 @@ def test_a_wrong_file_is_refused_without_showing_a_key(tmp_path: Path, text: str
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="other users may open --api-keys-file .*chmod 600"):
+    with pytest.raises(ConfigError, match=r"other users may open --api-keys-file .*chmod 600"):
         AccessBook(file=written(tmp_path, "", 0o640))
 
 

@@ -51,7 +51,7 @@ class Cluster:
     def __init__(self, keys: AccessBook, count: int) -> None:
         self.clock = Clock()
         self.redis_answers = True
-        self._told: Mapping[str, Sequence[Use]] = {name: () for name in "abcdef"[:count]}
+        self._told: Mapping[str, Sequence[Use]] = dict.fromkeys("abcdef"[:count], ())
         self._next_report = 0.0
         self.limiters = {name: self._limiter(keys, name) for name in self._told}
         self.owner = owner(keys)
@@ -144,7 +144,7 @@ def test_a_refusal_says_when_to_try_again_and_what_is_left(tmp_path: Path) -> No
     for _ in range(3):
         limiter.begin(owner(keys))
     clock.now = 20.2
-    with pytest.raises(ApiError, match="3 requests per minute; try again in 39.8 s") as refused:
+    with pytest.raises(ApiError, match=r"3 requests per minute; try again in 39\.8 s") as refused:
         limiter.begin(owner(keys))
     assert refused.value.headers["Retry-After"] == "40"
     assert refused.value.body["error"]["code"] == "rate_limit_exceeded"
@@ -163,7 +163,7 @@ def test_a_refusal_says_when_to_try_again_and_what_is_left(tmp_path: Path) -> No
 def test_a_prompt_that_can_never_be_served_is_no_matter_of_time(tmp_path: Path) -> None:
     keys = book(tmp_path, "tokens_per_minute = 100")
     admission = alone(keys, Clock()).begin(owner(keys))
-    with pytest.raises(ApiError, match="101 tokens.*never be served") as refused:
+    with pytest.raises(ApiError, match=r"101 tokens.*never be served") as refused:
         admission.charge(101, 1)
     assert refused.value.status == 400
     admission.charge(100, 4000)
