@@ -137,6 +137,7 @@ class KeyUse(_message.Message):
     DEMAND_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the key."""
     demand: _builtins.float
@@ -144,6 +145,8 @@ class KeyUse(_message.Message):
     requests: _builtins.int
     """Requests and tokens of the last minute."""
     tokens: _builtins.int
+    running: _builtins.int
+    """Requests that run or wait now."""
     def __init__(
         self,
         *,
@@ -151,10 +154,11 @@ class KeyUse(_message.Message):
         demand: _builtins.float = ...,
         requests: _builtins.int = ...,
         tokens: _builtins.int = ...,
+        running: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "name", b"name", "requests", b"requests", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "name", b"name", "requests", b"requests", "running", b"running", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

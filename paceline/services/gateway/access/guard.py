@@ -19,8 +19,6 @@ from paceline.services.gateway.access.peers import is_foreign_page, is_local, is
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.middleware import ID_PREFIXES
 
-_HOW = "send the header Authorization: Bearer KEY, or x-api-key: KEY"
-
 
 class Guard:
     """Middleware that applies DECISIONS and the limits of keys.
@@ -77,7 +75,7 @@ class Guard:
             is_admin = not is_foreign_page(scope, headers)
         caller = dataclasses.replace(caller, is_admin=is_admin)
         if self._book.has_clients and not caller.owner:
-            raise _unknown_caller(access)
+            raise self._no_key(access)
         if access is Access.ADMIN and not is_admin:
             raise self._no_admin(scope, headers, caller)
         if access is None:
@@ -93,7 +91,7 @@ class Guard:
     def _no_admin(self, scope: Scope, headers: Headers, caller: Caller) -> ApiError:
         if self._book.has_admins:
             if not caller.owner:
-                return _unknown_caller(Access.ADMIN)
+                return self._no_key(Access.ADMIN)
             message = f"the key {caller.name!r} is a client's and this path is for admins: send an admin key"
         elif is_local(scope, headers):
             message = "open the gateway as localhost or 127.0.0.1: other names in Host may be a trick of a web page"
@@ -104,6 +102,14 @@ class Guard:
             )
         return ApiError(403, message, code="admin_only")
 
+    def _no_key(self, access: Access | None) -> ApiError:
+        kind = "admin" if access is Access.ADMIN and self._book.has_admins else "API"
+        message = f"a valid {kind} key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+        error = ApiError(401, message, code="invalid_api_key")
+        # With this header a browser asks its user for the key, which it then sends as a password.
+        error.headers["WWW-Authenticate"] = 'Basic realm="Paceline"' if access is Access.ADMIN else "Bearer"
+        return error
+
 
 def path_of(scope: Scope) -> str:
     """Return the path of a request below the root path, as the routes have it."""
@@ -113,14 +119,6 @@ def path_of(scope: Scope) -> str:
 def _is_computed(scope: Scope) -> bool:
     """Return whether workers compute the answer to a request, so that it counts as one of its key's requests."""
     return scope["method"] == "POST" and path_of(scope) in ID_PREFIXES
-
-
-def _unknown_caller(access: Access | None) -> ApiError:
-    kind = "admin" if access is Access.ADMIN else "API"
-    error = ApiError(401, f"a valid {kind} key is needed: {_HOW}", code="invalid_api_key")
-    # With this header a browser asks its user for the key, which it then sends as a password.
-    error.headers["WWW-Authenticate"] = 'Basic realm="Paceline"' if access is Access.ADMIN else "Bearer"
-    return error
 
 
 def _sent_keys(headers: Headers) -> Iterator[str]:

@@ -14,10 +14,7 @@ from paceline.services.gateway.access.book import AccessBook
 from paceline.services.gateway.access.keys import Limits
 from paceline.services.gateway.access.meter import Meter
 from paceline.services.gateway.access.minute_limit import MinuteLimit, Part
-from paceline.services.gateway.access.shares import Use, parts_of
-
-NEGLIGIBLE = 0.001
-"""A key with less demand, in requests per second, and with nothing used for a minute, is forgotten."""
+from paceline.services.gateway.access.shares import NEGLIGIBLE, Use, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,8 @@ class Limiter:
             requests, tokens = (limit.used(now) if limit else 0 for limit in (meter.requests, meter.tokens))
             demand = meter.demand(now)
             if requests or tokens or meter.running or demand > NEGLIGIBLE:
-                reports.append(KeyUse(name=meter.name, demand=demand, requests=requests, tokens=max(0, tokens)))
+                used = {"requests": requests, "tokens": max(0, tokens), "running": meter.running}
+                reports.append(KeyUse(name=meter.name, demand=demand, **used))
             else:
                 del self._meters[owner]
         return reports

@@ -14,6 +14,8 @@ from paceline.services.gateway.access.minute_limit import Part
 
 IDLE_SHARE = 0.02
 """Share that all gateways together keep of a limit, whatever they are asked for."""
+NEGLIGIBLE = 0.001
+"""Requests per second that count as no demand."""
 
 
 class Use(Protocol):
@@ -26,6 +28,8 @@ class Use(Protocol):
     """Requests of the last minute."""
     tokens: int
     """Tokens of the last minute."""
+    running: int
+    """Requests that run or wait now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,14 @@ class KeyParts:
     tokens: Part = Part()
     before: float = 0.0
     """Shares of the gateways before this one, in the order of their names."""
+    running_elsewhere: int = 0
+    """Requests that other gateways run."""
 
     def places(self, most: int) -> int:
-        """Return how many of `most` requests may run here. The numbers of all gateways add up to `most`."""
-        return _rounded((self.before + self.requests.share) * most) - _rounded(self.before * most)
+        """Return how many of `most` requests may run here; while none runs, all gateways together have `most`."""
+        own = _rounded((self.before + self.requests.share) * most) - _rounded(self.before * most)
+        # After the shares have changed, other gateways may still run more than their new part.
+        return min(own, most - self.running_elsewhere)
 
 
 ALL_PARTS = KeyParts()
@@ -60,13 +68,16 @@ def parts_of(key: str, own: str, gateways: Mapping[str, Sequence[Use]], is_curre
     uses = {name: next((use for use in gateways.get(name, ()) if use.name == key), None) for name in names}
     demands = [0.0 if use is None else max(0.0, use.demand) for use in uses.values()]
     total = sum(demands)
-    kept = IDLE_SHARE if total > 0 else 1.0
-    shares = [(1 - kept) * demand / (total or 1.0) + kept / len(names) for demand in demands]
+    if total < NEGLIGIBLE:
+        shares = [1 / len(names) for _ in names]
+    else:
+        shares = [(1 - IDLE_SHARE) * demand / total + IDLE_SHARE / len(names) for demand in demands]
     others = [use for name, use in uses.items() if name != own and use is not None]
     return KeyParts(
         Part(shares[index], sum(use.requests for use in others)),
         Part(shares[index], sum(use.tokens for use in others)),
         sum(shares[:index]),
+        sum(use.running for use in others),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +36,8 @@ def test_shares_follow_the_demand() -> None:
     told = {"a": [KeyUse(name="alice", demand=30)], "b": [KeyUse(name="alice", demand=10)], "c": []}
     shares = {name: parts.tokens.share for name, parts in all_parts(told).items()}
     kept = IDLE_SHARE / 3
-    assert shares == {"a": (1 - IDLE_SHARE) * 0.75 + kept, "b": (1 - IDLE_SHARE) * 0.25 + kept, "c": kept}
+    expected = {"a": (1 - IDLE_SHARE) * 0.75 + kept, "b": (1 - IDLE_SHARE) * 0.25 + kept, "c": kept}
+    assert shares == pytest.approx(expected)
 
 
 def test_without_demand_or_news_all_share_equally() -> None:
