@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import psutil
 import pytest
 import redis
+from grpc_health.v1 import health_pb2
 
 from bench.services import Process
 from paceline.core.errors import RefusedError
+from paceline.proto import kvtransfer_pb2, worker_pb2
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
 from tests.fuzz.run import fuzz
@@ -23,6 +28,13 @@ from tests.stack.processes import arenas
 pytestmark = pytest.mark.stack
 
 PROMPT = list(range(80))
+METHODS = [
+    f"/{service.full_name}/{method.name}"
+    for file in (kvtransfer_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+]
+"""Every gRPC method of every service."""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +68,30 @@ async def test_every_service_refuses_who_lacks_the_secret(stack: FuzzStack, role
             await is_serving(channel, timeout=10)
     async with open_channel(stack.addresses[role], stack.secret) as channel:
         assert await is_serving(channel, timeout=10)
+
+
+async def code_of(address: str, method: str, secret: Secret) -> grpc.StatusCode:
+    """Call a method with one empty message and return the status. A call that goes on is ended after a while."""
+    async with open_channel(address, secret) as channel:
+        call = channel.stream_stream(method)(timeout=3.0)
+        try:
+            await call.write(b"")
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # it was refused before it was read
+        return await call.code()
+
+
+@pytest.mark.parametrize("method", [*METHODS, "/paceline.v1.Nothing/Nothing"])
+async def test_every_method_needs_the_secret(stack: FuzzStack, method: str) -> None:
+    secrets = Secret(), Secret("0123456789abcdef"), stack.secret
+    calls = [code_of(stack.addresses[role], method, secret) for secret in secrets for role in ROLES[:-1]]
+    codes = await asyncio.gather(*calls)
+    count = len(ROLES) - 1
+    assert set(codes[: 2 * count]) == {grpc.StatusCode.UNAUTHENTICATED}
+    assert grpc.StatusCode.UNAUTHENTICATED not in codes[2 * count :]
+    is_served = any(code is not grpc.StatusCode.UNIMPLEMENTED for code in codes[2 * count :])
+    assert is_served == (method in METHODS)
 
 
 def test_the_secret_is_nowhere_but_in_its_file(stack: FuzzStack) -> None:
