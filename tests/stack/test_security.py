@@ -71,14 +71,12 @@ async def test_every_service_refuses_who_lacks_the_secret(stack: FuzzStack, role
         assert await is_serving(channel, timeout=10)
 
 
-async def code_of(address: str, method: str, secret: Secret, *messages: bytes) -> grpc.StatusCode:
-    """Call a method, send these messages and return the status. A call that goes on is ended after a while."""
+async def code_of(address: str, method: str, secret: Secret, message: bytes | None) -> grpc.StatusCode:
+    """Call a method with a message, or with none yet, and return the status. A call that goes on is ended soon."""
     async with open_channel(address, secret) as channel:
-        call = channel.stream_stream(method)(timeout=3.0)
-        for message in messages:
-            await call.write(message)
-            await call.done_writing()
-        return await call.code()
+        if message is None:
+            return await channel.stream_stream(method)(timeout=3.0).code()
+        return await channel.unary_unary(method)(message, timeout=3.0).code()
 
 
 @pytest.mark.parametrize("method", [*METHODS, NO_METHOD])
@@ -86,7 +84,7 @@ async def test_every_method_needs_the_secret(stack: FuzzStack, method: str) -> N
     addresses = [stack.addresses[role] for role in ROLES[:-1]]
     # Nothing is sent: whoever lacks the secret is refused before a message is read.
     strangers = Secret(), Secret("0123456789abcdef")
-    refused = [code_of(address, method, stranger) for address in addresses for stranger in strangers]
+    refused = [code_of(address, method, stranger, None) for address in addresses for stranger in strangers]
     assert set(await asyncio.gather(*refused)) == {grpc.StatusCode.UNAUTHENTICATED}
     codes = await asyncio.gather(*(code_of(address, method, stack.secret, b"") for address in addresses))
     assert grpc.StatusCode.UNAUTHENTICATED not in codes
