@@ -2,9 +2,9 @@
 
     python -m bench.limits ~/.cache/paceline/models/smollm2-135m-instruct --seconds 60 --out limits.json
 
-For each kind of limit and each number of gateways, one key sends five times what it may, for a minute from rest. Another
-key sends a request every half second, before and meanwhile. Before, the first key sends just what it may, so that the
-difference is what the refused requests cost.
+For each kind of limit and each number of gateways, one key sends five times what it may, for a minute from rest.
+Another key sends a request every half second, before and meanwhile. Before, the first key sends just what it may, so
+that the difference is what the refused requests cost.
 """
 
 from __future__ import annotations

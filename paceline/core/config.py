@@ -39,7 +39,9 @@ class ServiceConfig(Options):
     """Options of every service."""
 
     cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
-    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster")
+    redis: str = option(
+        "redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster", is_secret=True
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
     port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
     auth_token_file: str = option(
@@ -127,6 +129,7 @@ class GatewayConfig(ServiceConfig):
         "where responses of /v1/responses are kept: a SQLite file, the URL of an SQL database, which several gateways "
         "may share (needs SQLAlchemy), or none; default: responses.db in the cache folder",
         "responses",
+        is_secret=True,
     )
     response_store_entries: int = option(
         10_000,
@@ -143,12 +146,14 @@ class GatewayConfig(ServiceConfig):
         "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
         "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
         "network",
+        is_secret=True,
     )
     admin_key: str = option(
         "",
         "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
         "scaling and requests of others are for processes of this machine only",
         "network",
+        is_secret=True,
     )
     api_keys_file: str = option(
         "",
@@ -504,7 +509,7 @@ class ServeConfig(Options):
     allowed_media_domains: str = same_option(GatewayConfig, "allowed_media_domains")
     allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
     allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")
-    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
+    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network", is_secret=True)
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)

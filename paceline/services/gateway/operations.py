@@ -14,7 +14,9 @@ from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 import paceline
+from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
+from paceline.core.options import secrets_of
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.rpc import is_cancelled
 from paceline.services.gateway.access.callers import caller_of
@@ -32,9 +34,6 @@ LEDGER_SECONDS = 1.0
 LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
-
-_SECRETS = {"api_key", "admin_key", "redis", "response_store"}
-"""Options that may hold a password."""
 
 
 def make_operations(gateway: Gateway) -> APIRouter:
@@ -70,7 +69,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
             "max_model_len": gateway.fleet.max_model_len(),
             "started": gateway.started,
             "members": dict(roles),
-            "options": gateway.config.model_dump(exclude=_SECRETS),
+            "options": gateway.config.model_dump(exclude=secrets_of(GatewayConfig)),
         }
 
     @router.get("/load", response_model=None, responses=answers(Load))
