@@ -34,7 +34,7 @@ from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, P
 from paceline.core.options import Options, flag, group_of
 from paceline.core.progress import StatusLines
 from paceline.scale import scale
-from paceline.services.common.secret import make_secret
+from paceline.services.common.secret import make_secret, new_key
 from paceline.top import top
 from paceline.trace import trace
 
@@ -58,6 +58,7 @@ tools
   trace REQUEST_ID    show one request's life
   scale ROLE=N        change how many workers a running stack has
   prepare MODEL       fetch or convert a model and print its folder
+  key NAME            make a key for a client or an admin, for --api-keys-file
   token FILE          make the secret that the services of a cluster share
   version             print the version
 
@@ -93,7 +94,11 @@ _GROUPS = ("model", "fleet", "compute", "memory", "responses", "media", "limits"
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",
+    "allowed_headers": "NAMES",
     "allowed_media_domains": "NAMES",
+    "allowed_methods": "NAMES",
+    "allowed_origins": "ORIGINS",
+    "api_keys_file": "FILE",
     "auth_token_file": "FILE",
     "chat_template": "FILE",
     "limit_mm_per_prompt": "JSON",
@@ -175,6 +180,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file. An existing one is kept.")
     token.add_argument("file", type=Path, metavar="FILE", help="file to write; only this user may read it")
+    key = _add_command(commands, "key", "NAME", "Print a new key, and its lines for --api-keys-file.")
+    key.add_argument("name", metavar="NAME", help="name of the key, which logs and the console show")
     _add_command(commands, "version", "", "Print the version.")
     return parser
 
@@ -182,7 +189,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the gateway [%(default)s]")
     parser.add_argument(
-        "--api-key", default="", metavar="KEY", help="key to send; by default the first one in $PACELINE_API_KEY"
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="key to send; by default the first one in $PACELINE_ADMIN_KEY, else in $PACELINE_API_KEY",
     )
 
 
@@ -197,6 +207,8 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         scale(arguments["targets"], arguments["url"], _api_key(arguments), arguments["wait"])
     elif name == "token":
         make_secret(arguments["file"])
+    elif name == "key":
+        print(new_key(arguments["name"]))
     elif name == "prepare":
         is_relayed, link, file = (arguments.pop(own) for own in ("live_progress", "link", "config"))
         _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
@@ -215,7 +227,7 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
 
 
 def _api_key(arguments: dict[str, Any]) -> str:
-    return arguments["api_key"] or next(iter(env.api_keys()), "")
+    return arguments["api_key"] or next(iter((*env.admin_keys(), *env.api_keys())), "")
 
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
