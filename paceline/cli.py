@@ -89,7 +89,7 @@ SERVICES = {
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
-_GROUPS = ("model", "fleet", "compute", "memory", "responses", "media", "limits", "network", "cluster", "logs")
+_GROUPS = ("model", "fleet", "compute", "memory", "store", "media", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",
@@ -98,7 +98,7 @@ _METAVARS = {
     "chat_template": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
-    "response_store": "FILE|URL|none",
+    "store": "FILE|URL|none",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
     "redis": "URL",

@@ -190,6 +190,7 @@ class Generation:
                     media=prompt.media,
                     media_inputs=prompt.inputs,
                     priority=self.plan.priority,
+                    background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,
                     trace=record,

@@ -32,7 +32,7 @@ LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
 
-_SECRETS = {"api_key", "redis", "response_store"}
+_SECRETS = {"api_key", "redis", "store"}
 """Options that may hold a password."""
 
 

@@ -68,6 +68,8 @@ class Plan:
     cache_salt: str
     priority: int = 0
     """Lower is more urgent."""
+    background: bool = False
+    """Whether nobody waits for the answer, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
     repetition: RepetitionDetection | None = None

@@ -169,5 +169,5 @@ async def test_making_room_ends_if_another_gateway_has_deleted_the_rest(tmp_path
 
 @pytest.mark.parametrize("url", ["made_up://host/name", "sqlite+made_up:///x"])
 def test_a_url_without_a_driver_is_refused_at_the_start(url: str) -> None:
-    with pytest.raises(ConfigError, match="--response-store"):
+    with pytest.raises(ConfigError, match="--store"):
         open_database(url)
