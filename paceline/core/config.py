@@ -124,8 +124,8 @@ class GatewayConfig(ServiceConfig):
     )
     store: str = option(
         "",
-        "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, which "
-        "several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
+        "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
+        "which several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
         "store",
     )
     stored_responses: int = option(
@@ -153,7 +153,7 @@ class GatewayConfig(ServiceConfig):
     max_batch_lines: int = option(50_000, "requests in one batch", "store", at_least=1)
     max_batches: int = option(
         100,
-        "batches of each API key that may run or wait at the same time; a further one gets 429",
+        "batches of each API key that may run or wait at the same time; a further one is refused",
         "store",
         at_least=1,
     )

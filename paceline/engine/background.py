@@ -1,15 +1,15 @@
 """When requests of the background are computed.
 
-A request of the background is one that nobody waits for, such as a line of a batch. All other requests are urgent. While
-a worker of the host computes urgent requests, requests of the background keep their rows and blocks but are left out of
-steps, with two exceptions:
+A request of the background is one that nobody waits for, such as a line of a batch. All other requests are urgent.
+While a worker of the host computes urgent requests, requests of the background keep their rows and blocks but are left
+out of steps, with two exceptions:
 
 - If the worker has an ITL target, a step takes as many decoding rows of the background as the target leaves time for.
   The number falls by half after a step that was longer than the target, and grows slowly otherwise.
 - One step in about 200 takes all of them, so that they are not starved. It delays fewer than one in 100 urgent tokens.
 
-Workers that share the cores of a host share one word of its memory, see `core/turns.py`: until that instant, one of them
-computes urgent requests.
+Workers that share the cores of a host share one word of its memory, see `core/turns.py`: until that instant, one of
+them computes urgent requests.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def places_of(fleet: Sequence[Candidate]) -> Places:
 class LineGate:
     """The gate through which each line goes before it runs.
 
-    It opens while there are free places, more slowly while requests of clients run, and not while any of them waits. Its
-    own limit grows with each line that ends, and falls by half if workers have no room after all, for example because
-    their KV memory is full.
+    It opens while there are free places, more slowly while requests of clients run, and not while any of them waits.
+    Its own limit grows with each line that ends, and falls by half if workers have no room after all, for example
+    because their KV memory is full.
 
     Args:
         places: returns the places for lines.

@@ -9,7 +9,6 @@ import time
 
 from starlette.types import ASGIApp
 
-from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.batch_api.batch import Batch
