@@ -33,9 +33,9 @@ from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.options import Options, flag, group_of
 from paceline.core.progress import StatusLines
+from paceline.run_batch import run_batch
 from paceline.scale import scale
 from paceline.services.common.secret import make_secret
-from paceline.run_batch import run_batch
 from paceline.top import top
 from paceline.trace import trace
 

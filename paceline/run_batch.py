@@ -140,7 +140,7 @@ def _run(server: Server, content: bytes, source: Path, target: Path, window: str
 
 
 def _find(server: Server, digest: str) -> Json | None:
-    """Return the batch of an earlier run that has not ended, or whose answers were not fetched; None if there is none."""
+    """Return the batch of an earlier run, unless it failed or its answers were fetched; None if there is none."""
     after = ""
     while True:
         page = server.ask(f"/v1/batches?limit=100{after}")
@@ -227,7 +227,9 @@ def _own_stack(model: str, store: Path, flags: Sequence[str]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", f"--store={store}", *flags]
-    # In a group of its own: Ctrl-C ends this command, which then stops the stack in order.
+    # SIGTERM becomes an exception, so that the stack is stopped. The stack is in a group of its own, so that Ctrl-C ends
+    # this command first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with subprocess.Popen(command, stdout=sys.stderr, process_group=0) as stack:
         try:
             url = f"http://127.0.0.1:{port}"
