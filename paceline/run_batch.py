@@ -227,7 +227,7 @@ def _own_stack(model: str, store: Path, flags: Sequence[str]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", f"--store={store}", *flags]
-    # SIGTERM becomes an exception, so that the stack is stopped. The stack is in a group of its own, so that Ctrl-C ends
+    # SIGTERM becomes an exception, so that the stack is stopped. The stack has a group of its own, so that Ctrl-C ends
     # this command first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with subprocess.Popen(command, stdout=sys.stderr, process_group=0) as stack:
