@@ -203,7 +203,7 @@ class Generation:
                 choice.outcome, choice.why = "error", str(error)
                 self._came.put(error)
             finally:
-                self._metrics.observe(record, choice.tokens, choice.outcome)
+                self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice)
                 record.end(choice.outcome, choice.why, choice.tokens)

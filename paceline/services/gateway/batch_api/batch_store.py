@@ -60,8 +60,6 @@ class BatchStore:
         """Add a batch. Raises QuotaError if its owner has as many active ones as it may."""
 
         def add(execute: Execute) -> None:
-            now = time.time()
-            execute("DELETE FROM paceline_batches WHERE kept_until < :now", {"now": now})
             query = f"SELECT COUNT(*) FROM paceline_batches WHERE owner = :owner AND {_IS_ACTIVE}"
             ((count,),), _ = execute(query, {"owner": batch.owner})
             if count >= self._most:
@@ -75,6 +73,11 @@ class BatchStore:
             )
 
         await self._store.run(add)
+
+    async def delete_expired(self) -> None:
+        """Delete the batches that ended long ago."""
+        statement = f"DELETE FROM paceline_batches WHERE kept_until < :now AND NOT {_IS_ACTIVE}"
+        await self._store.run(lambda execute: execute(statement, {"now": time.time()}))
 
     async def get(self, batch_id: str, owner: str | None) -> Batch | None:
         """Return a batch of an owner (None: of any); None if there is none."""

@@ -60,7 +60,7 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
     most_bytes = parse_bytes(config.max_file_size)
 
     async def find(file_id: str, request: Request) -> File:
-        return found(await files.get(file_id, owner_of(request)), file_id)
+        return found(await files.get(file_id, scope_of(request)), file_id)
 
     @router.post("/v1/files", response_model=None, responses=answers(FileBody), openapi_extra=_UPLOAD)
     async def upload(request: Request) -> Json:
@@ -88,7 +88,7 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
         purpose: str = "",
     ) -> Json:
         first = None if after is None else await find(after, request)
-        listed = await files.page(owner_of(request), purpose, first, limit + 1, order)
+        listed = await files.page(scope_of(request), purpose, first, limit + 1, order)
         return page([_body(file) for file in listed], limit)
 
     @router.get("/v1/files/{file_id}", response_model=None, responses=answers(FileBody))
@@ -109,6 +109,11 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
         return {"id": file.id, "object": "file", "deleted": True}
 
     return router
+
+
+def scope_of(request: Request) -> str | None:
+    """Return the owner whose files and batches a request may see; None if it may see all."""
+    return owner_of(request)
 
 
 def found(file: File | None, file_id: str, param: str = "file_id") -> File:

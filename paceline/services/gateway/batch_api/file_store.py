@@ -67,7 +67,6 @@ class FileStore:
         def begin(execute: Execute) -> None:
             now = time.time()
             _delete(execute, "id = :id", {"id": file.id})
-            _delete(execute, "expires < :now", {"now": now})
             ((count,),), _ = execute("SELECT COUNT(*) FROM paceline_files WHERE owner = :owner", {"owner": file.owner})
             if limited and count >= self._entries:
                 message = f"there are {count} files of this key, as many as it may have (--stored-files); delete some"
@@ -112,6 +111,10 @@ class FileStore:
     async def discard(self, file_id: str) -> None:
         """Delete a file, complete or not, if there is one."""
         await self._store.run(lambda execute: _delete(execute, "id = :id", {"id": file_id}))
+
+    async def delete_expired(self) -> None:
+        """Delete the files whose time is over."""
+        await self._store.run(lambda execute: _delete(execute, "expires < :now", {"now": time.time()}))
 
     async def get(self, file_id: str, owner: str | None) -> File | None:
         """Return a file of an owner (None: of any); None if there is none."""

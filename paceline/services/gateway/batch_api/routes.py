@@ -16,7 +16,7 @@ from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.batch_api.batch import ENDPOINTS, Batch, TransitionError, window_seconds
 from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError
 from paceline.services.gateway.batch_api.bodies import BatchBody, BatchList, CreateBatch, page
-from paceline.services.gateway.batch_api.file_routes import PURPOSE, found, make_files
+from paceline.services.gateway.batch_api.file_routes import PURPOSE, found, make_files, scope_of
 from paceline.services.gateway.batch_api.file_store import FileStore
 from paceline.services.gateway.batch_api.runner import BatchRunner
 from paceline.services.gateway.errors import ApiError
@@ -51,7 +51,7 @@ def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRout
     router.include_router(make_files(config, files, batches))
 
     async def find(batch_id: str, request: Request) -> Batch:
-        batch = await batches.get(batch_id, owner_of(request))
+        batch = await batches.get(batch_id, scope_of(request))
         if batch is None:
             raise _not_found(batch_id)
         return batch
@@ -87,7 +87,7 @@ def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRout
         request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Json:
         first = None if after is None else await find(after, request)
-        listed = await batches.page(owner_of(request), first, limit + 1)
+        listed = await batches.page(scope_of(request), first, limit + 1)
         return page([batch.to_api() for batch in listed], limit)
 
     @router.get("/v1/batches/{batch_id}", response_model=None, responses=answers(BatchBody))

@@ -29,6 +29,8 @@ TICK_SECONDS = 0.25
 """Seconds between two looks whether more lines may run."""
 AGAIN_SECONDS = 5.0
 """Seconds after which a batch that could not go on, for example because the store failed, is tried again."""
+CLEAN_SECONDS = 60.0
+"""Seconds between two looks for files and batches whose time is over."""
 MOST_RUNS = 8
 """Batches that one gateway runs at the same time. Their lines take turns."""
 
@@ -82,8 +84,13 @@ class BatchRunner:
         await end_tasks(*self._tasks.values())
 
     async def _look_for_batches(self) -> None:
+        cleaned = -CLEAN_SECONDS
         while not self._gateway.draining:
             with contextlib.suppress(StoreError):
+                if time.monotonic() >= cleaned + CLEAN_SECONDS:
+                    cleaned = time.monotonic()
+                    await self._files.delete_expired()
+                    await self._batches.delete_expired()
                 await self._renew()
                 await self._claim()
             with contextlib.suppress(TimeoutError):

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from paceline.services.gateway.batch_api import runner
+from paceline.services.gateway.batch_api import routes, runner
 from tests.services.gateway.batch_api.conftest import StartBatches, content, ended, line, submit
 from tests.services.gateway.conftest import Reader, Stack, eventually
 
@@ -150,6 +150,42 @@ async def test_a_batch_that_is_cancelled_keeps_what_was_answered(stack: Stack) -
     assert set(await content(stack, batch.output_file_id)) == {"short"}
     with pytest.raises(openai.ConflictError):
         await stack.openai.batches.cancel(made.id)
+
+
+async def test_lines_without_an_answer_expire(start_batches: StartBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "window_seconds", lambda window: 1)
+    stack = await start_batches()
+    stack.pause_decode(after=2)
+    batch = await ended(stack, (await submit(stack, [line("short", max_tokens=1), line("long", max_tokens=20)])).id)
+    assert batch.status == "expired"
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 2, "completed": 1, "failed": 1}
+    assert set(await content(stack, batch.output_file_id)) == {"short"}
+    errors = await content(stack, batch.error_file_id)
+    assert (errors["long"]["response"], errors["long"]["error"]["code"]) == (None, "batch_expired")
+
+
+async def test_what_is_kept_expires(start_batches: StartBatches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "CLEAN_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "LOOK_SECONDS", 0.1)
+    stack = await start_batches(stored_files_seconds=1.0)
+    batch = await ended(stack, (await submit(stack, [line("a")])).id)
+
+    async def is_gone() -> bool:
+        answer = await stack.http.get(f"/v1/batches/{batch.id}")
+        return answer.status_code == 404
+
+    await eventually(is_gone)
+    assert batch.output_file_id is not None
+    with pytest.raises(openai.NotFoundError):
+        await stack.openai.files.retrieve(batch.output_file_id)
+
+
+async def test_the_times_of_lines_are_not_those_of_clients(stack: Stack) -> None:
+    await ended(stack, (await submit(stack, [line("a", max_tokens=7)])).id)
+    metrics = (await stack.http.get("/metrics")).text
+    assert 'paceline:generation_tokens_total{model_name="toy"} 7.0' in metrics
+    assert 'paceline:time_to_first_token_seconds_count{model_name="toy"} 0.0' in metrics
 
 
 async def test_another_gateway_goes_on(start_batches: StartBatches, monkeypatch: pytest.MonkeyPatch) -> None:

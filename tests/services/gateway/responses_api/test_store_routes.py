@@ -99,9 +99,8 @@ async def test_without_keys_all_responses_have_one_owner(agents: Stack) -> None:
     assert await agents.openai.with_options(api_key="other").responses.retrieve(made.id) == made
 
 
-@pytest.mark.parametrize("options", [{"store": False}, {"store": "none"}])
-async def test_a_response_need_not_be_kept(start_agents: StartAgents, options: dict[str, Any]) -> None:
-    store = options.pop("store", True)
+@pytest.mark.parametrize(("store", "options"), [(False, {}), (True, {"store": "none"})])
+async def test_a_response_need_not_be_kept(start_agents: StartAgents, store: bool, options: dict[str, Any]) -> None:
     agents = await start_agents(**options)
     recite(agents, "ok")
     made = (await agents.post("/v1/responses", input="x", store=store, **SEED)).json()
