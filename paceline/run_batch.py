@@ -136,7 +136,7 @@ def _run(server: Server, content: bytes, source: Path, target: Path, window: str
     _write(target, [answers[json.loads(line)["custom_id"]] for line in content.splitlines() if line.strip()])
     for file in (*files, batch["input_file_id"]):
         server.delete(file)
-    return batch["request_counts"]["failed"] == 0
+    return bool(batch["request_counts"]["failed"] == 0)
 
 
 def _find(server: Server, digest: str) -> Json | None:
