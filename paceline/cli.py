@@ -35,7 +35,7 @@ from paceline.core.options import Options, flag, group_of
 from paceline.core.progress import StatusLines
 from paceline.run_batch import run_batch
 from paceline.scale import scale
-from paceline.services.common.secret import make_secret
+from paceline.services.common.secret import make_secret, new_key
 from paceline.top import top
 from paceline.trace import trace
 
@@ -60,6 +60,7 @@ tools
   scale ROLE=N        change how many workers a running stack has
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
   prepare MODEL       fetch or convert a model and print its folder
+  key NAME            make a key for a client or an admin, for --api-keys-file
   token FILE          make the secret that the services of a cluster share
   version             print the version
 
@@ -95,7 +96,11 @@ _GROUPS = ("model", "fleet", "compute", "memory", "store", "media", "limits", "n
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",
+    "allowed_headers": "NAMES",
     "allowed_media_domains": "NAMES",
+    "allowed_methods": "NAMES",
+    "allowed_origins": "ORIGINS",
+    "api_keys_file": "FILE",
     "auth_token_file": "FILE",
     "chat_template": "FILE",
     "limit_mm_per_prompt": "JSON",
@@ -196,6 +201,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file. An existing one is kept.")
     token.add_argument("file", type=Path, metavar="FILE", help="file to write; only this user may read it")
+    key = _add_command(commands, "key", "NAME", "Print a new key, and its lines for --api-keys-file.")
+    key.add_argument("name", metavar="NAME", help="name of the key, which logs and the console show")
     _add_command(commands, "version", "", "Print the version.")
     return parser
 
@@ -203,7 +210,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the gateway [%(default)s]")
     parser.add_argument(
-        "--api-key", default="", metavar="KEY", help="key to send; by default the first one in $PACELINE_API_KEY"
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="key to send; by default the first one in $PACELINE_ADMIN_KEY, else in $PACELINE_API_KEY",
     )
 
 
@@ -221,6 +231,8 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
         return _run_batch(arguments)
     elif name == "token":
         make_secret(arguments["file"])
+    elif name == "key":
+        print(new_key(arguments["name"]))
     elif name == "prepare":
         is_relayed, link, file = (arguments.pop(own) for own in ("live_progress", "link", "config"))
         _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
@@ -254,7 +266,7 @@ def _run_batch(arguments: dict[str, Any]) -> int:
 
 
 def _api_key(arguments: dict[str, Any]) -> str:
-    return arguments["api_key"] or next(iter(env.api_keys()), "")
+    return arguments["api_key"] or next(iter((*env.admin_keys(), *env.api_keys())), "")
 
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:

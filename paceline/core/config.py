@@ -39,7 +39,9 @@ class ServiceConfig(Options):
     """Options of every service."""
 
     cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
-    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster")
+    redis: str = option(
+        "redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster", is_secret=True
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
     port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
     auth_token_file: str = option(
@@ -127,6 +129,7 @@ class GatewayConfig(ServiceConfig):
         "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
         "which several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
         "store",
+        is_secret=True,
     )
     stored_responses: int = option(
         10_000,
@@ -158,7 +161,35 @@ class GatewayConfig(ServiceConfig):
         at_least=1,
     )
     api_key: str = option(
-        "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
+        "",
+        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
+        "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
+        "network",
+        is_secret=True,
+    )
+    admin_key: str = option(
+        "",
+        "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
+        "scaling and requests of others are for processes of this machine only",
+        "network",
+        is_secret=True,
+    )
+    api_keys_file: str = option(
+        "",
+        "TOML file with a table for each key: its sha256 (paceline key makes both), role, priority and limits. Only "
+        "its owner may be able to read it. It is read again when it changes",
+        "network",
+    )
+    allowed_origins: str = option(
+        "",
+        "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
+        "https://chat.example.com; * allows all. Default: none but the gateway's own",
+        "network",
+    )
+    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "network")
+    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "network")
+    allow_credentials: bool = option(
+        False, "these pages may use a key that the browser itself keeps; needs named origins", "network"
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
@@ -218,7 +249,7 @@ class GatewayConfig(ServiceConfig):
     mm_processor_kwargs: str = option(
         "",
         'options of the model\'s preprocessing, as JSON, for requests without their own, such as {"max_soft_tokens": '
-        "560}, the most tokens that Gemma 4 sees of an image",
+        '560}, the most tokens that Gemma 4 sees of an image, or {"max_pixels": 1048576} for Qwen 3-VL',
         "media",
     )
     media_cache_size: Size = option(
@@ -485,13 +516,19 @@ class ServeConfig(Options):
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
+    admin_key: str = same_option(GatewayConfig, "admin_key")
+    api_keys_file: str = same_option(GatewayConfig, "api_keys_file")
+    allowed_origins: str = same_option(GatewayConfig, "allowed_origins")
+    allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
+    allowed_headers: str = same_option(GatewayConfig, "allowed_headers")
+    allow_credentials: bool = same_option(GatewayConfig, "allow_credentials")
     store: str = same_option(GatewayConfig, "store")
     limit_mm_per_prompt: str = same_option(GatewayConfig, "limit_mm_per_prompt")
     mm_processor_kwargs: str = same_option(GatewayConfig, "mm_processor_kwargs")
     allowed_media_domains: str = same_option(GatewayConfig, "allowed_media_domains")
     allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
     allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")
-    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
+    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network", is_secret=True)
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)

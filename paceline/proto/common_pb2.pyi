@@ -328,11 +328,16 @@ class MediaSpan(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     length: _builtins.int
     digest: _builtins.bytes
     """Name of the encoder's input."""
     kind: Global___MediaKind.ValueType
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Frames, rows and columns of the tokens; empty if the model's positions have one dimension."""
+
     def __init__(
         self,
         *,
@@ -340,10 +345,11 @@ class MediaSpan(_message.Message):
         length: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         kind: Global___MediaKind.ValueType = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kind", b"kind", "length", b"length", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "kind", b"kind", "length", b"length", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

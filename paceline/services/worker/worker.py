@@ -98,7 +98,7 @@ class Worker:
         self.limits = limits
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
-        self._vocab_size = loaded.model.config.vocab_size
+        self._facts = loaded.model.config
         self._streams = EventStreams()
         self.dispatcher = Dispatcher(kv, self._streams, self.media)
         self._loop = asyncio.get_running_loop()
@@ -196,11 +196,11 @@ class Worker:
         if work.kind == pb.WORK_KIND_ENCODE:
             check_encode(work, self.limits.max_model_len)
         else:
-            check_work(work, self.limits.max_model_len, self._vocab_size)
+            check_work(work, self.limits.max_model_len, self._facts.vocab_size, self._facts.has_grids)
 
     def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
         """Refuse a handoff with an unknown token or of another attempt. Raises InvalidRequestError."""
-        check_token(handoff.first_token_id, self._vocab_size)
+        check_token(handoff.first_token_id, self._facts.vocab_size)
         if (handoff.key.request_id, handoff.key.attempt) != (work.key.request_id, work.key.attempt):
             raise InvalidRequestError("the handoff is of another attempt than was admitted")
 

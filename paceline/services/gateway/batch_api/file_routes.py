@@ -13,6 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
+from paceline.services.gateway.access.callers import caller_of, owner_of
 from paceline.services.gateway.api_schema import TEXT, answers
 from paceline.services.gateway.batch_api.batch_store import BatchStore
 from paceline.services.gateway.batch_api.bodies import (
@@ -26,7 +27,6 @@ from paceline.services.gateway.batch_api.bodies import (
 from paceline.services.gateway.batch_api.file_store import CHUNK_BYTES, File, FileStore, Order, new_id
 from paceline.services.gateway.batch_api.upload import Upload
 from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.middleware import owner_of
 
 PURPOSE = "batch"
 """The purpose of files that clients upload."""
@@ -113,7 +113,8 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
 
 def scope_of(request: Request) -> str | None:
     """Return the owner whose files and batches a request may see; None if it may see all."""
-    return owner_of(request)
+    caller = caller_of(request)
+    return None if caller.is_admin else caller.owner
 
 
 def found(file: File | None, file_id: str, param: str = "file_id") -> File:

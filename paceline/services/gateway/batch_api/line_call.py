@@ -8,14 +8,15 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from paceline.services.gateway.access.callers import Caller
 from paceline.services.gateway.batch_api.lines import Answer, Line
 
 
-async def call(app: ASGIApp, endpoint: str, line: Line, owner: str) -> Answer:
+async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> Answer:
     """Return the application's answer to a line. Cancelling the call ends the request.
 
     Args:
-        owner: digest of the API key that made the batch. The key itself is not needed.
+        caller: who made the batch. Limits of the key hold; the key itself is not needed.
     """
     body = json.dumps(line.body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -33,7 +34,7 @@ async def call(app: ASGIApp, endpoint: str, line: Line, owner: str) -> Answer:
         "client": None,
         "server": None,
         # No client can set this state, so the middlewares trust it.
-        "state": {"key_digest": owner, "background": True},
+        "state": {"caller": caller, "background": True},
     }
     requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     started: list[Message] = []

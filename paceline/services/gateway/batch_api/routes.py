@@ -12,6 +12,8 @@ from fastapi import APIRouter, FastAPI, Query, Request
 from starlette.types import ASGIApp
 
 from paceline.core.options import parse_bytes
+from paceline.services.gateway.access.callers import owner_of
+from paceline.services.gateway.access.decisions import DECISIONS
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.batch_api.batch import ENDPOINTS, Batch, TransitionError, window_seconds
 from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError
@@ -21,7 +23,6 @@ from paceline.services.gateway.batch_api.file_store import FileStore
 from paceline.services.gateway.batch_api.runner import BatchRunner
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.middleware import owner_of
 from paceline.services.gateway.store.store import Store
 
 Json = dict[str, Any]
@@ -134,6 +135,6 @@ def _without_store() -> APIRouter:
         message = "this server keeps no files and batches; start it with --store"
         raise ApiError(501, message, type="not_implemented")
 
-    for path in ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}"):
+    for path in (path for path in DECISIONS if path.startswith(("/v1/files", "/v1/batches"))):
         router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return router

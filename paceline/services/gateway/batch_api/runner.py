@@ -18,6 +18,7 @@ from paceline.services.gateway.batch_api.file_store import FileStore
 from paceline.services.gateway.batch_api.line_call import call
 from paceline.services.gateway.batch_api.lines import Answer, Line
 from paceline.services.gateway.batch_api.pressure import LineGate, places_of
+from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.store.database import StoreError
 
@@ -142,4 +143,8 @@ class BatchRunner:
             self.wake()
 
     async def _call(self, endpoint: str, line: Line, owner: str) -> Answer:
-        return await call(self._app, endpoint, line, owner)
+        caller = self._gateway.keys.caller(owner)
+        if caller is None:
+            refusal = ApiError(401, "the key of this batch is not accepted any more", code="invalid_api_key")
+            return Answer(refusal.status, "", refusal.body)
+        return await call(self._app, endpoint, line, caller)

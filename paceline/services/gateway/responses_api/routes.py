@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
+from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.choice import Delta
@@ -20,7 +21,6 @@ from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.media.expansion import Expansions
-from paceline.services.gateway.middleware import owner_of
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
