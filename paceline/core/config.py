@@ -124,22 +124,41 @@ class GatewayConfig(ServiceConfig):
     enable_force_include_usage: bool = option(
         False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
     )
-    response_store: str = option(
+    store: str = option(
         "",
-        "where responses of /v1/responses are kept: a SQLite file, the URL of an SQL database, which several gateways "
-        "may share (needs SQLAlchemy), or none; default: responses.db in the cache folder",
-        "responses",
+        "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
+        "which several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
+        "store",
         is_secret=True,
     )
-    response_store_entries: int = option(
+    stored_responses: int = option(
         10_000,
         "responses that are kept for each API key; the ones that were used longest ago make room",
-        "responses",
+        "store",
         at_least=1,
     )
-    response_store_size: Size = option("256MiB", "size of all responses that are kept for each API key", "responses")
-    response_store_seconds: float = option(
-        30 * 86400.0, "a response is kept for this many seconds after its last use", "responses", at_least=1
+    stored_responses_size: Size = option("256MiB", "size of all responses that are kept for each API key", "store")
+    stored_responses_seconds: float = option(
+        30 * 86400.0, "a response is kept for this many seconds after its last use", "store", at_least=1
+    )
+    stored_files: int = option(
+        1000, "files that each API key may have; an upload that is one too many is refused", "store", at_least=1
+    )
+    stored_files_size: Size = option("2GiB", "size of all files that each API key may have", "store")
+    stored_files_seconds: float = option(
+        30 * 86400.0,
+        "a file that does not say when it expires is deleted after this many seconds, and a batch this many seconds "
+        "after its end",
+        "store",
+        at_least=1,
+    )
+    max_file_size: Size = option("200MiB", "largest file that may be uploaded", "store")
+    max_batch_lines: int = option(50_000, "requests in one batch", "store", at_least=1)
+    max_batches: int = option(
+        100,
+        "batches of each API key that may run or wait at the same time; a further one is refused",
+        "store",
+        at_least=1,
     )
     api_key: str = option(
         "",
@@ -503,7 +522,7 @@ class ServeConfig(Options):
     allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
     allowed_headers: str = same_option(GatewayConfig, "allowed_headers")
     allow_credentials: bool = same_option(GatewayConfig, "allow_credentials")
-    response_store: str = same_option(GatewayConfig, "response_store")
+    store: str = same_option(GatewayConfig, "store")
     limit_mm_per_prompt: str = same_option(GatewayConfig, "limit_mm_per_prompt")
     mm_processor_kwargs: str = same_option(GatewayConfig, "mm_processor_kwargs")
     allowed_media_domains: str = same_option(GatewayConfig, "allowed_media_domains")

@@ -210,7 +210,7 @@ def test_units_are_powers_of_1024(amount: int, unit: str) -> None:
 
 
 def test_options_with_secrets_do_not_show_them() -> None:
-    assert secrets_of(GatewayConfig) == {"api_key", "admin_key", "redis", "response_store"}
+    assert secrets_of(GatewayConfig) == {"api_key", "admin_key", "redis", "store"}
     for cls in (GatewayConfig, ServeConfig):
         config = cls(**dict.fromkeys(secrets_of(cls), "do-not-show"))
         assert "do-not-show" not in f"{config!r} {config}"

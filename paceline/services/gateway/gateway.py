@@ -163,6 +163,12 @@ class Gateway:
                 code="model_not_found",
             )
 
+    def waiting_requests(self) -> int:
+        """Return how many sequences wait for a worker, at all gateways. What others say is up to a second old."""
+        members = (worker.member for worker in self.fleet.workers())
+        others = (each for each in members if each.role == "gateway" and each.worker_id != self._worker_id)
+        return len(self.runner.queue) + sum(other.load.waiting for other in others)
+
     def _check_stays(self) -> None:
         if self.draining:
             raise UnavailableError("this gateway is shutting down; try another one")

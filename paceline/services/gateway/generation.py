@@ -201,6 +201,7 @@ class Generation:
                     media=prompt.media,
                     media_inputs=prompt.inputs,
                     priority=self.plan.priority,
+                    background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,
                     trace=record,
@@ -213,7 +214,7 @@ class Generation:
                 choice.outcome, choice.why = "error", str(error)
                 self._came.put(error)
             finally:
-                self._metrics.observe(record, choice.tokens, choice.outcome)
+                self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice)
                 record.end(choice.outcome, choice.why, choice.tokens)

@@ -77,6 +77,11 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 BODY_SECONDS = 60.0
+UPLOAD_PATH = "/v1/files"
+UPLOAD_SECONDS = 1800.0
+"""Longest time for the body of a file to arrive."""
+FORM_BYTES = 64 << 10
+"""Bytes that the body of an upload may have beside its file."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 ID_PREFIXES = {
@@ -154,24 +159,35 @@ class BodyLimitMiddleware:
     """Middleware that refuses bodies of more than `max_bytes` with 413, and bodies slower than `max_seconds` with 408.
 
     The size is checked in Content-Length and again while the body arrives.
+
+    Args:
+        max_upload_bytes: largest file that may be uploaded. Uploads have limits of their own, because the gateway does
+            not keep them in memory.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float = BODY_SECONDS) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_seconds: float = BODY_SECONDS, max_upload_bytes: int = 0
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
+        self._max_upload_bytes = max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"the body is larger than {self._max_bytes} bytes, the --max-body-bytes of the gateway"
+        most, seconds = self._max_bytes, self._max_seconds
+        message = f"the body is larger than {most} bytes, the --max-body-bytes of the gateway"
+        if scope["path"] == UPLOAD_PATH:
+            most, seconds = self._max_upload_bytes + FORM_BYTES, UPLOAD_SECONDS
+            message = f"the file is larger than {self._max_upload_bytes} bytes, the --max-file-size of the gateway"
         announced = Headers(scope=scope).get("content-length", "0")
-        if not announced.isdecimal() or int(announced) > self._max_bytes:
+        if not announced.isdecimal() or int(announced) > most:
             await ApiError(413, message).response()(scope, receive, send)
             return
         received, complete = 0, False
-        deadline = asyncio.get_running_loop().time() + self._max_seconds
+        deadline = asyncio.get_running_loop().time() + seconds
 
         async def limited_receive() -> Message:
             nonlocal received, complete
@@ -180,10 +196,10 @@ class BodyLimitMiddleware:
                 async with asyncio.timeout_at(None if complete else deadline):
                     event = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not come within {self._max_seconds:g} seconds") from None
+                raise HTTPException(408, f"the body did not come within {seconds:g} seconds") from None
             received += len(event.get("body", b""))
             complete = not event.get("more_body", False)
-            if received > self._max_bytes:
+            if received > most:
                 raise HTTPException(413, message)
             return event
 

@@ -70,6 +70,8 @@ class Plan:
     """The priority that the client wants; None if it does not say."""
     priority: int = 0
     """The priority with which the request runs, which depends on the caller; lower is more urgent."""
+    background: bool = False
+    """Whether nobody waits for the answer, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
     repetition: RepetitionDetection | None = None

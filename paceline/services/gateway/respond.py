@@ -36,6 +36,11 @@ _PRIORITY_HEADER = "X-Vllm-Priority"
 _SESSION_HEADER = "X-Session-ID"
 
 
+def is_background(request: Request) -> bool:
+    """Return whether nobody waits for the answer: the request is a line of a batch, and not one of a client."""
+    return bool(getattr(request.state, "background", False))
+
+
 def choose_id(wanted: str | None, request: Request) -> str:
     """Return the request's id: from its header, else from its body, else the one that the gateway made.
 
@@ -59,7 +64,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
 
     Raises ApiError if a header is not valid, or if the caller's key has no tokens left.
     """
-    plan = _with_headers(plan, request)
+    plan = dataclasses.replace(_with_headers(plan, request), background=is_background(request))
     caller, admission = caller_of(request), admission_of(request)
     admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),

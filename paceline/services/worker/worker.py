@@ -66,6 +66,8 @@ class WorkerLimits:
     max_seqs: int
     """Requests that run at the same time."""
     steps_in_flight: int
+    itl_target: float | None = None
+    """Target for the length of steps with urgent requests, in seconds. None leaves no time to the background."""
 
 
 class Worker:
@@ -122,6 +124,7 @@ class Worker:
             turns=turns,
             copies=memory.copies,
             peers=memory.peers,
+            itl_target=limits.itl_target,
         )
         self.dispatcher.engine = self.engine
         self.encoding: EncodeHandler | None = None
@@ -181,7 +184,7 @@ class Worker:
         """
         if work.kind == pb.WORK_KIND_ENCODE:
             return self.admission.join(continues=self.media.get(key_from_pb(work.key)) is not None)
-        return self.admission.admit()
+        return self.admission.admit(work.background)
 
     def check(self, work: pb.Work) -> None:
         """Refuse work that this worker can never do.
@@ -269,6 +272,7 @@ class Worker:
             computed_len=reservation.filled_tokens,
             only_first_token=only_first_token,
             has_readers=has_readers,
+            background=work.background,
             grammar=grammar,
         )
 

@@ -45,6 +45,13 @@ DECISIONS: dict[str, Access] = {
     "/v1/responses/{response_id}": Access.CLIENT,
     "/v1/responses/{response_id}/cancel": Access.CLIENT,
     "/v1/responses/{response_id}/input_items": Access.CLIENT,
+    # A key sees its own files and batches, an admin all.
+    "/v1/files": Access.CLIENT,
+    "/v1/files/{file_id}": Access.CLIENT,
+    "/v1/files/{file_id}/content": Access.CLIENT,
+    "/v1/batches": Access.CLIENT,
+    "/v1/batches/{batch_id}": Access.CLIENT,
+    "/v1/batches/{batch_id}/cancel": Access.CLIENT,
     "/inference/v1/generate": Access.CLIENT,
     "/tokenize": Access.CLIENT,
     "/detokenize": Access.CLIENT,

@@ -60,7 +60,7 @@ async def make_gate(toy_model: Path, toy_tokenizer: Tokenizer, redis_server: str
     async with contextlib.AsyncExitStack() as closing:
 
         def make(**options: Any) -> Gate:
-            named = {"model": str(toy_model), "response_store": "none", "redis": redis_server, **options}
+            named = {"model": str(toy_model), "store": "none", "redis": redis_server, **options}
             gateway = Gateway(GatewayConfig(**named), toy_tokenizer)
             closing.push_async_callback(gateway.close)
             return Gate(create_app(gateway))

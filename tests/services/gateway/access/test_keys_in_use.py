@@ -44,7 +44,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def stack(start_stack: StartStack, keys: Path) -> Stack:
-    stack = await start_stack(api_keys_file=str(keys), response_store=f"{keys.parent}/responses.db")
+    stack = await start_stack(api_keys_file=str(keys), store=f"{keys.parent}/responses.db")
     stack.workers["decode-0"].max_seqs = 8
     return stack
 

@@ -38,7 +38,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def seeing(start_stack: StartStack, vision_model: Path) -> Stack:
     """A stack whose model takes images and videos as Qwen 3-VL does."""
-    return await start_stack(model=str(vision_model), limit_mm_per_prompt='{"video": 1}', response_store="none")
+    return await start_stack(model=str(vision_model), limit_mm_per_prompt='{"video": 1}', store="none")
 
 
 async def chat(stack: Stack, *content: Any, **body: Any) -> Any:
