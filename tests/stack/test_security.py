@@ -14,8 +14,8 @@ import redis
 
 from bench.services import Process
 from paceline.core.errors import RefusedError
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import is_serving, open_channel
-from paceline.services.common.secret import Secret
 from tests.fuzz.run import fuzz
 from tests.fuzz.stack import ROLES, FuzzStack, fuzz_stack
 from tests.stack.processes import arenas
@@ -51,15 +51,15 @@ async def test_a_tenant_finds_its_own_blocks_alone(stack: FuzzStack) -> None:
 
 @pytest.mark.parametrize("role", ROLES[:-1])
 async def test_every_service_refuses_who_lacks_the_secret(stack: FuzzStack, role: str) -> None:
-    async with open_channel(stack.addresses[role], Secret()) as channel:
+    async with open_channel(stack.addresses[role], Credentials()) as channel:
         with pytest.raises(RefusedError, match="--auth-token-file"):
             await is_serving(channel, timeout=10)
-    async with open_channel(stack.addresses[role], stack.secret) as channel:
+    async with open_channel(stack.addresses[role], stack.credentials) as channel:
         assert await is_serving(channel, timeout=10)
 
 
 def test_the_secret_is_nowhere_but_in_its_file(stack: FuzzStack) -> None:
-    secret = stack.secret.reveal().encode()
+    secret = stack.credentials.secret.reveal().encode()
     for role, process in stack.processes.items():
         assert secret not in process.log.read_bytes(), role
         assert secret not in Path(f"/proc/{process.popen.pid}/cmdline").read_bytes(), role

@@ -20,6 +20,7 @@ from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMidd
 from paceline.services.gateway.operations import make_operations
 from paceline.services.gateway.render_api import make_render_api
 from paceline.services.gateway.responses_api.routes import make_responses
+from paceline.services.gateway.root_path import RootPathMiddleware
 from paceline.services.gateway.scaling import make_scaling
 from paceline.services.gateway.score_api import make_score_api
 from paceline.services.gateway.token_api import make_token_api
@@ -44,6 +45,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        servers=[{"url": config.root_path}] if config.root_path else None,
         responses=ERRORS,
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -65,6 +67,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
     app.add_middleware(RequestIdMiddleware)
+    if config.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=config.root_path)
     return app
 
 

@@ -13,9 +13,9 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
-from paceline.services.common.secret import read_secret
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
@@ -61,9 +61,7 @@ class Gateway:
         self.draining = False
         """Whether new requests are refused."""
         self._redis = connect(config.redis)
-        self.fleet = Fleet(
-            self._redis, config.cluster, model_digest(Path(config.model)), read_secret(config.auth_token_file)
-        )
+        self.fleet = Fleet(self._redis, config.cluster, model_digest(Path(config.model)), read_credentials(config))
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)

