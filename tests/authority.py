@@ -32,12 +32,13 @@ class Authority:
         self.file = folder / "ca.pem"
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, folder: Path, *names: str, expired: bool = False) -> CertificateFiles:
+    def issue(self, folder: Path, *names: str, expired: bool = False, password: bytes = b"") -> CertificateFiles:
         """Write a new certificate and its key to `folder`, over those that are there.
 
         Args:
             names: host names and IP addresses of the certificate.
             expired: whether it ended an hour ago.
+            password: password of the key; none if empty.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
@@ -50,12 +51,8 @@ class Authority:
         )
         folder.mkdir(parents=True, exist_ok=True)
         certfile, keyfile = folder / "cert.pem", folder / "key.pem"
-        _replace(
-            keyfile,
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            ),
-        )
+        protection = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+        _replace(keyfile, key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, protection))
         _replace(certfile, certificate.public_bytes(serialization.Encoding.PEM))
         return CertificateFiles(str(certfile), str(keyfile), str(self.file))
 

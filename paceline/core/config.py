@@ -39,7 +39,12 @@ class ServiceConfig(Options):
     """Options of every service."""
 
     cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
-    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster")
+    redis: str = option(
+        "redis://127.0.0.1:6379/0",
+        "URL of the Redis by which services find each other; with TLS: "
+        "rediss://USER:PASSWORD@HOST:PORT/0?ssl_ca_certs=FILE",
+        "cluster",
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
     port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
     auth_token_file: str = option(
