@@ -454,7 +454,8 @@ class KVTransferConfig(ServiceConfig):
     transport: TransportChoice = option(
         "auto",
         "how KV blocks are copied between hosts. grpc: over gRPC. ucx: over UCX (RDMA or TCP), which listens on all "
-        "addresses of the machine. auto: ucx if it is installed, works, and --host is not a local address; else grpc",
+        "addresses of the machine. auto: ucx if it is installed, works, and --host is not a local address; else grpc, "
+        "and grpc with --cluster-certfile, because UCX copies in the clear",
         "network",
     )
     host_id: str = option(

@@ -117,7 +117,7 @@ def connect(url: str) -> redis.Redis:
     """
     try:
         client: redis.Redis = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
-        client.connection_pool.make_connection()  # checks the options, and does not connect yet
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # checks the options only
     except (ValueError, TypeError, RedisError) as error:
         raise ConfigError(f"--redis {without_password(url)} is not a URL of Redis: {error}") from None
     return client

@@ -11,10 +11,15 @@ import grpc
 import grpc.aio
 
 from paceline.services.common.credentials import ClusterTls
-from paceline.services.common.tasks import end_tasks
 
-RETIRE_SECONDS = 60.0
-"""Time that calls on a channel that was replaced have to end, in seconds. Such calls only wait for a connection."""
+
+class _Opened:
+    """A channel and the number of calls that run on it."""
+
+    def __init__(self, credentials: grpc.ChannelCredentials, channel: grpc.aio.Channel) -> None:
+        self.credentials = credentials
+        self.channel = channel
+        self.calls = 0
 
 
 class TlsChannel(grpc.aio.Channel):
@@ -30,18 +35,28 @@ class TlsChannel(grpc.aio.Channel):
     def __init__(self, tls: ClusterTls, open: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]) -> None:
         self._tls = tls
         self._open = open
-        self._credentials = tls.channel_credentials()
-        self._channel = open(self._credentials)
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._used = self._open_new(tls.channel_credentials())
+        self._replaced: set[_Opened] = set()
+        """Channels that are closed when their last call ends. Such calls wait for a connection, or have found one."""
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def _current(self) -> grpc.aio.Channel:
+    def _open_new(self, credentials: grpc.ChannelCredentials) -> _Opened:
+        return _Opened(credentials, self._open(credentials))
+
+    def _current(self) -> _Opened:
         credentials = self._tls.channel_credentials()
-        if credentials is not self._credentials and self.get_state() is not grpc.ChannelConnectivity.READY:
-            retiring = asyncio.create_task(_retire(self._channel))
-            self._retiring.add(retiring)
-            retiring.add_done_callback(self._retiring.discard)
-            self._credentials, self._channel = credentials, self._open(credentials)
-        return self._channel
+        if credentials is not self._used.credentials and self.get_state() is not grpc.ChannelConnectivity.READY:
+            self._replaced.add(self._used)
+            self._close_if_idle(self._used)
+            self._used = self._open_new(credentials)
+        return self._used
+
+    def _close_if_idle(self, opened: _Opened) -> None:
+        if opened in self._replaced and not opened.calls:
+            self._replaced.remove(opened)
+            closing = asyncio.create_task(opened.channel.close(None))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         return self._method("unary_unary", args, options)
@@ -56,30 +71,38 @@ class TlsChannel(grpc.aio.Channel):
         return self._method("stream_stream", args, options)
 
     def _method(self, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
-        channel = self._channel
-        method = getattr(channel, kind)(*args, **options)
+        opened = self._used
+        method = getattr(opened.channel, kind)(*args, **options)
 
         def call(*args_of_call: Any, **options_of_call: Any) -> Any:
-            nonlocal channel, method
-            if self._current() is not channel:
-                channel = self._channel
-                method = getattr(channel, kind)(*args, **options)
-            return method(*args_of_call, **options_of_call)
+            nonlocal opened, method
+            if (used := self._current()) is not opened:
+                opened, method = used, getattr(used.channel, kind)(*args, **options)
+            begun = method(*args_of_call, **options_of_call)
+            used.calls += 1
+            begun.add_done_callback(lambda _: self._end_call(used))
+            return begun
 
         return call
 
+    def _end_call(self, opened: _Opened) -> None:
+        opened.calls -= 1
+        self._close_if_idle(opened)
+
     async def close(self, grace: float | None = None) -> None:
-        await end_tasks(*self._retiring)
-        await self._channel.close(grace)
+        for opened in [*self._replaced]:  # the end of a call changes the set
+            await opened.channel.close(grace)
+        await self._used.channel.close(grace)
+        await asyncio.gather(*self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
+        return self._used.channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
+        await self._used.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        await self._current().channel_ready()
+        await self._current().channel.channel_ready()
 
     async def __aenter__(self) -> TlsChannel:
         return self
@@ -109,10 +132,3 @@ def tls_problem(details: str) -> str:
             "see --cluster-certfile here and --cluster-ca-certs there"
         )
     return ""
-
-
-async def _retire(channel: grpc.aio.Channel) -> None:
-    try:
-        await channel.close(RETIRE_SECONDS)
-    finally:
-        await channel.close(None)

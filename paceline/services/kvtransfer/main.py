@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
-from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig
+from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig, TransportChoice
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.core.options import parse_bytes
@@ -45,7 +45,7 @@ async def run(config: KVTransferConfig) -> None:
         enough_tokens=KV_TOKENS if config.kv_memory == "auto" else 0,
         disk=_disk(config),
         cache_policy=find_policy(config.cache_policy),
-        make_transports=await fast_transports(config.transport, is_loopback(config.host)),
+        make_transports=await fast_transports(_transport(config), is_loopback(config.host)),
     )
     service = KVTransferService(options)
     server = RpcServer(config.host, config.port, credentials, host_id)
@@ -76,6 +76,15 @@ async def run(config: KVTransferConfig) -> None:
         await publisher.stop()
         await service.close()
         await server.close(0)
+
+
+def _transport(config: KVTransferConfig) -> TransportChoice:
+    """Return --transport, so that "auto" copies nothing in the clear if services speak TLS."""
+    if not config.cluster_certfile:
+        return config.transport
+    if config.transport == "ucx":
+        log.warning("UCX copies KV blocks in the clear; only gRPC speaks TLS: --transport grpc, or auto")
+    return "grpc" if config.transport == "auto" else config.transport
 
 
 def _kv_memory(config: KVTransferConfig) -> int:

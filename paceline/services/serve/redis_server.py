@@ -50,8 +50,7 @@ async def wait_for_redis(url: str, seconds: float) -> None:
                     problem = error
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise UnavailableError(
-            f"Redis at {without_password(url)} does not answer: {problem or 'no reply'}"
-        ) from problem
+        place = without_password(url)
+        raise UnavailableError(f"Redis at {place} does not answer: {problem or 'no reply'}") from problem
     finally:
         await client.aclose()
