@@ -113,11 +113,16 @@ async def is_greeted(port: int, tls: ssl.SSLContext) -> bool:
     """Return whether a server of HTTP/2 sends anything to a client that has connected to it."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
+    except OSError:
+        return False
+    try:
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
         async with asyncio.timeout(30):
             return bool(await reader.read(9))
     except OSError:  # also an ssl.SSLError, because the server ends the handshake after the client's side is done
         return False
+    finally:
+        writer.close()
 
 
 async def test_no_service_talks_to_a_stranger(cluster: Cluster, tmp_path: Path) -> None:

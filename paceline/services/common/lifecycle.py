@@ -110,8 +110,8 @@ def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
     try:
         url = urlsplit(redis)
         redis_place = url.hostname or "localhost", url.port or _ANY_PORT  # a Unix socket has neither
-    except ValueError as error:
-        raise ConfigError(f"--redis {without_password(redis)} is not a URL: {error}") from None
+    except ValueError:
+        raise ConfigError(f"--redis {without_password(redis)} is not a URL") from None
     addresses = []
     for host, port in (redis_place, *((host, _ANY_PORT) for host in _ANYWHERE)):
         with contextlib.suppress(OSError):  # no such name, or no route

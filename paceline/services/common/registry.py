@@ -119,7 +119,9 @@ def connect(url: str) -> redis.Redis:
         client: redis.Redis = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
         client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # checks the options only
     except (ValueError, TypeError, RedisError) as error:
-        raise ConfigError(f"--redis {without_password(url)} is not a URL of Redis: {error}") from None
+        # The text of a ValueError may have a part of the password in it.
+        reason = "write redis:// or rediss://HOST:PORT/0, or unix://PATH" if isinstance(error, ValueError) else error
+        raise ConfigError(f"--redis {without_password(url)} is not a URL of Redis: {reason}") from None
     return client
 
 

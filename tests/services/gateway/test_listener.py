@@ -153,7 +153,7 @@ async def test_a_handshake_that_never_ends_is_ended(start_tls: StartStack, monke
 async def test_heads_have_their_limit_with_tls_too(start_tls: StartStack, authority: Authority) -> None:
     stack = await start_tls(prefill=0, decode=0)
     reader, writer = await open_connection(stack, authority)
-    writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n" + b"X-Large: " + b"x" * 100_000)
+    writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n" + b"X-Large: " + b"x" * 400_000)
     async with asyncio.timeout(PATIENCE):
         assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
     writer.close()
