@@ -309,6 +309,12 @@ class GatewayConfig(ServiceConfig):
         "media",
         at_least=1,
     )
+    vllm_metric_names: bool = option(
+        False,
+        "/metrics also has vLLM's names for what vLLM measures, too (vllm:num_requests_running …), so that dashboards "
+        "and autoscalers that were made for vLLM work unchanged",
+        "logs",
+    )
     supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
     max_attempts: int = option(
         5,
@@ -547,6 +553,7 @@ class ServeConfig(Options):
     allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
     allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")
     redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
+    vllm_metric_names: bool = same_option(GatewayConfig, "vllm_metric_names")
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)

@@ -19,6 +19,7 @@ from paceline.services.gateway.messages_api.routes import make_messages
 from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
 from paceline.services.gateway.render_api import make_render_api
+from paceline.services.gateway.response_count import CountResponsesMiddleware
 from paceline.services.gateway.responses_api.routes import make_responses
 from paceline.services.gateway.root_path import RootPathMiddleware
 from paceline.services.gateway.scaling import make_scaling
@@ -67,6 +68,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(CountResponsesMiddleware, count=gateway.metrics.count_response)
     if config.root_path:
         app.add_middleware(RootPathMiddleware, root_path=config.root_path)
     return app

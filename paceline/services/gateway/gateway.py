@@ -70,7 +70,7 @@ class Gateway:
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
         self.requests = RunningRequests()
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()
         self._address = address

@@ -26,6 +26,7 @@ _GATEWAY = (
     "allowed_media_domains",
     "allow_private_media",
     "allowed_local_media_path",
+    "vllm_metric_names",
 )
 """Options of `serve` that only the gateway has."""
 _SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")
