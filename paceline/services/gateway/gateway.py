@@ -66,11 +66,11 @@ class Gateway:
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
-        self.media = MediaService(config)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
+        self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
         self.requests = RunningRequests()
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()
         self._address = address

@@ -15,6 +15,7 @@ from paceline.core.block_pool import KV_USAGE
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
+from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.repetition import REPETITION
@@ -110,6 +111,7 @@ class Metrics:
         help = "From the first token until the decode worker knows of the prompt's blocks"
         self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
+        self.media = MediaMetrics(self.registry)
         self._fleet = _FleetCollector(model, workers)
         self.registry.register(self._fleet)
 
