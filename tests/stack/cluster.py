@@ -58,7 +58,7 @@ class Cluster(Services):
     def client(self, timeout: float) -> httpx.AsyncClient:
         """Return a client of the first gateway."""
         verify = ssl.create_default_context(cafile=self.authority or None)
-        return httpx.AsyncClient(base_url=self.url, timeout=timeout, verify=verify)
+        return httpx.AsyncClient(base_url=self.url, headers=self.admin, timeout=timeout, verify=verify)
 
     async def wait_workers(self, count: int) -> None:
         """Wait until the gateway sees exactly `count` ready prefill and decode workers."""
