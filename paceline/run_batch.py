@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.client import fetch
+from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 
 POLL_SECONDS = 0.5
@@ -81,7 +81,7 @@ class Server:
         deadline = time.monotonic() + AWAY_SECONDS
         while True:
             try:
-                return fetch(self._url, path, self._api_key, body, REQUEST_SECONDS)
+                return GatewayClient(self._url, self._api_key).fetch(path, body, REQUEST_SECONDS)
             except UnavailableError:
                 if body is not None or time.monotonic() > deadline:
                     raise
