@@ -134,31 +134,36 @@ class KeyUse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    DEMAND_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    WANTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    WANTED_TOKENS_FIELD_NUMBER: _builtins.int
+    WANTED_RUNNING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the key."""
-    demand: _builtins.float
-    """Requests per second that came lately, refused ones included."""
     requests: _builtins.int
-    """Requests and tokens of the last minute."""
+    """Requests and tokens of the last minute, and requests that run or wait now."""
     tokens: _builtins.int
     running: _builtins.int
-    """Requests that run or wait now."""
+    wanted_requests: _builtins.float
+    """The same that the key wants: what it uses and what was refused lately."""
+    wanted_tokens: _builtins.float
+    wanted_running: _builtins.float
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        demand: _builtins.float = ...,
         requests: _builtins.int = ...,
         tokens: _builtins.int = ...,
         running: _builtins.int = ...,
+        wanted_requests: _builtins.float = ...,
+        wanted_tokens: _builtins.float = ...,
+        wanted_running: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "name", b"name", "requests", b"requests", "running", b"running", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "requests", b"requests", "running", b"running", "tokens", b"tokens", "wanted_requests", b"wanted_requests", "wanted_running", b"wanted_running", "wanted_tokens", b"wanted_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,9 +100,13 @@ class Generation:
         self._admission.run()
         # Nothing runs in between, so no other request gets the memory.
         self._resources.close()
-        with self._admission, self._media_memory.hold(sum(inputs.values())):
-            async with self._running():
-                yield
+        try:
+            with self._admission, self._media_memory.hold(sum(inputs.values())):
+                async with self._running():
+                    yield
+        finally:
+            is_computed = any(record.attempts for record in self._trace.records)
+            self._admission.settle(self._prompt_tokens if is_computed else 0)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -117,8 +121,6 @@ class Generation:
             try:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             finally:
-                is_computed = any(record.attempts for record in self._trace.records)
-                self._admission.settle(self._prompt_tokens if is_computed else 0)
                 self._traces.close(self._trace)
 
     def abort(self) -> None:

@@ -13,8 +13,11 @@ from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.access.book import AccessBook
 from paceline.services.gateway.access.keys import Limits
 from paceline.services.gateway.access.meter import Meter
-from paceline.services.gateway.access.minute_limit import MinuteLimit, Part
-from paceline.services.gateway.access.shares import NEGLIGIBLE, Use, parts_of
+from paceline.services.gateway.access.minute_limit import MINUTE, MinuteLimit, Part
+from paceline.services.gateway.access.shares import Use, parts_of
+
+NEGLIGIBLE = 0.01
+"""Requests per minute that count as none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,19 @@ class Limiter:
         now, reports = self._clock(), []
         for owner, meter in list(self._meters.items()):
             requests, tokens = (limit.used(now) if limit else 0 for limit in (meter.requests, meter.tokens))
-            demand = meter.demand(now)
-            if requests or tokens or meter.running or demand > NEGLIGIBLE:
-                used = {"requests": requests, "tokens": max(0, tokens), "running": meter.running}
-                reports.append(KeyUse(name=meter.name, demand=demand, **used))
+            wanted = meter.wanted_requests.now(now) * MINUTE
+            if requests or tokens or meter.running or wanted > NEGLIGIBLE:
+                reports.append(
+                    KeyUse(
+                        name=meter.name,
+                        requests=requests,
+                        tokens=max(0, tokens),
+                        running=meter.running,
+                        wanted_requests=wanted,
+                        wanted_tokens=meter.wanted_tokens.now(now) * MINUTE,
+                        wanted_running=meter.running + meter.refused_places.now(now),
+                    )
+                )
             else:
                 del self._meters[owner]
         return reports
@@ -83,7 +95,8 @@ class Limiter:
             meter = self._meters[owner] = Meter(key.name, key.limits, self._clock())
         meter.set_limits(key.limits, self._clock())
         gateways = self._gateways()
-        meter.parts = parts_of(key.name, gateways.own, gateways.uses, gateways.is_current)
+        uses = {name: next((use for use in told if use.name == key.name), None) for name, told in gateways.uses.items()}
+        meter.parts = parts_of(key.limits, gateways.own, uses, gateways.is_current)
         return meter
 
 

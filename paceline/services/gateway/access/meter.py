@@ -6,15 +6,31 @@ import math
 
 from paceline.services.gateway.access.keys import Limits
 from paceline.services.gateway.access.minute_limit import Charge, MinuteLimit, Part
-from paceline.services.gateway.access.shares import ALL_PARTS
+from paceline.services.gateway.access.shares import KeyParts
 from paceline.services.gateway.errors import ApiError
 
-DEMAND_SECONDS = 5.0
-"""Time over which the demand is averaged, in seconds."""
+LATELY_SECONDS = 5.0
+"""Time over which wishes are averaged, in seconds."""
 _USUAL_OF = 16
 """Number of the latest answers whose mean length is the usual one."""
 BUSY_SECONDS = 1
 """Time after which a client may find that another request of its key has ended, in seconds."""
+
+
+class Rate:
+    """An amount per second, averaged over the last seconds. Instants are in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._rate, self._at = 0.0, now
+
+    def add(self, amount: float, now: float) -> None:
+        self._rate = self.now(now) + amount / LATELY_SECONDS
+
+    def now(self, now: float) -> float:
+        """Return the amount per second."""
+        self._rate *= math.exp((self._at - now) / LATELY_SECONDS)
+        self._at = now
+        return self._rate
 
 
 class Meter:
@@ -25,11 +41,12 @@ class Meter:
         self.running = 0
         self.requests: MinuteLimit | None = None
         self.tokens: MinuteLimit | None = None
-        self.parts = ALL_PARTS
+        self.parts = KeyParts()
+        """The parts of the limits that this gateway may use."""
+        self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
         self._limits = Limits()
         self._usual: float | None = None
         """Mean number of tokens in the latest answers; None if there was none."""
-        self._demand, self._asked = 0.0, now
         self.set_limits(limits, now)
 
     def set_limits(self, limits: Limits, now: float) -> None:
@@ -41,20 +58,13 @@ class Meter:
 
     def begin(self, now: float) -> None:
         """Count a request. Raises ApiError if it is one too many."""
-        self._demand = self.demand(now) + 1 / DEMAND_SECONDS
-        most = self._limits.max_concurrent
-        if most is not None and self.running >= self.parts.places(most):
-            raise _too_many(
-                "requests", f"only {most} requests of the key {self.name!r} may run at a time", BUSY_SECONDS
-            )
+        self.wanted_requests.add(1, now)
+        if self.parts.places is not None and self.running >= self.parts.places:
+            self.refused_places.add(1, now)
+            told = f"only {self._limits.max_concurrent} requests of the key {self.name!r} may run at a time"
+            raise _too_many("requests", told, BUSY_SECONDS)
         if self.requests is not None:
             self._take(self.requests, 1, now, self.parts.requests, "requests")
-
-    def demand(self, now: float) -> float:
-        """Return the requests per second that came lately, refused ones included."""
-        self._demand *= math.exp((self._asked - now) / DEMAND_SECONDS)
-        self._asked = now
-        return self._demand
 
     def charge(self, prompt_tokens: int, max_tokens: int, now: float) -> tuple[Charge, int] | None:
         """Charge what a request will probably use: its prompt, and an answer of the usual length.
@@ -78,6 +88,7 @@ class Meter:
             raise ApiError(400, message, type="tokens", code="rate_limit_exceeded")
         usual = max_tokens if self._usual is None else min(max_tokens, math.ceil(self._usual))
         amount = min(prompt_tokens + usual, limit.per_minute)
+        self.wanted_tokens.add(amount, now)
         return self._take(limit, amount, now, self.parts.tokens, "tokens"), amount
 
     def correct(self, charge: Charge, more: int, now: float) -> Charge:

@@ -212,7 +212,18 @@ def test_what_nobody_uses_is_forgotten(tmp_path: Path) -> None:
     limiter = alone(keys, clock)
     limiter.begin(owner(keys))
     (report,) = limiter.report()
-    assert (report.name, report.requests, report.demand) == ("alice", 1, pytest.approx(0.2))
+    assert (report.name, report.requests, report.wanted_requests) == ("alice", 1, pytest.approx(12.0))
     clock.now = 61.0
     assert limiter.report() == []
     assert not limiter._meters
+
+
+def test_a_key_below_its_limits_may_come_to_any_gateway(tmp_path: Path) -> None:
+    limits = "requests_per_minute = 600\ntokens_per_minute = 60_000\nmax_concurrent = 8"
+    cluster = Cluster(book(tmp_path, limits), 2)
+    for _ in range(20):
+        for name in ("a", "a", "a", "b", "b", "b"):
+            admission = cluster.asks(name, 100, 100)
+            assert admission is not None
+            admission.settle(100)
+        cluster.advance(7.0)

@@ -7,47 +7,59 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.proto.fleet_pb2 import KeyUse
-from paceline.services.gateway.access.shares import IDLE_SHARE, KeyParts, parts_of
+from paceline.services.gateway.access.keys import Limits
+from paceline.services.gateway.access.shares import LEFT, KeyParts, parts_of, shares_of
 
-uses = st.builds(KeyUse, name=st.just("alice"), demand=st.floats(0, 1000), requests=st.integers(0, 1000))
-gateways = st.dictionaries(st.sampled_from("abcdef"), st.lists(uses, max_size=1), min_size=1)
+LIMITS = Limits(100, 1000, 10)
+counts = st.integers(0, 1000)
+wishes = st.floats(0, 1000)
+uses = st.builds(KeyUse, requests=counts, tokens=counts, wanted_requests=wishes, wanted_running=wishes)
+gateways = st.dictionaries(st.sampled_from("abcdef"), uses | st.none(), min_size=1)
 
 
-def all_parts(told: dict[str, list[KeyUse]], is_current: bool = True) -> dict[str, KeyParts]:
-    return {name: parts_of("alice", name, told, is_current) for name in told}
+def all_parts(told: dict[str, KeyUse | None], is_current: bool = True, limits: Limits = LIMITS) -> dict[str, KeyParts]:
+    return {name: parts_of(limits, name, dict(told), is_current) for name in told}
 
 
 @given(gateways, st.booleans(), st.integers(1, 100))
-def test_all_shares_are_the_whole(told: dict[str, list[KeyUse]], is_current: bool, most: int) -> None:
-    parts = all_parts(told, is_current)
-    assert abs(sum(each.requests.share for each in parts.values()) - 1) < 1e-9
-    assert sum(each.places(most) for each in parts.values()) == most
-    assert all(each.places(most) >= 0 and each.requests.share > 0 for each in parts.values())
+def test_all_shares_are_the_whole(told: dict[str, KeyUse | None], is_current: bool, most: int) -> None:
+    parts = all_parts(told, is_current, Limits(100, 1000, most)).values()
+    assert sum(each.requests.share for each in parts) == pytest.approx(1)
+    assert sum(each.tokens.share for each in parts) == pytest.approx(1)
+    assert sum(each.places or 0 for each in parts) == most
+    assert all(each.requests.share > 0 and each.places is not None and each.places >= 0 for each in parts)
 
 
 @given(gateways)
-def test_each_counts_what_the_others_used(told: dict[str, list[KeyUse]]) -> None:
-    total = sum(use.requests for known in told.values() for use in known)
+def test_each_counts_what_the_others_used(told: dict[str, KeyUse | None]) -> None:
+    total = sum(use.requests for use in told.values() if use is not None)
     for name, parts in all_parts(told).items():
-        assert parts.requests.elsewhere == total - sum(use.requests for use in told[name])
+        own = told[name]
+        assert parts.requests.elsewhere == total - (own.requests if own is not None else 0)
 
 
-def test_shares_follow_the_demand() -> None:
-    told = {"a": [KeyUse(name="alice", demand=30)], "b": [KeyUse(name="alice", demand=10)], "c": []}
-    shares = {name: parts.tokens.share for name, parts in all_parts(told).items()}
-    kept = IDLE_SHARE / 3
-    expected = {"a": (1 - IDLE_SHARE) * 0.75 + kept, "b": (1 - IDLE_SHARE) * 0.25 + kept, "c": kept}
-    assert shares == pytest.approx(expected)
+@given(st.lists(wishes, min_size=1, max_size=6), st.integers(1, 1000))
+def test_nobody_gets_less_than_an_equal_part_of_what_is_left(wanted: list[float], limit: int) -> None:
+    shares = shares_of(wanted, limit)
+    left = max(LEFT, 1 - sum(wanted) / limit)
+    assert min(shares) >= left / len(wanted) - 1e-9
+    if sum(wanted) <= limit:
+        assert all(share * limit >= (1 - LEFT) * wish - 1e-9 for share, wish in zip(shares, wanted))
 
 
-def test_without_demand_or_news_all_share_equally() -> None:
-    told: dict[str, list[KeyUse]] = {"a": [KeyUse(name="bob", demand=5)], "b": []}
-    assert [parts.requests.share for parts in all_parts(told).values()] == [0.5, 0.5]
-    told["b"] = [KeyUse(name="alice", demand=9)]
+def test_beyond_the_limit_shares_follow_what_is_wanted() -> None:
+    assert shares_of([300, 100, 0], 100) == pytest.approx([0.735 + LEFT / 3, 0.245 + LEFT / 3, LEFT / 3])
+    assert shares_of([0, 0], 100) == shares_of([5, 1], None) == [0.5, 0.5]
+
+
+def test_without_news_all_share_equally() -> None:
+    told: dict[str, KeyUse | None] = {"a": None, "b": KeyUse(wanted_requests=900, wanted_running=50, running=10)}
     stale = all_parts(told, is_current=False)["a"]
-    assert (stale.requests.share, stale.requests.elsewhere) == (0.5, None)
+    assert (stale.requests.share, stale.requests.elsewhere, stale.places) == (0.5, None, 5)
+    assert all_parts(told)["a"].places == 0
 
 
 def test_a_gateway_that_is_not_listed_yet_counts_itself() -> None:
-    assert parts_of("alice", "new", {}, True).requests.share == 1.0
-    assert parts_of("alice", "new", {"old": []}, True).requests.share == 0.5
+    assert parts_of(LIMITS, "new", {}, True).requests.share == 1.0
+    assert parts_of(LIMITS, "new", {"old": None}, True).requests.share == 0.5
+    assert parts_of(Limits(), "new", {}, True).places is None
