@@ -199,7 +199,12 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the answers")
     batch.add_argument("--model", default="", metavar="MODEL", help=_help(ServeConfig, "model"))
     batch.add_argument("--url", default="", help="gateway of a running stack; without it, this command starts a stack")
-    batch.add_argument("--api-key", default="", metavar="KEY", help="key for --url; default: $PACELINE_API_KEY")
+    batch.add_argument(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="key to send; by default the first one in $PACELINE_ADMIN_KEY or $PACELINE_API_KEY",
+    )
     batch.add_argument(
         "--completion-window", default="24h", metavar="TIME", help="time for all lines, such as 90m or 7d [%(default)s]"
     )
@@ -274,13 +279,12 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
 
 
 def _run_batch(arguments: dict[str, Any]) -> int:
-    url = arguments["url"]
     is_good = run_batch(
         arguments["input_file"],
         arguments["output_file"],
         arguments["model"] or ServeConfig.model_fields["model"].default,
-        url,
-        _api_key(arguments) if url else "",
+        arguments["url"],
+        _api_key(arguments),
         arguments["completion_window"],
         arguments["serve_flag"],
     )

@@ -63,7 +63,7 @@ def run_batch(
         return _run(Server(url, api_key), content, source, target, window)
     store = target.with_name(f".{target.name}.store.db")
     with _own_stack(model, store, flags) as url:
-        is_good = _run(Server(url, ""), content, source, target, window)
+        is_good = _run(Server(url, api_key), content, source, target, window)
     for suffix in ("", "-wal", "-shm"):
         store.with_name(store.name + suffix).unlink(missing_ok=True)
     return is_good
