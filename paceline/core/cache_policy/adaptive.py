@@ -7,11 +7,11 @@ from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.forecast import REMEMBERED, Forecast
 from paceline.core.cache_policy.ranking import Block, Name, Place
 
-_SHADOW_SLOTS = 512
-"""Least number of slots of a shadow cache, if the memory has as many. With fewer, chance decides which is better."""
-_MOST_SHIFT = 4
-"""A sample has at least one of 2**_MOST_SHIFT blocks."""
-_WINDOW = 1 << 14
+_SHADOW_SLOTS = 384
+"""Least number of slots of a shadow cache of a large memory. With fewer, chance decides which is better."""
+_SHIFTS = range(1, 5)
+"""One of 2, 4, 8 or 16 blocks is sampled, the fewer the larger the memory is."""
+_WINDOW = 1 << 13
 """Least number of block uses within which half of the measured hits are forgotten."""
 _COMPARISONS = 16
 """Comparisons within this number of uses."""
@@ -30,7 +30,7 @@ class Adaptive(CachePolicy):
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        shift = min(_MOST_SHIFT, max(0, (slots // _SHADOW_SLOTS).bit_length() - 1))
+        shift = max((shift for shift in _SHIFTS if slots >> shift >= _SHADOW_SLOTS), default=_SHIFTS[0])
         self._mask = (1 << shift) - 1
         sampled = max(1, slots >> shift)
         self._forecast, self._arc = Forecast(slots), ARC(slots)
@@ -92,8 +92,7 @@ class Adaptive(CachePolicy):
 
     def _compare(self) -> None:
         forecast, arc = self._shadows
-        if forecast.hits != arc.hits:
-            self._leader = self._forecast if forecast.hits > arc.hits else self._arc
+        self._leader = self._forecast if forecast.hits >= arc.hits else self._arc
         for shadow in self._shadows:
             shadow.hits *= 0.5 ** (1 / _COMPARISONS)
 
