@@ -28,9 +28,9 @@ from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace
 from bench.load import new_file, table
 from paceline.core.block_pool import BlockPool
 from paceline.core.cache_policy.base import CachePolicy
-from paceline.core.cache_policy.ranking import Block, Name, Place
 from paceline.core.cache_policy.forecast import Forecast
 from paceline.core.cache_policy.queue import RankedQueue
+from paceline.core.cache_policy.ranking import Block, Name, Place
 from paceline.core.cache_policy.registry import POLICIES, find_policy
 from paceline.core.errors import ConfigError
 

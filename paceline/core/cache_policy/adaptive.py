@@ -20,9 +20,9 @@ _COMPARISONS = 16
 class Adaptive(CachePolicy):
     """Evicts by `Forecast` or by `ARC`, whichever would have found more blocks lately.
 
-    Both rank the blocks of the memory, and one of them leads. Each also runs a shadow cache, which knows names only. The
-    shadow caches see a sample of the blocks, and have the same share of the slots. Their hits are what the memory would
-    have if one of the two had always led.
+    Both rank the blocks of the memory, and one of them leads. Each also runs a shadow cache, which has only names. The
+    shadow caches see a sample of the blocks, and have the same share of the slots. Their hits tell what the memory
+    would find if one of the two always led.
 
     Args:
         slots: number of blocks that the memory can hold.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.hazard import BINS, EDGES, HORIZON, Hazards, bin_of
-from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.ranking import Block, Name
 from paceline.core.cache_policy.sources import LEVELS, Sources
 
@@ -170,7 +169,7 @@ class Forecast(CachePolicy):
         """Sort the cells, each a pair of class and age bin, by the order in which their blocks are to be evicted."""
         worth = self._hazards.worth()
         cells = [(kind, age) for kind in range(len(_ASSUMED)) for age in range(BINS)]
-        self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], -cell[1]))
+        self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], cell[0] != _BACKGROUND, -cell[1]))
         self._place = {cell: place for place, cell in enumerate(self._order)}
         self._cell = 0  # no block of the cells before this index is on offer
 

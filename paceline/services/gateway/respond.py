@@ -15,7 +15,7 @@ from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
-from paceline.services.gateway.middleware import is_valid_id
+from paceline.services.gateway.middleware import is_valid_id, owner_of
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.responses import Json, ResponseFormat
 from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS, GenerationRequest, StreamOptions
@@ -113,7 +113,10 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
 
 
 def _with_headers(plan: Plan, request: Request) -> Plan:
-    """Return the plan with the values of vLLM's headers. As in vLLM, the header's priority replaces the body's."""
+    """Return the plan with its client and the values of vLLM's headers.
+
+    As in vLLM, the header's priority replaces the body's.
+    """
     session_id = plan.session_id or request.headers.get(_SESSION_HEADER, "")
     if len(session_id) > MAX_SESSION_CHARACTERS:
         message = f"{_SESSION_HEADER} must have at most {MAX_SESSION_CHARACTERS} characters"
@@ -123,4 +126,4 @@ def _with_headers(plan: Plan, request: Request) -> Plan:
         raise ApiError(
             400, f"{_PRIORITY_HEADER} must be an integer of 32 bits; lower is more urgent", param=_PRIORITY_HEADER
         )
-    return dataclasses.replace(plan, session_id=session_id, priority=int(priority))
+    return dataclasses.replace(plan, session_id=session_id, priority=int(priority), owner=owner_of(request))
