@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -27,7 +26,6 @@ Json = dict[str, Any]
 
 SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
 DIRECTIONS = "Call the tool `look` until you have seen everything. "
-RESULT_WORDS = 60
 FLOOD_REQUEST_TOKENS = 1000
 WORDS = [
     "amber",
@@ -145,8 +143,14 @@ FORMS = {
 }
 
 
-async def agent_loop(client: httpx.AsyncClient, form: Form, calls: int, flood_tokens: int, seed: int) -> list[Used]:
+async def agent_loop(
+    client: httpx.AsyncClient, form: Form, calls: int, flood_tokens: int, result_words: int = 100, seed: int = 0
+) -> list[Used]:
     """Run an agent of so many tool calls, with a flood before each request but the first. Return each prompt's tokens.
+
+    Args:
+        flood_tokens: tokens of each flood.
+        result_words: words in the result of each call.
 
     Raises RuntimeError if a request is refused.
     """
@@ -158,7 +162,7 @@ async def agent_loop(client: httpx.AsyncClient, form: Form, calls: int, flood_to
             await flood(client, draw, flood_tokens)
         answer = await _post(client, form.path, {**form.body(history), "temperature": 0})
         found.append(form.used(answer))
-        history += form.grow(answer, " ".join(draw.choices(WORDS, k=RESULT_WORDS)))
+        history += form.grow(answer, " ".join(draw.choices(WORDS, k=result_words)))
     return found
 
 
@@ -186,7 +190,9 @@ async def _run(options: argparse.Namespace) -> None:
     rows = []
     async with httpx.AsyncClient(base_url=options.url, timeout=600) as client:
         for name in options.forms:
-            found = await agent_loop(client, FORMS[name], options.calls, options.flood_tokens, options.seed)
+            found = await agent_loop(
+                client, FORMS[name], options.calls, options.flood_tokens, options.result_words, options.seed
+            )
             computed = sum(one.prompt - one.cached for one in found[1:])
             rows.append([name, str(found[-1].prompt - found[0].prompt), str(computed), f"{ratio(found):.2f}"])
     print(table(["API", "new tokens", "computed", "ratio"], rows))
@@ -197,6 +203,7 @@ def main() -> int:
     parser.add_argument("url", help="URL of a running gateway")
     parser.add_argument("--calls", type=int, default=20, help="requests of each agent [%(default)s]")
     parser.add_argument("--flood-tokens", type=int, default=20_000, help="tokens between two requests [%(default)s]")
+    parser.add_argument("--result-words", type=int, default=100, help="words in the result of a call [%(default)s]")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="APIs [all]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the texts [%(default)s]")
     options = parser.parse_args()
