@@ -12,8 +12,8 @@ blocks are requested again, but not when. `--take` measures the time to make roo
 
 `--hints` adds rows for the first policy with hints. After each request the policy is told which of its blocks will be
 requested again: after all requests (`all`), after a random half of them (`half`), or after all, with one of five hints
-wrong (`wrong`). A wrong hint is the opposite of the truth: none about blocks that return, or one about the whole context
-although nothing of it returns.
+wrong (`wrong`). A wrong hint is the opposite of the truth: none about blocks that return, or one about the whole
+context although nothing of it returns.
 """
 
 from __future__ import annotations

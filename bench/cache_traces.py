@@ -157,22 +157,19 @@ def retrieval(source: _Source) -> Trace:
     pick = source.popular(60, 1.1)
     system = source.blocks(3, 3)
 
+    pairs: dict[tuple[int, int], list[int]] = {}
+
     def question() -> list[int]:
         first, second = pick(), pick()
         # A block's name includes what is before it, so the second passage has other blocks after another first one.
-        return [
-            *system,
-            *passages[first],
-            *pairs.setdefault((first, second), source.blocks(2, 4)),
-            *source.blocks(1, 3),
-        ]
+        after = pairs.setdefault((first, second), source.blocks(2, 4))
+        return [*system, *passages[first], *after, *source.blocks(1, 3)]
 
-    pairs: dict[tuple[int, int], list[int]] = {}
     return [question() for _ in range(6000)]
 
 
 def tenants(source: _Source) -> Trace:
-    """Make the chats of 40 tenants with their own system prompts, one of which also scans documents from time to time."""
+    """Make the chats of 40 tenants with their own system prompts. One tenant also scans documents from time to time."""
     systems = [source.blocks(5, 25) for _ in range(40)]
     pick = source.popular(40, 1.2)
 

@@ -26,12 +26,13 @@ _FEW = 2
 _BACKGROUND = 8
 """A block that only one request has used, which was less urgent than usual."""
 _HINTED = 9
-"""The first class of blocks with a hint. There is one for each range of times and level of belief in the source."""
+"""The first class of blocks with a hint. There are two for each range of times and level of belief in the source: one
+of blocks that few requests used, and one of others."""
 _TIMES = (60.0, 900.0)
 """Seconds of a hint above which another range begins: the next call of an agent, the next turn of a chat, and later."""
 _TRUSTED = 0.125
 """Share of hinted blocks that are assumed to be requested in an epoch, before any were observed."""
-_ASSUMED = (*[None] * _BACKGROUND, 0.0, *[None, *[_TRUSTED] * (LEVELS - 1)] * (len(_TIMES) + 1))
+_ASSUMED = (*[None] * _BACKGROUND, 0.0, *[None, None, *[_TRUSTED] * 2 * (LEVELS - 1)] * (len(_TIMES) + 1))
 """For each class, the argument of `Hazards`."""
 
 _LAPSE = 64
@@ -116,7 +117,8 @@ class Forecast(CachePolicy):
         memory = self._memory[block.name]
         self._hazards.discard(memory.kind, memory.epoch)
         level = self._sources.level(block.hint.source)
-        memory.kind = _HINTED + LEVELS * bisect_left(_TIMES, block.hint.seconds) + level
+        trust = LEVELS * bisect_left(_TIMES, block.hint.seconds) + level
+        memory.kind = _HINTED + 2 * trust + (memory.again > _FEW)
         memory.source = block.hint.source
         self._hazards.add(memory.kind, memory.epoch)
 

@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 
-LEVELS = 3
-"""Levels of belief in a source, from 0 for a source whose hints rarely come true."""
+LEVELS = 2
+"""Levels of belief in a source: 0 if its hints rarely come true."""
 
-_SHARES = (0.1, 0.35)
+_SHARES = (0.2,)
 """Shares of hints that came true at which a higher level begins."""
 _PRIOR = 16.0
 """Weight of the assumption that half of the hints of a new source come true, in hinted blocks."""
