@@ -54,5 +54,5 @@ async def test_more_than_four_breakpoints_are_refused(desk: Desk) -> None:
 @pytest.mark.parametrize("mark", [{"type": "forever"}, {"type": "ephemeral", "ttl": "2h"}])
 async def test_unknown_breakpoints_are_refused(desk: Desk, mark: dict[str, str]) -> None:
     content = [{"type": "text", "text": "x", "cache_control": mark}]
-    with pytest.raises(anthropic.BadRequestError, match="ephemeral|5m"):
+    with pytest.raises(anthropic.BadRequestError, match=r"ephemeral|5m"):
         await desk.ask(messages=[{"role": "user", "content": content}])
