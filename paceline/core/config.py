@@ -500,9 +500,10 @@ class KVTransferConfig(ServiceConfig):
     )
     kv_disk_dir: str = option("/var/tmp", "folder for the file of --kv-disk-size, on a fast disk", "memory")
     cache_policy: str = option(
-        "forecast",
-        "policy that chooses which cached block the shared memory evicts. forecast: the block that is least likely to "
-        "be requested soon. Others are lru, arc, priority and the names of installed policies",
+        "adaptive",
+        "policy that chooses which cached block the shared memory evicts. adaptive: the block that is least likely to "
+        "be requested soon, by forecast or arc, whichever finds more. Others are forecast, arc, lru and the names of "
+        "installed policies",
         "memory",
     )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from redis.asyncio import Redis
@@ -96,6 +96,11 @@ class Fleet:
     def host(self, host_id: str) -> RemoteWorker | None:
         """Return the kvtransfer service of a host; None if it is not known."""
         return next((host for host in self.hosts() if host.member.host_id == host_id), None)
+
+    def hosts_of(self, worker_ids: Iterable[str]) -> set[str]:
+        """Return the ids of the hosts of workers. Unknown workers are left out."""
+        known = (self._workers.get(worker_id) for worker_id in worker_ids)
+        return {worker.member.host_id for worker in known if worker is not None}
 
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]

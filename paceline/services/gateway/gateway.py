@@ -92,6 +92,7 @@ class Gateway:
         if self.config.router_mode == "kv":
             self._block_feed.start()
         self._placements.start()
+        self.runner.hints.start()
         await self._registrar.start()
 
     async def close(self) -> None:
@@ -102,6 +103,7 @@ class Gateway:
         await self.media.close()
         await self._registrar.stop()
         await self._placements.close()
+        await self.runner.hints.close()
         await self._block_feed.close()
         await self.fleet.close()
         await self._redis.aclose()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
@@ -18,6 +19,7 @@ from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier
+from paceline.services.kvtransfer.expectations import hinted_blocks
 from paceline.services.kvtransfer.exports import Exports
 from paceline.services.kvtransfer.fetches import Fetches
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
@@ -89,6 +91,13 @@ class HostMemory:
             layout, self.ledger, blocks, options.clock, self._channels, Paths(transports), self.adoptions.note
         )
         self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
+
+    def expect(self, links: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """Note hints about the first tokens of a context, whose links are given, in the arena and on disk."""
+        for (group, digest), hint in hinted_blocks(self.layout, links, hints):
+            self.ledger.expect(group, digest, hint)
+            if self.disk is not None:
+                self.disk.expect(group, digest, hint)
 
     async def sweep(self) -> None:
         """Close connections to other hosts that were idle for long."""

@@ -127,6 +127,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.answer: Callable[[str], str] | None = None
         """Returns the whole answer to a prompt, which is recited instead of the text, whatever the seed is."""
         self.resets = 0
+        self.expectations = []
         self.encodings: set[bytes] = set()
         """Digests of the encodings that its host has."""
         self.fails_to_encode = False
