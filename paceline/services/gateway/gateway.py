@@ -18,6 +18,7 @@ from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import read_secret
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
+from paceline.services.gateway.console.feed import Feed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.kinds import KINDS
@@ -73,6 +74,8 @@ class Gateway:
         self.traces = TraceBook()
         self.requests = RunningRequests()
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
+        about = {"model": self.model, "media": sorted(self.media_preparer.kinds)}
+        self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()
         self._address = address
@@ -84,11 +87,13 @@ class Gateway:
         if self.config.router_mode == "kv":
             self._block_feed.start()
         self._placements.start()
+        self.console.start()
         await self._registrar.start()
 
     async def close(self) -> None:
         """End all requests and release everything that the gateway owns."""
         self.runner.abort()
+        await self.console.close()
         await self.media.close()
         await self._registrar.stop()
         await self._placements.close()
@@ -100,6 +105,7 @@ class Gateway:
         """Refuse new requests and let running ones end. Requests that still run after `seconds` fail."""
         self.draining = True
         self._registrar.announce()
+        self.console.end_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.runner.sequences.wait_until_idle()

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
+from paceline.services.gateway.console.history import History
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.repetition import REPETITION
@@ -34,6 +35,8 @@ class Metrics:
 
     def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]], runner: SequenceRunner) -> None:
         self.registry = CollectorRegistry()
+        self.history = History()
+        """The last hour, for the console."""
         self._model = model
 
         def counter(name: str, help: str) -> Counter:
@@ -90,7 +93,8 @@ class Metrics:
 
     def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str) -> None:
         """Count a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
-        now = time.monotonic()
+        now, times = time.monotonic(), record.token_times
+        self.history.observe(record.arrived, times, now, outcome == "error")
         self._success.labels(self._model, outcome).inc()
         self._attempts.inc(record.attempts)
         self._numerics_changes.inc(record.numerics_changes)
@@ -105,7 +109,6 @@ class Metrics:
         self._prefix_queries.inc(record.prompt_tokens)
         self._prefix_hits.inc(record.cached_tokens)
         self._generation_tokens.inc(generated_tokens)
-        times = record.token_times
         if not times:
             return
         self._ttft.observe(times[0] - record.arrived)

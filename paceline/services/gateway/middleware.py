@@ -109,6 +109,8 @@ _PROTECTED = (
     "/server_info",
     "/fleet",
     "/trace",
+    "/console/feed",
+    "/console/requests",
 )
 
 
