@@ -1,6 +1,6 @@
 """The stream of events that every open console reads.
 
-An event is encoded once for all viewers. Nothing is read or encoded while nobody looks, except a sample of the fleet for
+An event is encoded once for all viewers. While nobody looks, nothing is read or encoded except one sample of the fleet for
 each bin of the history.
 """
 

@@ -27,7 +27,7 @@ _LEAST_COMPRESSED = 500
 PAGE = "index.html"
 
 HEADERS = {
-    # A browser asks each time, and gets 304 if nothing has changed. So an upgraded gateway is never seen with old files.
+    # A browser asks each time, and gets 304 if nothing has changed. So no old file is used after an upgrade.
     "cache-control": "no-cache",
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "

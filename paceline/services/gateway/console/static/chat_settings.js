@@ -37,6 +37,7 @@ export function settings() {
     h("div.pair", {},
       field("temperature", "Temperature", h("input", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's" })),
       field("max_tokens", "Most tokens", h("input", { type: "number", min: 1, step: 1, value: 512 }))),
+    field("tool_choice", "Tool use", h("select", {}, ["auto", "required", "none"].map((name) => h("option", {}, name)))),
     field("tools", "Tools, a JSON list", h("textarea.mono", { rows: 6, spellcheck: "false", placeholder: EXAMPLE })),
     field("key", "API key, if the server needs one", h("input", { type: "password", autocomplete: "off", value: storedKey(), input: keepKey })));
 }
@@ -48,7 +49,7 @@ export function readSettings(element) {
   for (const name of ["temperature", "max_tokens"]) {
     if (value(name)) chosen[name] = Number(value(name));
   }
-  if (value("tools")) chosen.tools = readTools(value("tools"));
+  if (value("tools")) Object.assign(chosen, { tools: readTools(value("tools")), tool_choice: value("tool_choice") });
   return chosen;
 }
 
