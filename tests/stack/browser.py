@@ -20,7 +20,7 @@ import httpx
 from bench.services import free_port
 
 DRIVER = "chromedriver"
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds after which a wait for the page fails."""
 
 KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Escape": "\ue00c", "Space": "\ue00d"}
@@ -108,7 +108,7 @@ class Browser:
 
     def errors(self) -> list[str]:
         """Return what the console of the browser has shown since the last call: errors and violations of the policy."""
-        return [entry["message"] for entry in self._ask("/se/log", type="browser")]
+        return [each["message"] for each in self._ask("/se/log", type="browser") if each["level"] in ("WARNING", "SEVERE")]
 
     def requested(self) -> list[str]:
         """Return the URLs that the page has requested since the last call."""

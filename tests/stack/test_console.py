@@ -30,6 +30,7 @@ pytestmark = [
 SCREENS = os.environ.get("CONSOLE_SCREENS", "")
 """Folder for pictures of the views, for docs/console.md; empty writes none."""
 
+SMALL = '--mm-processor-kwargs={"max_soft_tokens": 70}'
 VIEWS = ("fleet", "requests", "chat", "batches", "about")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}}}]
 
@@ -114,7 +115,7 @@ def test_the_fleet_lives(window: Browser, stack: Stack) -> None:
     window.wait("document.querySelectorAll('.plot canvas').length === 6")
     window.wait("/ms|s/.test(document.querySelector('.figures').innerText)")
     shown = window.text("main")
-    for words in ("Time to first token", "Prompt tokens cached", "Drafts accepted", "cached, can be evicted", "free"):
+    for words in ("Time to first token", "Prompt tokens cached", "Drafts accepted", "cached, evictable", "free"):
         assert words in shown
     assert "p50" in window.run("return document.querySelector('.plot').getAttribute('aria-label')")
     picture(window, "fleet")
@@ -125,10 +126,9 @@ def test_the_fleet_lives(window: Browser, stack: Stack) -> None:
 def test_blocks_are_shown_with_their_owners(window: Browser, stack: Stack) -> None:
     show(window, stack)
     with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "Count: 1, 2, 3,", "max_tokens": 400, "ignore_eos": True}
+        body = {"prompt": "Count: 1, 2, 3,", "max_tokens": 100, "ignore_eos": True}
         asked = pool.submit(httpx.post, f"{stack.url}/v1/completions", json=body, timeout=300)
-        window.wait("document.querySelector('.host table')?.innerText.includes('active')")
-        assert "decode" in window.text(".host table")
+        window.wait("document.querySelector('.host table')?.innerText.includes('decode-')")
         assert asked.result().status_code == 200
     window.wait("!document.querySelector('.host table')")
 
@@ -154,16 +154,15 @@ def test_the_keyboard_alone_reaches_the_chat_and_its_timeline(window: Browser, s
     window.press("Enter")
     window.wait("document.querySelector('.say textarea')")
     tab_to("Your message")
-    window.press("Why is the sky blue?", "Enter")
+    window.run("document.querySelector('[name=max_tokens]').value = 48")
+    window.press("Why is the sky blue by day and red at dusk? " * 8, "Enter")  # long enough for a prefill worker
     window.wait("document.querySelector('.turn.model[aria-busy] .words:not(:empty)')")  # it streams
     window.wait("document.querySelector('.turn.model .facts-line a')")
     facts = window.text(".facts-line")
     for words in ("first token", "tok/s", "generated", "prefill", "decode"):
         assert words in facts
     picture(window, "chat")
-    for _ in range(40):  # the link is in front of the message
-        window.run("document.querySelector('.facts-line a').focus()")
-        break
+    tab_to("timeline")
     window.press("Enter")
     window.wait("document.querySelector('table.timeline')")
     phases = [line for line in window.text("table.timeline").splitlines() if line]
@@ -203,7 +202,7 @@ def test_tools_are_called_and_their_results_sent(window: Browser, stack: Stack) 
     window.run("document.getElementById('say').focus()")
     window.press("Weather?", "Enter")
     window.wait("document.querySelector('.chat [role=alert]').innerText.includes('not JSON')")
-    window.click(".say .quiet:not([hidden]):last-of-type")
+    window.run("document.getElementById('say').value = ''")
     window.run("document.querySelector('[name=tools]').value = arguments[0]", json.dumps(TOOLS))
     window.run("document.getElementById('say').focus()")
     window.press("What is the weather in Rome?", "Enter")
@@ -289,7 +288,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         setattr(reference.config, name, value)
     reference.save_pretrained(folder)
     log = tmp_path_factory.mktemp("seeing") / "log"
-    with serve(log, str(folder), "--dtype=float32", "--encode=1", "--threads=1", "--kv-memory=24MiB") as stack:
+    with serve(log, str(folder), "--dtype=float32", "--encode=1", "--threads=1", "--kv-memory=24MiB", SMALL) as stack:
         yield stack
 
 

@@ -3,16 +3,18 @@ import { h } from "./dom.js";
 import { count, duration, rate } from "./format.js";
 import { getJson } from "./store.js";
 
-/** Return an answer's `element`, `update` while it streams, and `end`. `reply` sends the results of tool calls. */
+/** Return an answer's `element`, `update` while it streams, and `end`. `reply` sends the results of tool calls, if it can. */
 export function answerView(answer, reply) {
   const reasoning = h("p.words");
   const thought = h("summary", {}, "Reasoning");
   const folded = h("details.reasoning", { hidden: true }, thought, reasoning);
   const content = h("p.words");
   const calls = h("div.calls");
+  const wanted = h("div");
   const facts = h("p.facts-line");
-  const element = h("li.turn.model", { "aria-busy": "true" }, h("h2", {}, "Model"), folded, content, calls, facts);
+  const element = h("li.turn.model", { "aria-busy": "true" }, h("h2", {}, "Model"), folded, content, calls, wanted, facts);
   let isDrawn = true;
+  let places = null;
 
   /** Draw at most once a frame, because tokens may come faster. */
   function update() {
@@ -28,15 +30,15 @@ export function answerView(answer, reply) {
     reasoning.textContent = answer.reasoning.trim();
     content.textContent = answer.content.trim();
     calls.replaceChildren(...answer.calls.map(showCall));
-    facts.replaceChildren(...figures(answer));
+    facts.replaceChildren(...figures(answer), ...(places ?? []));
   }
 
   async function end(key) {
     element.removeAttribute("aria-busy");
     draw();
-    if (answer.calls.length && answer.finish !== "error") calls.append(results(answer.calls, reply));
-    const places = await servedBy(answer, key);
-    if (places) facts.append(...places);
+    if (answer.calls.length && answer.finish !== "error") wanted.append(results(answer.calls, reply));
+    places = await servedBy(answer, key);
+    draw();
   }
 
   return { element, update, end };
@@ -56,8 +58,8 @@ function results(calls, reply) {
   const form = h("form.results", {
     submit: (event) => {
       event.preventDefault();
-      form.remove();
-      reply(calls.map((call, index) => ({ role: "tool", tool_call_id: call.id, content: areas[index].value })));
+      const values = calls.map((call, index) => ({ role: "tool", tool_call_id: call.id, content: areas[index].value }));
+      if (reply(values)) form.remove();
     },
   }, areas, h("button.quiet", { type: "submit" }, calls.length > 1 ? "Send the results" : "Send the result"));
   return form;

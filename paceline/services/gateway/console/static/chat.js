@@ -17,7 +17,7 @@ export function chat(main) {
   const text = h("textarea", { id: "say", rows: 3, placeholder: "Say something", keydown: onKey });
   const send = h("button", { type: "submit" }, "Send");
   const stop = h("button.quiet", { type: "button", hidden: true, click: () => running?.abort() }, "Stop");
-  const clear = h("button.quiet", { type: "button", click: forget }, "New conversation");
+  const clear = h("button.quiet", { type: "button", id: "forget", click: forget }, "New conversation");
   const media = attachments(complain);
   const form = h("form.say", { submit: onSubmit },
     h("label.unseen", { for: "say" }, "Your message"), text, media.element,
@@ -71,7 +71,7 @@ export function chat(main) {
   function onSubmit(event) {
     event.preventDefault();
     const words = text.value.trim();
-    if (running) return;
+    if (running || !check()) return;
     const items = media.flush();
     if (!words && !items.length) { text.focus(); return; }
     text.value = "";
@@ -81,19 +81,23 @@ export function chat(main) {
     ask();
   }
 
-  /** Send the conversation. An answer that calls tools leads to another one, after their results. */
-  async function ask() {
-    complain("");
-    let chosen;
+  /** Return whether the settings can be sent. If not, say why, and keep the message. */
+  function check() {
     try {
-      chosen = readSettings(side);
+      readSettings(side);
+      complain("");
+      return true;
     } catch (error) {
       complain(error.message);
-      return;
+      return false;
     }
-    const { key, system, ...fields } = chosen;
+  }
+
+  /** Send the conversation. An answer that calls tools leads to another one, after their results. */
+  async function ask() {
+    const { key, system, ...fields } = readSettings(side);
     const answer = newAnswer();
-    const shown = answerView(answer, (results) => { talk.messages.push(...results); ask(); });
+    const shown = answerView(answer, reply);
     add(shown.element);
     running = new AbortController();
     setBusy(true);
@@ -111,6 +115,14 @@ export function chat(main) {
     running = null;
     setBusy(false);
     shown.end(key);
+  }
+
+  /** Send the results of tool calls, and return whether they could be sent. */
+  function reply(results) {
+    if (running || !check()) return false;
+    talk.messages.push(...results);
+    ask();
+    return true;
   }
 
   function setBusy(isBusy) {

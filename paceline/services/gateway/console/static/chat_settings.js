@@ -32,14 +32,14 @@ function keepKey(event) {
 /** Return the settings as a folded form. */
 export function settings() {
   const isWide = matchMedia("(min-width: 60rem)").matches;
-  return h("details.settings", { open: isWide }, h("summary", {}, "Settings"),
+  return h("details.settings", { open: isWide }, h("summary", {}, "Settings"), h("form", { submit: (event) => event.preventDefault() },
     field("system", "System prompt", h("textarea", { rows: 2 })),
     h("div.pair", {},
       field("temperature", "Temperature", h("input", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's" })),
       field("max_tokens", "Most tokens", h("input", { type: "number", min: 1, step: 1, value: 512 }))),
     field("tool_choice", "Tool use", h("select", {}, ["auto", "required", "none"].map((name) => h("option", {}, name)))),
     field("tools", "Tools, a JSON list", h("textarea.mono", { rows: 6, spellcheck: "false", placeholder: EXAMPLE })),
-    field("key", "API key, if the server needs one", h("input", { type: "password", autocomplete: "off", value: storedKey(), input: keepKey })));
+    field("key", "API key, if the server needs one", h("input", { type: "password", autocomplete: "off", value: storedKey(), input: keepKey }))));
 }
 
 /** Return the fields of the request, and `system` and `key`. Throws an Error that says which setting is wrong. */

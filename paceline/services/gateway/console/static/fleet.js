@@ -27,7 +27,7 @@ const CHARTS = [
       { column: "generated_tokens_per_s", label: "generated", colour: "--decode" },
       { column: "prompt_tokens_per_s", label: "of prompts", colour: "--prefill" },
     ],
-    format: (value) => (value >= 10 ? value.toFixed(0) : value.toFixed(1)),
+    format: (value) => (value >= 10 || !value ? value.toFixed(0) : value.toFixed(1)),
   },
   {
     title: "Requests at this gateway",
@@ -112,18 +112,18 @@ function showFigures(list) {
   const latency = (name) => [
     name === "ttft" ? "Time to first token" : "Time between tokens",
     [duration(recent?.[name].p50), h("small", {}, "p50")],
-    [duration(recent?.[name].p99), " p99 · hour ", duration(hour?.[name].p50), " / ", duration(hour?.[name].p99)],
+    [[duration(recent?.[name].p99), " p99"], ["hour ", duration(hour?.[name].p50), " / ", duration(hour?.[name].p99)]],
   ];
   const figures = [
-    ["Running", count(live?.running), [count(live?.waiting), " waiting"]],
-    ["Generated", rate(newest("generated_tokens_per_s"), "tok"), ["prompts ", rate(newest("prompt_tokens_per_s"), "tok")]],
+    ["Running", count(live?.running), [[count(live?.waiting), " waiting"]]],
+    ["Generated", rate(newest("generated_tokens_per_s"), "tok"), [["prompts ", rate(newest("prompt_tokens_per_s"), "tok")]]],
     latency("ttft"),
     latency("itl"),
-    ["Prompt tokens cached", percent(hitRate(live)), "since the hosts started"],
-    ["Drafts accepted", percent(newest("accepted_rate")), "latest"],
+    ["Prompt tokens cached", percent(hitRate(live)), ["since the hosts started"]],
+    ["Drafts accepted", percent(newest("accepted_rate")), ["of the last ten seconds"]],
   ];
   list.replaceChildren(...figures.map(([name, value, more]) =>
-    h("div", {}, h("dt", {}, name), h("dd", {}, h("strong", {}, value), h("span.more", {}, more)))));
+    h("div", {}, h("dt", {}, name), h("dd", {}, h("strong", {}, value), more.map((line) => h("span.more", {}, line))))));
 }
 
 function hitRate(live) {

@@ -24,7 +24,8 @@ export function duration(seconds) {
 }
 
 export function durationText(seconds) {
-  return seconds == null ? "none" : durationParts(seconds).join(" ");
+  if (seconds == null) return "none";
+  return seconds ? durationParts(seconds).join(" ") : "0";
 }
 
 export function rate(perSecond, unit) {

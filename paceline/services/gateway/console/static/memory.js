@@ -5,7 +5,7 @@ import { bytes, count, percent } from "./format.js";
 const STATES = [
   ["held", "held by requests"],
   ["in_flight", "changing hands"],
-  ["cached", "cached, can be evicted"],
+  ["cached", "cached, evictable"],
   ["free", "free"],
 ];
 
