@@ -4,9 +4,9 @@
 
 The worker computes nothing: in each step it sends one token of every stream. A stream's clients run in a process of
 their own. The added latency of a token is the time from the worker's step, before its message is sent, until the client
-has read it, so it includes the worker's sending and the client's reading. Memory is the growth of the gateway's resident
-set while all streams are open. The console's cost is the gateway's CPU time with some open consoles, which read the
-same stream of events as the page, beside its CPU time without any; no request runs meanwhile.
+has read it. So it includes the worker's sending and the client's reading. Memory is the growth of the gateway's
+resident set while all streams are open. The console's cost is the gateway's CPU time with some open consoles, which
+read the same stream of events as the page, minus its CPU time without any. No request runs meanwhile.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ async def measure_streams(gateway: Gateway, chorus: Chorus, streams: int, tokens
     """Open all streams, and return the figures of the time in which all are open."""
     chorus.sent.clear()
     ours, theirs = multiprocessing.Pipe()
-    clients = multiprocessing.get_context("spawn").Process(target=run_clients, args=(theirs, gateway.url, streams, tokens))
+    clients = multiprocessing.get_context("spawn").Process(
+        target=run_clients, args=(theirs, gateway.url, streams, tokens)
+    )
     before = gateway.process.memory_info().rss
     clients.start()
     try:

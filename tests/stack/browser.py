@@ -1,6 +1,6 @@
 """A real browser for tests: Debian's Chromium, driven by its own driver over WebDriver, which is HTTP and JSON.
 
-    apt-get install chromium chromium-driver
+apt-get install chromium chromium-driver
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Browser:
         return self._ask("/execute/sync", script=script, args=list(arguments))
 
     def wait(self, expression: str, *arguments: Any) -> Any:
-        """Wait until an expression in the page is true, and return its value. Raises TimeoutError with the page's text."""
+        """Wait until an expression in the page is true, and return its value. Raises TimeoutError."""
         deadline = time.monotonic() + PATIENCE
         while not (value := self.run(f"return {expression}", *arguments)):
             if time.monotonic() > deadline:
@@ -97,7 +97,9 @@ class Browser:
 
     def resize(self, width: int, height: int = 900) -> None:
         """Set the size of the page in CSS pixels. Unlike a window, it may be as narrow as a phone."""
-        self._devtools("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self._devtools(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
 
     def prefer(self, scheme: str) -> None:
         """Prefer a "dark" or "light" colour scheme."""
@@ -108,7 +110,9 @@ class Browser:
 
     def errors(self) -> list[str]:
         """Return what the console of the browser has shown since the last call: errors and violations of the policy."""
-        return [each["message"] for each in self._ask("/se/log", type="browser") if each["level"] in ("WARNING", "SEVERE")]
+        return [
+            each["message"] for each in self._ask("/se/log", type="browser") if each["level"] in ("WARNING", "SEVERE")
+        ]
 
     def requested(self) -> list[str]:
         """Return the URLs that the page has requested since the last call."""

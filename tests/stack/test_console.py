@@ -30,9 +30,21 @@ pytestmark = [
 SCREENS = os.environ.get("CONSOLE_SCREENS", "")
 """Folder for pictures of the views, for docs/console.md; empty writes none."""
 
-SMALL = '--mm-processor-kwargs={"max_soft_tokens": 70}'
+SMALL = ('--mm-processor-kwargs={"max_soft_tokens": 70}', "--tool-call-parser=hermes")
 VIEWS = ("fleet", "requests", "chat", "batches", "about")
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 9}},
+                "required": ["city"],
+            },
+        },
+    }
+]
 
 CONTRASTS = """
 const luminance = (colour) => {
@@ -53,7 +65,8 @@ for (const element of document.querySelectorAll("body *")) {
   if (!hasText || !element.checkVisibility() || element.closest(":disabled")) continue;
   const [one, other] = [getComputedStyle(element).color, behind(element)].map(luminance);
   const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-  if (contrast < 4.5) weak.push(`${element.tagName} ${element.textContent.trim().slice(0, 30)}: ${contrast.toFixed(2)}`);
+  const name = `${element.tagName} ${element.textContent.trim().slice(0, 30)}`;
+  if (contrast < 4.5) weak.push(`${name}: ${contrast.toFixed(2)}`);
 }
 return weak;
 """
@@ -106,9 +119,13 @@ def complete(stack: Stack, words: str, name: str = "") -> None:
 @pytest.mark.model
 @on("two workers")
 def test_the_fleet_lives(window: Browser, stack: Stack) -> None:
-    requests = 400 if SCREENS else 6
+    requests = 90 if SCREENS else 6
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: complete(stack, f"Chapter {number % 9}: " + "once upon a time " * 9), range(requests)))
+        list(
+            pool.map(
+                lambda number: complete(stack, f"Chapter {number % 9}: " + "once upon a time " * 9), range(requests)
+            )
+        )
     show(window, stack)
     for role in ("prefill", "decode"):
         window.wait(f"document.querySelectorAll('.role.{role} [data-state=ready]').length === 2")
@@ -191,40 +208,13 @@ def test_requests_are_listed_and_lead_to_their_timelines(window: Browser, stack:
 
 @pytest.mark.model
 @on("two workers")
-def test_tools_are_called_and_their_results_sent(window: Browser, stack: Stack) -> None:
-    show(window, stack, "chat")
-    window.run(
-        "const set = (name, value) => { document.querySelector(`[name=${name}]`).value = value; };"
-        "set('tools', arguments[0]); set('tool_choice', 'required'); set('max_tokens', 60);"
-        "document.querySelector('.settings').open = true;",
-        "not JSON",
-    )
-    window.run("document.getElementById('say').focus()")
-    window.press("Weather?", "Enter")
-    window.wait("document.querySelector('.chat [role=alert]').innerText.includes('not JSON')")
-    window.run("document.getElementById('say').value = ''")
-    window.run("document.querySelector('[name=tools]').value = arguments[0]", json.dumps(TOOLS))
-    window.run("document.getElementById('say').focus()")
-    window.press("What is the weather in Rome?", "Enter")
-    window.wait("document.querySelector('.results textarea')")
-    call = window.text(".call")
-    assert call.startswith("weather")
-    assert '"city"' in call
-    window.run("document.querySelector('[name=tool_choice]').value = 'none'")
-    window.click(".results textarea")
-    window.press("sunny")
-    window.click(".results button")
-    window.wait("document.querySelectorAll('.turn.model .facts-line a').length === 2")
-
-
-@pytest.mark.model
-@on("two workers")
 def test_reasoning_is_folded(window: Browser, stack: Stack) -> None:
     show(window, stack, "chat")
     shown = window.run(
         "return Promise.all([import('./console/answer.js'), import('./console/answer_stream.js')]).then(([a, b]) => {"
         "  const answer = { ...b.newAnswer(), reasoning: 'Because of it.', content: 'So.' };"
-        "  const view = a.answerView(answer, () => {}); document.querySelector('.talk').append(view.element); view.update();"
+        "  const view = a.answerView(answer, () => {}); "
+        "  document.querySelector('.talk').append(view.element); view.update();"
         "  return new Promise((done) => setTimeout(() => done(view.element.innerText), 200)); });"
     )
     assert "So." in shown
@@ -279,7 +269,7 @@ def test_the_theme_can_be_chosen_and_is_kept(window: Browser, stack: Stack) -> N
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack of a tiny model with random weights that takes images, with an encode worker."""
+    """A stack of a tiny model with random weights that takes images, with an encode worker. Its grammars are small."""
     folder = write_toy_media_model(tmp_path_factory.mktemp("gemma4") / "model")
     sizes = {"vocab_size": 272, "vocab_size_per_layer_input": 272, "bos_token_id": None, "eos_token_id": 256}
     ids = {name: value for name, value in json.loads((folder / "config.json").read_text()).items() if "token" in name}
@@ -288,7 +278,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         setattr(reference.config, name, value)
     reference.save_pretrained(folder)
     log = tmp_path_factory.mktemp("seeing") / "log"
-    with serve(log, str(folder), "--dtype=float32", "--encode=1", "--threads=1", "--kv-memory=24MiB", SMALL) as stack:
+    with serve(log, str(folder), "--dtype=float32", "--encode=1", "--threads=1", "--kv-memory=24MiB", *SMALL) as stack:
         yield stack
 
 
@@ -296,7 +286,8 @@ def test_a_dropped_image_is_sent_and_its_encoding_is_in_the_timeline(window: Bro
     show(window, seeing, "chat")
     window.wait("!document.querySelector('.attach').hidden")
     drop = """
-    const file = (name, type, text) => new File([Uint8Array.from(atob(text), (each) => each.charCodeAt(0))], name, { type });
+    const bytes = (text) => Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
+    const file = (name, type, text) => new File([bytes(text)], name, { type });
     const dropped = new DataTransfer();
     dropped.items.add(file("wave.png", "image/png", arguments[0]));
     dropped.items.add(file("notes.txt", "text/plain", ""));
@@ -315,3 +306,29 @@ def test_a_dropped_image_is_sent_and_its_encoding_is_in_the_timeline(window: Bro
     assert "Encode image" in window.text(".timeline")
     assert "encode" in window.text(".timeline [data-kind=encode] .what")
     picture(window, "encode")
+
+
+def test_tools_are_called_and_their_results_sent(window: Browser, seeing: Stack) -> None:
+    show(window, seeing, "chat")
+    window.run(
+        "const set = (name, value) => { document.querySelector(`[name=${name}]`).value = value; };"
+        "set('tools', arguments[0]); set('tool_choice', 'required'); set('max_tokens', 200);"
+        "document.querySelector('.settings').open = true;",
+        "not JSON",
+    )
+    window.run("document.getElementById('say').focus()")
+    window.press("Weather?", "Enter")
+    window.wait("document.querySelector('.chat [role=alert]').innerText.includes('not JSON')")
+    window.run("document.getElementById('say').value = ''")
+    window.run("document.querySelector('[name=tools]').value = arguments[0]", json.dumps(TOOLS))
+    window.run("document.getElementById('say').focus()")
+    window.press("What is the weather in Rome?", "Enter")
+    window.wait("document.querySelector('.results textarea')")
+    call = window.text(".call")
+    assert call.startswith("weather")
+    assert '"city"' in call
+    window.run("document.querySelector('[name=tool_choice]').value = 'none'")
+    window.click(".results textarea")
+    window.press("sunny")
+    window.click(".results button")
+    window.wait("document.querySelectorAll('.turn.model .facts-line a').length === 2")

@@ -1,7 +1,7 @@
 """The stream of events that every open console reads.
 
-An event is encoded once for all viewers. While nobody looks, nothing is read or encoded except one sample of the fleet for
-each bin of the history.
+An event is encoded once for all viewers. While nobody looks, nothing is read or encoded except one sample of the fleet
+for each bin of the history.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def _row(index: int, own: _Bin) -> list[Cell]:
         _share(levels.cached_blocks if levels else 0, blocks),
         own.ended,
         own.failed,
-        *(own.ttft.percentiles(*SHARES) or [None] * len(SHARES)),
-        *(own.itl.percentiles(*SHARES) or [None] * len(SHARES)),
+        *_percentiles(own.ttft),
+        *_percentiles(own.itl),
     ]
 
 
@@ -186,6 +186,11 @@ def _share(part: float, whole: float) -> Cell:
     return round(part / whole, 6) if whole else None
 
 
+def _percentiles(durations: Durations) -> list[Cell]:
+    found = durations.percentiles(*SHARES)
+    return [None] * len(SHARES) if found is None else [*found]
+
+
 def _described(durations: Durations) -> dict[str, Cell]:
-    found = durations.percentiles(*SHARES) or [None] * len(SHARES)
-    return {"count": durations.count, **{f"p{share * 100:.0f}": value for share, value in zip(SHARES, found)}}
+    values = zip(SHARES, _percentiles(durations))
+    return {"count": durations.count, **{f"p{share * 100:.0f}": value for share, value in values}}

@@ -75,7 +75,10 @@ async def test_blocks_are_shown_by_state_and_owner(stack: Stack) -> None:
             pass
         (host, _) = live["hosts"]
         assert host["blocks"] == {"held": 2, "in_flight": 3, "cached": 1, "free": 4}
-        assert host["owners"] == [{"owner": "p", "state": "filling", "blocks": 3}, {"owner": "d", "state": "active", "blocks": 2}]
+        assert host["owners"] == [
+            {"owner": "p", "state": "filling", "blocks": 3},
+            {"owner": "d", "state": "active", "blocks": 2},
+        ]
         await silent.stop()
 
         async def is_silent() -> bool:
@@ -95,7 +98,9 @@ async def test_rows_follow_with_what_has_changed(stack: Stack) -> None:
     assert sum(row[1 + COLUMNS.index("ended")] for row in data["rows"]) == 1
 
 
-async def test_viewers_share_events_and_cost_nothing_when_they_have_left(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewers_share_events_and_cost_nothing_when_they_have_left(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = 0
     describe = feed.describe_fleet
 
@@ -144,11 +149,18 @@ def _parts() -> tuple[Any, ...]:
 
 async def test_the_newest_requests_come_first(stack: Stack) -> None:
     for name in ("one", "two", "three"):
-        await stack.http.post("/v1/completions", json={"prompt": "abcd", "max_tokens": 5}, headers={"X-Request-Id": name})
+        await stack.http.post(
+            "/v1/completions", json={"prompt": "abcd", "max_tokens": 5}, headers={"X-Request-Id": name}
+        )
     told = (await stack.http.get("/console/requests?limit=2")).json()["requests"]
     assert [each["request_id"] for each in told] == ["three", "two"]
     newest = told[0]
-    assert (newest["state"], newest["prompt_tokens"], newest["generated_tokens"], newest["attempts"]) == ("finished", 4, 5, 1)
+    assert (newest["state"], newest["prompt_tokens"], newest["generated_tokens"], newest["attempts"]) == (
+        "finished",
+        4,
+        5,
+        1,
+    )
     assert newest["workers"] == ["decode-0", "prefill-0"]
     assert 0 < newest["ttft_ms"] <= newest["ms"]
     assert (await stack.http.get(f"/trace/{newest['own_id']}")).json()["request_id"] == "three"

@@ -16,7 +16,9 @@ async def test_the_page_and_all_its_files_are_served(stack: Stack) -> None:
     page = await stack.http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     named = set(re.findall(r'(?:src|href)="(console/[^"]+)"', page.text))
-    modules = {f"console/{name}" for path in STATIC.glob("*.js") for name in re.findall(r'from "\./(.+)"', path.read_text())}
+    modules = {
+        f"console/{name}" for path in STATIC.glob("*.js") for name in re.findall(r'from "\./(.+)"', path.read_text())
+    }
     assert {"console/app.js", "console/uplot.iife.min.js", "console/uplot.min.css"} <= named | modules
     for name in named | modules:
         answer = await stack.http.get(f"/{name}")

@@ -40,7 +40,9 @@ def test_rates_are_of_the_time_between_two_samples() -> None:
     history = History()
     history.sample(NOW, Levels(), {WORKER: Counters(generated_tokens=500, prompt_tokens=100, found_tokens=90)})
     later = Counters(generated_tokens=600, prompt_tokens=180, found_tokens=110, draft_tokens=8, accepted_tokens=2)
-    history.sample(NOW + BIN_SECONDS, Levels(running=3, waiting=1, blocks=10, used_blocks=4, cached_blocks=5), {WORKER: later})
+    history.sample(
+        NOW + BIN_SECONDS, Levels(running=3, waiting=1, blocks=10, used_blocks=4, cached_blocks=5), {WORKER: later}
+    )
     before, row = rows(history).values()
     assert before["generated_tokens_per_s"] is None
     assert (row["generated_tokens_per_s"], row["prompt_tokens_per_s"]) == (10, 8)
