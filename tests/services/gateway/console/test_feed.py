@@ -129,7 +129,8 @@ async def test_a_viewer_that_reads_nothing_is_left(stack: Stack) -> None:
     assert (await anext(events)).startswith(b"event: history")
     for number in range(100):
         own._publish(str(number).encode())
-    assert [event async for event in events] == []
+    async with asyncio.timeout(PATIENCE):
+        assert [event async for event in events] == []
 
 
 async def test_streams_end_at_once_when_the_gateway_stops(start_stack: StartStack) -> None:

@@ -5,7 +5,7 @@ import { chat } from "./chat.js";
 import { h } from "./dom.js";
 import { fleet } from "./fleet.js";
 import { requests } from "./requests.js";
-import { connect, store } from "./store.js";
+import { connect, pause, store } from "./store.js";
 import { timeline } from "./timeline.js";
 
 /** A view fills an element, may return a function that ends it, and gets the rest of the address. */
@@ -75,6 +75,7 @@ addEventListener("hashchange", show);
 addEventListener("error", (event) => main.prepend(h("p.error", { role: "alert" }, `The page failed: ${event.message}`)));
 store.addEventListener("link", showLink);
 store.addEventListener("rows", showModel);
+document.addEventListener("visibilitychange", () => (document.hidden ? pause() : connect()));
 setUpTheme();
 connect();
 show();

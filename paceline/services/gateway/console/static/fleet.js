@@ -149,14 +149,14 @@ function workerRow(worker, snapshots) {
   const [seconds, gained] = gains(worker, snapshots);
   const share = worker.max_seqs ? worker.running / worker.max_seqs : 0;
   const queued = worker.stats.queued_tokens;
-  const drafts = gained.draft_tokens ? [" · ", percent(gained.accepted_tokens / gained.draft_tokens), " of drafts"] : null;
+  const accepted = gained.draft_tokens ? percent(gained.accepted_tokens / gained.draft_tokens) : null;
   return h("tr", {},
     h("th.name", { scope: "row" }, worker.id),
     h("td", {}, h("span.state", { "data-state": worker.state }, worker.state)),
     h("td", {}, h("span.meter", { "aria-hidden": "true" }, bar("i", share)),
       h("span.mono", {}, `${count(worker.running)}/${count(worker.max_seqs)}`)),
     h("td.number", {}, count(worker.waiting), queued ? h("small", {}, ` ${plural(queued, "token")}`) : null),
-    h("td.number", {}, seconds ? rate(gained.sampled_tokens / seconds, "tok") : "–", drafts),
+    h("td.number", {}, seconds ? rate(gained.sampled_tokens / seconds, "tok") : "–", accepted && h("small.line", {}, "drafts ", accepted)),
     h("td.number", {}, seconds ? percent(Math.min(1, gained.busy_seconds / seconds)) : "–"));
 }
 

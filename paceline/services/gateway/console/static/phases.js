@@ -4,6 +4,12 @@ import { count, plural } from "./format.js";
 
 const ms = (value) => `${value.toFixed(1)} ms`;
 
+/** Return what the gateway does before the first attempt: it renders and tokenizes the prompt, and decodes media. */
+export function preparation(attempt) {
+  const until = attempt.queue.began_ms;
+  return { kind: "preparation", name: "Preparation", from: 0, to: until, where: "gateway", more: "prompt, tokens, media" };
+}
+
 /** Return the phases of an attempt, in the order of their beginnings: {kind, name, from, to, where, more, marks}. */
 export function phasesOf(attempt, now) {
   const phases = [...before(attempt, now), ...attempt.encodings.map(encoding)];

@@ -62,6 +62,13 @@ export function connect() {
   };
 }
 
+/** Stop listening while nobody looks: a browser has only six connections to a server, which several tabs share. */
+export function pause() {
+  source?.close();
+  clearTimeout(watchdog);
+  setLink("connecting");
+}
+
 /** Return one column of the history as an array, with null where there is no value. */
 export function column(name) {
   const index = store.about.columns.indexOf(name);

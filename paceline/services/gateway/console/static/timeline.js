@@ -1,7 +1,7 @@
 // One request's life, drawn from its trace: a table whose rows are phases, each with a bar on a common time axis.
 import { bar, h } from "./dom.js";
 import { clock, count, duration, durationText, plural } from "./format.js";
-import { phasesOf, ticksUpTo } from "./phases.js";
+import { phasesOf, preparation, ticksUpTo } from "./phases.js";
 import { getJson } from "./store.js";
 
 const EVERY_MS = 1000;
@@ -85,7 +85,8 @@ function axis(span) {
 
 function attemptRows(attempt, index, attempts, span) {
   const title = attempts > 1 ? h("tr.attempt", {}, h("th", { colspan: 4, scope: "rowgroup" }, index ? `Attempt ${index + 1}, a retry` : "Attempt 1")) : null;
-  return h("tbody", {}, title, phasesOf(attempt, span).map((phase) => row(phase, attempt, span)));
+  const phases = [...(index ? [] : [preparation(attempt)]), ...phasesOf(attempt, span)];
+  return h("tbody", {}, title, phases.map((phase) => row(phase, attempt, span)));
 }
 
 function row(phase, attempt, span) {
