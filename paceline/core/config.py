@@ -39,7 +39,9 @@ class ServiceConfig(Options):
     """Options of every service."""
 
     cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
-    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster")
+    redis: str = option(
+        "redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster", is_secret=True
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
     port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
     auth_token_file: str = option(
@@ -122,24 +124,72 @@ class GatewayConfig(ServiceConfig):
     enable_force_include_usage: bool = option(
         False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
     )
-    response_store: str = option(
+    store: str = option(
         "",
-        "where responses of /v1/responses are kept: a SQLite file, the URL of an SQL database, which several gateways "
-        "may share (needs SQLAlchemy), or none; default: responses.db in the cache folder",
-        "responses",
+        "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
+        "which several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
+        "store",
+        is_secret=True,
     )
-    response_store_entries: int = option(
+    stored_responses: int = option(
         10_000,
         "responses that are kept for each API key; the ones that were used longest ago make room",
-        "responses",
+        "store",
         at_least=1,
     )
-    response_store_size: Size = option("256MiB", "size of all responses that are kept for each API key", "responses")
-    response_store_seconds: float = option(
-        30 * 86400.0, "a response is kept for this many seconds after its last use", "responses", at_least=1
+    stored_responses_size: Size = option("256MiB", "size of all responses that are kept for each API key", "store")
+    stored_responses_seconds: float = option(
+        30 * 86400.0, "a response is kept for this many seconds after its last use", "store", at_least=1
+    )
+    stored_files: int = option(
+        1000, "files that each API key may have; an upload that is one too many is refused", "store", at_least=1
+    )
+    stored_files_size: Size = option("2GiB", "size of all files that each API key may have", "store")
+    stored_files_seconds: float = option(
+        30 * 86400.0,
+        "a file that does not say when it expires is deleted after this many seconds, and a batch this many seconds "
+        "after its end",
+        "store",
+        at_least=1,
+    )
+    max_file_size: Size = option("200MiB", "largest file that may be uploaded", "store")
+    max_batch_lines: int = option(50_000, "requests in one batch", "store", at_least=1)
+    max_batches: int = option(
+        100,
+        "batches of each API key that may run or wait at the same time; a further one is refused",
+        "store",
+        at_least=1,
     )
     api_key: str = option(
-        "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
+        "",
+        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
+        "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
+        "network",
+        is_secret=True,
+    )
+    admin_key: str = option(
+        "",
+        "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
+        "scaling and requests of others are for processes of this machine only",
+        "network",
+        is_secret=True,
+    )
+    api_keys_file: str = option(
+        "",
+        "TOML file with a table for each key: its sha256 (paceline key makes both), role, priority and limits. Only "
+        "its owner may be able to read it. It is read again when it changes",
+        "network",
+    )
+    allowed_origins: str = option(
+        "",
+        "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
+        "https://chat.example.com; * allows all. Default: none but the gateway's own",
+        "network",
+    )
+    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "network")
+    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "network")
+    allow_credentials: bool = option(
+        False, "these pages may use a key that the browser itself keeps; needs named origins", "network"
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
@@ -199,7 +249,7 @@ class GatewayConfig(ServiceConfig):
     mm_processor_kwargs: str = option(
         "",
         'options of the model\'s preprocessing, as JSON, for requests without their own, such as {"max_soft_tokens": '
-        "560}, the most tokens that Gemma 4 sees of an image",
+        '560}, the most tokens that Gemma 4 sees of an image, or {"max_pixels": 1048576} for Qwen 3-VL',
         "media",
     )
     media_cache_size: Size = option(
@@ -466,13 +516,19 @@ class ServeConfig(Options):
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
     api_key: str = same_option(GatewayConfig, "api_key")
-    response_store: str = same_option(GatewayConfig, "response_store")
+    admin_key: str = same_option(GatewayConfig, "admin_key")
+    api_keys_file: str = same_option(GatewayConfig, "api_keys_file")
+    allowed_origins: str = same_option(GatewayConfig, "allowed_origins")
+    allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
+    allowed_headers: str = same_option(GatewayConfig, "allowed_headers")
+    allow_credentials: bool = same_option(GatewayConfig, "allow_credentials")
+    store: str = same_option(GatewayConfig, "store")
     limit_mm_per_prompt: str = same_option(GatewayConfig, "limit_mm_per_prompt")
     mm_processor_kwargs: str = same_option(GatewayConfig, "mm_processor_kwargs")
     allowed_media_domains: str = same_option(GatewayConfig, "allowed_media_domains")
     allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
     allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")
-    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
+    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network", is_secret=True)
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)

@@ -20,7 +20,7 @@ from paceline.core.config import (
 )
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError
-from paceline.core.options import flag, parse_bytes, range_of
+from paceline.core.options import flag, listed, parse_bytes, range_of, secrets_of
 
 CONFIGS: list[type[Any]] = [GatewayConfig, WorkerConfig, KVTransferConfig, ServeConfig]
 
@@ -207,3 +207,17 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 @given(st.integers(0, 1 << 20), st.sampled_from(["", "K", "M", "G"]))
 def test_units_are_powers_of_1024(amount: int, unit: str) -> None:
     assert parse_bytes(f"{amount}{unit}") == amount * 1024 ** ["", "K", "M", "G"].index(unit)
+
+
+def test_options_with_secrets_do_not_show_them() -> None:
+    assert secrets_of(GatewayConfig) == {"api_key", "admin_key", "redis", "store"}
+    for cls in (GatewayConfig, ServeConfig):
+        config = cls(**dict.fromkeys(secrets_of(cls), "do-not-show"))
+        assert "do-not-show" not in f"{config!r} {config}"
+        with pytest.raises(ConfigError) as caught:
+            cls(api_key=["do-not-show"])
+        assert "do-not-show" not in str(caught.value)
+
+
+def test_lists_are_separated_by_commas() -> None:
+    assert listed(" a, b c ,,") == ("a", "b c")

@@ -218,7 +218,7 @@ class Encodings:
 
     def __init__(self, model: Model, slots: torch.Tensor) -> None:
         self._slots = slots
-        self._hidden = model.config.hidden_size if isinstance(model.config, ModelConfig) else 1
+        self._hidden = model.config.encoding_size if isinstance(model.config, ModelConfig) else 1
         self._room = slots.shape[1] // self._hidden
 
     def write(self, rows: torch.Tensor, free: list[int]) -> list[int]:
@@ -230,7 +230,10 @@ class Encodings:
 
     def read(self, slots: Sequence[int], start: int, end: int) -> torch.Tensor:
         blocks = self._slots[list(slots), : self._room * self._hidden]
-        return blocks.reshape(-1, self._hidden)[start:end]
+        rows = blocks.reshape(-1, self._hidden)[start:end]
+        was_written = rows.isfinite() & (rows != FOREIGN)
+        assert was_written.any(dim=1).all(), "an encoding is read that was not written, or was taken back"
+        return rows
 
 
 class _Given:

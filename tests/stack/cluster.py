@@ -59,7 +59,7 @@ class Cluster(Services):
                 await asyncio.sleep(0.1)
 
     async def fleet(self) -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=self.url, headers=self.admin, timeout=10) as client:
             return dict((await client.get("/fleet")).json())
 
     async def settled(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,26 @@ from paceline.services.gateway.media import video_decoder
 from paceline.services.gateway.media.expansion import Expansion, Run
 from paceline.services.gateway.media.processors.base import SAMPLING_RATE, Processor
 from tests.engine.media_models import MediaModel, Prompt
-from tests.models.test_encoders import reference_of_patches
+from tests.models.test_encoders import reference_of_patches, reference_of_qwen3_vl
 from tests.services.gateway.media.samples import audio_file, data_url, image_file, tone, video_file
 from tests.services.gateway.toy_model import AUDIO, VIDEO
 
 TOKENS = 12
 QUESTIONS = ("What is this?", "And this one? " * 6, "Which of both, then, is the older one, and why?")
 SHAPES = ((50, 70), (64, 64), (60, 44))
-OPTIONS = {"max_soft_tokens": 70}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny Gemma 4 in a folder, with its reference."""
+    """A tiny Gemma 4 or Qwen 3-VL in a folder, with its reference."""
 
+    kind: str
+    """As in `MediaModel`."""
     folder: Path
     reference: Any
     processor: Processor
+    options: dict[str, Any]
+    """The options of the processor, which requests send."""
 
     def expect(self, token_ids: Sequence[int], runs: Sequence[Run], output: Sequence[int]) -> None:
         """Check that the output is what `transformers` generates after a prompt with these media."""
@@ -45,16 +48,18 @@ class Model:
             rows = self._encoding(run)
             assert len(rows) == run.input.length
             kind = MediaKind.IMAGE if run.input.kind is MediaKind.IMAGE else MediaKind.VIDEO_FRAME
-            media.append((MediaSpan(begin, len(rows), run.digest, kind), rows))
+            media.append((MediaSpan(begin, len(rows), run.digest, kind, run.grid), rows))
             begin += len(rows)
         # `transformers` takes no encodings of audio. In this model, rows of a frame are read in the same way.
-        given = [VIDEO if token == AUDIO else token for token in token_ids]
-        made = MediaModel(None, self.reference, "edge")  # type: ignore[arg-type]
+        given = [VIDEO if token == AUDIO and "audio" in self.processor.kinds else token for token in token_ids]
+        made = MediaModel(None, self.reference, self.kind)  # type: ignore[arg-type]
         made.check(Prompt(given, media), list(output))
 
     def _encoding(self, run: Run) -> torch.Tensor:
         own = run.input
         values = torch.from_numpy(np.frombuffer(own.data, dtype=own.dtype).reshape(own.shape).copy())
+        if self.kind == "qwen3_vl":
+            return reference_of_qwen3_vl(self.reference, values.expand(2, *values.shape[-3:]))
         if own.kind is not MediaKind.AUDIO:
             return reference_of_patches(self.reference, values, 16, padded=0)
         with torch.inference_mode():
@@ -133,7 +138,7 @@ async def ask(
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "mm_processor_kwargs": OPTIONS,
+        "mm_processor_kwargs": model.options,
         **options,
     }
     if body["stream"]:
@@ -172,14 +177,20 @@ class Chat:
 
 
 async def ask_about_media(url: str, model: Model) -> int:
-    """Ask about two equal images, a video and an audio clip in one prompt. Return the number of different encodings."""
-    (pixels,), samples, film = images_of(500, 1), tone(SAMPLING_RATE), video_file(3, (32, 32))
-    limits = {"max_pixels": 1 << 20, "max_seconds": 60.0, "frame_pixels": None}
-    facts, frames = video_decoder.decode(memoryview(film), 1 << 24, frames=model.processor.video_frames, **limits)
-    video, audio = model.processor.video(list(frames), facts["timestamps"]), model.processor.audio(samples)
-    runs = [*image_runs(model, [pixels, pixels]), *runs_of(video), *runs_of(audio)]
-    clip = audio_file(samples, SAMPLING_RATE)
-    parts = [image_part(pixels), image_part(pixels), part("video", film), part("audio", clip)]
+    """Ask about two equal images, a video, and an audio clip if the model takes it, in one prompt.
+
+    Return the number of different encodings.
+    """
+    (pixels,), film = images_of(500, 1), video_file(3, (32, 32))
+    sampling = asdict(model.processor.sampling)
+    facts, frames = video_decoder.decode(memoryview(film), 1 << 24, 1 << 20, max_seconds=60.0, sampling=sampling)
+    video = model.processor.video(list(frames), facts["timestamps"])
+    runs = [*image_runs(model, [pixels, pixels]), *runs_of(video)]
+    parts = [image_part(pixels), image_part(pixels), part("video", film)]
+    if "audio" in model.processor.kinds:
+        samples = tone(SAMPLING_RATE)
+        runs += runs_of(model.processor.audio(samples))
+        parts.append(part("audio", audio_file(samples, SAMPLING_RATE)))
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         await ask(client, model, [{"role": "user", "content": parts}], runs)
     return len({run.digest for run in runs})

@@ -17,31 +17,48 @@ import torch
 
 from bench.namespaces import ONE_HOST
 from paceline.services.gateway.media.processors.families import read_processor
-from tests.services.gateway.toy_model import AUDIO, IMAGE, VIDEO, write_toy_media_model
+from tests.services.gateway.toy_model import (
+    AUDIO,
+    END,
+    IMAGE,
+    IMAGE_PAD,
+    VIDEO,
+    VIDEO_PAD,
+    write_toy_media_model,
+    write_toy_vision_model,
+)
 from tests.stack.cluster import Cluster
-from tests.stack.media_chats import OPTIONS, Chat, Model, ask_about_media, ask_all, converse
+from tests.stack.media_chats import Chat, Model, ask_about_media, ask_all, converse
 from tests.stack.processes import Stack, serve
-from tests.tiny_checkpoints import write_gemma4_with_media
+from tests.tiny_checkpoints import write_gemma4_with_media, write_qwen3_vl
 
 pytestmark = pytest.mark.stack
 
 VOCAB = 272
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = write_toy_media_model(tmp_path_factory.mktemp("gemma4") / "model")
+@pytest.fixture(scope="module", params=["edge", "qwen3_vl"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A tiny Gemma 4 or Qwen 3-VL."""
+    folder = tmp_path_factory.mktemp("media") / "model"
+    is_gemma = request.param == "edge"
+    (write_toy_media_model if is_gemma else write_toy_vision_model)(folder)
     ids = {name: value for name, value in json.loads((folder / "config.json").read_text()).items() if "token" in name}
-    sizes = {"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "bos_token_id": None, "eos_token_id": 256}
-    reference = write_gemma4_with_media(folder, "edge", audio_features=128, **sizes)
+    sizes = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": END}
+    reference = (
+        write_gemma4_with_media(folder, "edge", audio_features=128, vocab_size_per_layer_input=VOCAB, **sizes)
+        if is_gemma
+        else write_qwen3_vl(folder, **sizes)
+    )
     for name, value in ids.items():
         setattr(reference.config, name, value)
     with torch.no_grad():  # a placeholder is never the best token, because the reference would take it for an image
-        reference.get_input_embeddings().weight[[IMAGE, VIDEO, AUDIO]] = 0
+        reference.get_output_embeddings().weight[[IMAGE, VIDEO, AUDIO] if is_gemma else [IMAGE_PAD, VIDEO_PAD]] = 0
     reference.save_pretrained(folder)
     processor = read_processor(folder)
     assert processor is not None
-    return Model(folder, reference, processor.with_options(OPTIONS))
+    options: dict[str, Any] = {"max_soft_tokens": 70} if is_gemma else {"size": {"longest_edge": 1 << 14}}
+    return Model(request.param, folder, reference, processor.with_options(options), options)
 
 
 async def kill_each(stack: Stack, roles: Sequence[str], done: asyncio.Event) -> None:

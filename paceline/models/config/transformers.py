@@ -24,6 +24,7 @@ class TransformersConfig:
     dtype: str
     whole_media: frozenset[MediaKind] = frozenset()
     """Empty, because such a model reads no media."""
+    has_grids: bool = False
 
 
 def read_transformers(raw: Json, architecture: str) -> TransformersConfig:

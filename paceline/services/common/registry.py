@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.metrics import Family, MetricKind, Sample
 from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
-from paceline.proto.fleet_pb2 import HostReport, LoadReport, MetricFamily
+from paceline.proto.fleet_pb2 import HostReport, KeyUse, LoadReport, MetricFamily
 from paceline.services.common.tasks import end_tasks
 
 HEARTBEAT_SECONDS = 1.0
@@ -59,6 +59,8 @@ class Member:
     host: HostReport = dataclasses.field(default_factory=HostReport)
     """Set by kvtransfer services only."""
     metrics: Sequence[MetricFamily] = ()
+    keys: Sequence[KeyUse] = ()
+    """Set by gateways only."""
     numerics: Numerics | None = None
     """None if unknown: the member is no worker, is starting, or is of an earlier release."""
 

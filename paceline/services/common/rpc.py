@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 << 20
-"""Size of the largest message. A million token ids fit; a larger message is an attack or a bug."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Size of the largest message. An image of 16 Mi pixels for an encoder fits; a larger message is an attack or a bug."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

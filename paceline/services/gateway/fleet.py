@@ -58,7 +58,10 @@ class Fleet:
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._redis_answers = True
+        self.redis_answers = True
+        """Whether Redis has answered the last time."""
+        self.gateways: list[Member] = []
+        """The gateways of the cluster, as Redis listed them last."""
         self.on_refresh: Callable[[], object] = lambda: None
         """A function that is called after each refresh."""
         self.has_served = asyncio.Event()
@@ -173,13 +176,13 @@ class Fleet:
         try:
             async with asyncio.timeout(1.0):
                 self._merge(await read_members(self._redis, self._cluster))
-            if not self._redis_answers:
+            if not self.redis_answers:
                 log.info("Redis answers again")
-            self._redis_answers = True
+            self.redis_answers = True
         except (RedisError, OSError, TimeoutError) as error:
-            if self._redis_answers:
+            if self.redis_answers:
                 log.warning("Redis does not answer (%s); routing uses the last known state", error)
-            self._redis_answers = False
+            self.redis_answers = False
         too_early = self._failed_workers.now()
         for worker in self.workers():
             in_place = worker.available or worker.refuses_us
@@ -189,6 +192,7 @@ class Fleet:
         self.on_refresh()
 
     def _merge(self, members: list[Member]) -> None:
+        self.gateways = [member for member in members if member.role == "gateway"]
         listed = {member.worker_id: member for member in members if member.role != "gateway"}
         for name, member in listed.items():
             worker = self._workers.get(name)

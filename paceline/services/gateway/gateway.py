@@ -8,14 +8,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
+from paceline.core.options import listed
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import read_secret
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.access.book import AccessBook
+from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.console.feed import Feed
@@ -49,6 +54,10 @@ class Gateway:
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, address: str = "") -> None:
         self.config = config
         self.tokenizer = tokenizer
+        client_keys = listed(config.api_key) or env.api_keys()
+        self.keys = AccessBook(client_keys, listed(config.admin_key) or env.admin_keys(), config.api_keys_file)
+        self.limiter = Limiter(self.keys, self._gateways)
+        self._watch: asyncio.Task[None] | None = None
         self.forms = choose_forms(
             config.tool_call_parser,
             config.reasoning_parser,
@@ -83,6 +92,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""
+        self._watch = asyncio.create_task(self.keys.watch(), name="keys")
         await self.fleet.start()
         if self.config.router_mode == "kv":
             self._block_feed.start()
@@ -94,6 +104,8 @@ class Gateway:
         """End all requests and release everything that the gateway owns."""
         self.runner.abort()
         await self.console.close()
+        if self._watch is not None:
+            await end_tasks(self._watch)
         await self.media.close()
         await self._registrar.stop()
         await self._placements.close()
@@ -157,9 +169,19 @@ class Gateway:
                 code="model_not_found",
             )
 
+    def waiting_requests(self) -> int:
+        """Return how many sequences wait for a worker, at all gateways. What others say is up to a second old."""
+        members = (worker.member for worker in self.fleet.workers())
+        others = (each for each in members if each.role == "gateway" and each.worker_id != self._worker_id)
+        return len(self.runner.queue) + sum(other.load.waiting for other in others)
+
     def _check_stays(self) -> None:
         if self.draining:
             raise UnavailableError("this gateway is shutting down; try another one")
+
+    def _gateways(self) -> Gateways:
+        uses = {member.worker_id: member.keys for member in self.fleet.gateways}
+        return Gateways(self._worker_id, uses, self.fleet.redis_answers)
 
     def _describe(self) -> Member:
         waiting = len(self.runner.queue)
@@ -171,6 +193,7 @@ class Gateway:
             host_id="",
             state="draining" if self.draining else "ready",
             load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
+            keys=self.limiter.report(),
         )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 
 from paceline.core.telemetry import request_span
+from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Event
 from paceline.services.gateway.choice import Choice, Delta
@@ -36,6 +37,7 @@ class Generation:
         requests: where the generation can be found by the request's id while it runs.
         media_memory: counts the inputs of encoders, which stay in memory until the request ends.
         resources: what the request holds until the generation runs, such as the memory of its media.
+        admission: counts what the request uses of its key's limits.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Generation:
         requests: RunningRequests,
         media_memory: MemoryBudget,
         resources: contextlib.ExitStack,
+        admission: Admission,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
@@ -59,6 +62,8 @@ class Generation:
         self._requests = requests
         self._media_memory = media_memory
         self._resources = resources
+        self._admission = admission
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -73,11 +78,10 @@ class Generation:
 
     def usage(self) -> dict[str, object]:
         """Return the `usage` object of a response, with the counts up to now."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
         return {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt_tokens + self.completion_tokens,
+            "total_tokens": self._prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens), **self._media_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
@@ -93,18 +97,23 @@ class Generation:
             for prompt in self.plan.prompts
             for span, own in zip(prompt.media, prompt.inputs, strict=True)
         }
+        self._admission.run()
         # Nothing runs in between, so no other request gets the memory.
         self._resources.close()
-        with self._media_memory.hold(sum(inputs.values())):
-            async with self._running():
-                yield
+        try:
+            with self._admission, self._media_memory.hold(sum(inputs.values())):
+                async with self._running():
+                    yield
+        finally:
+            is_computed = any(record.attempts for record in self._trace.records)
+            self._admission.settle(self._prompt_tokens if is_computed else 0)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:
-            with self._requests.running(self._trace.request_id, self.abort):
+            with self._requests.running(self._trace.request_id, self._trace.owner, self.abort):
                 yield
         finally:
             for task in self._tasks:
@@ -169,7 +178,9 @@ class Generation:
         begun = self._has_begun[which]
 
         def take(event: Event) -> None:
+            before = choice.tokens
             delta = choice.take(event)
+            self._admission.spend(choice.tokens - before, self._prompt_tokens)
             if not begun.is_set():
                 self._cached_tokens[which] = record.cached_tokens
             if delta is not None:
@@ -190,6 +201,7 @@ class Generation:
                     media=prompt.media,
                     media_inputs=prompt.inputs,
                     priority=self.plan.priority,
+                    background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,
                     trace=record,
@@ -202,7 +214,7 @@ class Generation:
                 choice.outcome, choice.why = "error", str(error)
                 self._came.put(error)
             finally:
-                self._metrics.observe(record, choice.tokens, choice.outcome)
+                self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice)
                 record.end(choice.outcome, choice.why, choice.tokens)

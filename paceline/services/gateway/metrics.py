@@ -91,24 +91,35 @@ class Metrics:
             self._n.observe(plan.n)
             self._max_tokens.observe(prompt.sampling.max_tokens)
 
-    def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str) -> None:
-        """Count a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
-        now, times = time.monotonic(), record.token_times
-        self.history.observe(record.arrived, times, now, outcome == "error")
+    def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str, *, background: bool = False) -> None:
+        """Count a sequence that has ended.
+
+        Args:
+            outcome: its finish reason, "abort" or "error".
+            background: whether nobody waited for it. Then its times say nothing about the service and do not count.
+        """
+        now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
         self._attempts.inc(record.attempts)
         self._numerics_changes.inc(record.numerics_changes)
+        if record.admitted is not None:
+            self._request_prompt.observe(record.prompt_tokens)
+            self._request_generation.observe(generated_tokens)
+            self._prompt_tokens.inc(record.prompt_tokens)
+            self._prefix_queries.inc(record.prompt_tokens)
+            self._prefix_hits.inc(record.cached_tokens)
+            self._generation_tokens.inc(generated_tokens)
+        if not background:
+            self.history.observe(record.arrived, record.token_times, now, outcome == "error")
+            self._observe_times(record, now)
+
+    def _observe_times(self, record: SequenceTrace, now: float) -> None:
         self._e2e.observe(now - record.arrived)
         if record.admitted is None:
             return
         self._queue.observe(record.admitted - record.arrived)
         self._inference.observe(now - record.admitted)
-        self._request_prompt.observe(record.prompt_tokens)
-        self._request_generation.observe(generated_tokens)
-        self._prompt_tokens.inc(record.prompt_tokens)
-        self._prefix_queries.inc(record.prompt_tokens)
-        self._prefix_hits.inc(record.cached_tokens)
-        self._generation_tokens.inc(generated_tokens)
+        times = record.token_times
         if not times:
             return
         self._ttft.observe(times[0] - record.arrived)

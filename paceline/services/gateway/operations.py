@@ -7,14 +7,17 @@ import time
 from collections import Counter
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 import paceline
+from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
+from paceline.core.options import secrets_of
 from paceline.proto import kvtransfer_pb2
+from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.api_schema import TEXT, answers
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
@@ -27,9 +30,6 @@ from paceline.services.gateway.trace_book import KEPT, describe
 LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
-
-_SECRETS = {"api_key", "redis", "response_store"}
-"""Options that may hold a password."""
 
 
 def make_operations(gateway: Gateway) -> APIRouter:
@@ -65,7 +65,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
             "max_model_len": gateway.fleet.max_model_len(),
             "started": gateway.started,
             "members": dict(roles),
-            "options": gateway.config.model_dump(exclude=_SECRETS),
+            "options": gateway.config.model_dump(exclude=secrets_of(GatewayConfig)),
         }
 
     @router.get("/load", response_model=None, responses=answers(Load))
@@ -94,15 +94,16 @@ def make_operations(gateway: Gateway) -> APIRouter:
         }
 
     @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
-    async def trace(request_id: str) -> dict[str, Any]:
-        known = gateway.traces.find(request_id)
+    async def trace(request_id: str, request: Request) -> dict[str, Any]:
+        may_see = caller_of(request).may_see
+        known = gateway.traces.find(request_id, may_see)
         if known is None:
             message = (
                 f"this gateway does not know the request {request_id[:128]!r}: ask the one that served it; or it was "
-                f"refused before it began, or {KEPT} newer ones have ended since"
+                f"refused before it began, {KEPT} newer ones have ended since, or another key sent it"
             )
             raise ApiError(404, message, code="unknown_request")
-        return describe(known, gateway.traces.earlier(known), time.monotonic())
+        return describe(known, gateway.traces.earlier(known, may_see), time.monotonic())
 
     return router
 

@@ -66,8 +66,12 @@ class Plan:
     include_stop: bool
     skip_special_tokens: bool
     cache_salt: str
+    wanted_priority: int | None = None
+    """The priority that the client wants; None if it does not say."""
     priority: int = 0
-    """Lower is more urgent."""
+    """The priority with which the request runs, which depends on the caller; lower is more urgent."""
+    background: bool = False
+    """Whether nobody waits for the answer, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
     repetition: RepetitionDetection | None = None
@@ -167,7 +171,7 @@ def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
         )
         prompt = _plan_prompt(params, model, "token_ids", None, list(request.token_ids), wanted)
         plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
-    return dataclasses.replace(plan, cache_salt=request.cache_salt or "", priority=request.priority)
+    return dataclasses.replace(plan, cache_salt=request.cache_salt or "", wanted_priority=request.priority)
 
 
 def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], model: ServedModel) -> Plan:
@@ -223,7 +227,7 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rul
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         cache_salt=request.cache_salt or "",
-        priority=request.priority,
+        wanted_priority=request.priority,
         kind=kind,
         repetition=repetition if repetition is not None and repetition.max_pattern_size else None,
         logprobs_as_ids=rules.as_ids if as_ids is None else as_ids,

@@ -186,7 +186,8 @@ class GenerationRequest(NamedRequest):
     request_id: str | None = None
     session_id: str | None = Field(None, max_length=MAX_SESSION_CHARACTERS)
     """Shown in the request's trace, so that all requests of a conversation can be found."""
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Default: the priority of the key."""
     user: str | None = None
 
     @model_validator(mode="after")

@@ -14,7 +14,13 @@ _GATEWAY = (
     "host",
     "port",
     "api_key",
-    "response_store",
+    "admin_key",
+    "api_keys_file",
+    "allowed_origins",
+    "allowed_methods",
+    "allowed_headers",
+    "allow_credentials",
+    "store",
     "limit_mm_per_prompt",
     "mm_processor_kwargs",
     "allowed_media_domains",
@@ -40,9 +46,7 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
     shared["auth_token_file"] = str(secret)
     shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}
-    gateway["response_store"] = config.response_store or str(
-        Path(config.cache_dir).expanduser().absolute() / "responses.db"
-    )
+    gateway["store"] = config.store or str(Path(config.cache_dir).expanduser().absolute() / "store.db")
     return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"
 
 

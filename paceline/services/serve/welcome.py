@@ -68,7 +68,7 @@ def first_request(config: ServeConfig, model: Path, port: int, numerics: Sequenc
 
 def _key_lines(config: ServeConfig) -> list[str]:
     # A key is never printed, because output ends up in logs.
-    if config.api_key:
+    if config.api_key or config.api_keys_file:
         return ["-H 'Authorization: Bearer YOUR_KEY'"]
     return ['-H "Authorization: Bearer ${PACELINE_API_KEY%%,*}"'] if env.api_keys() else []
 

@@ -228,7 +228,7 @@ async def test_keys_guard_the_api_and_not_the_probes(start_stack: StartStack) ->
         ):
             response = await stack.http.get(path, headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["www-authenticate"] == ('Basic realm="Paceline"' if path == "/fleet" else "Bearer")
     for path in ("/tokenize", "/detokenize", "/v1/completions"):
         assert (await stack.post(path, prompt="x")).status_code == 401
     for path in ("/health", "/ping", "/version", "/metrics"):

@@ -49,6 +49,10 @@ def test_a_key_that_was_given_is_not_printed(model_folder: Path) -> None:
     assert not [part for part in command if "secret" in part]
 
 
+def test_keys_of_a_file_are_not_printed(model_folder: Path) -> None:
+    assert "Authorization: Bearer YOUR_KEY" in curl_of(ServeConfig(api_keys_file="keys.toml"), model_folder)
+
+
 def test_a_key_of_the_environment_is_not_printed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
     text = first_request(ServeConfig(), model_folder, port=1)

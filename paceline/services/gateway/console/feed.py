@@ -48,17 +48,18 @@ class Feed:
         self._epoch = time.time() - time.monotonic()
         self._viewers: set[asyncio.Queue[bytes]] = set()
         self._watched = asyncio.Event()
-        self._is_closed = False
+        self._is_open = False
         self._tasks: list[asyncio.Task[None]] = []
         self._live = b""
         """The newest event about the fleet; empty while nobody looks."""
 
     def start(self) -> None:
+        self._is_open = True
         self._tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._show())]
 
     def end_streams(self) -> None:
         """End the streams of all viewers, now and later, so that they do not delay the end of the server."""
-        self._is_closed = True
+        self._is_open = False
         self._publish(b"")
         self._viewers.clear()
 
@@ -69,10 +70,10 @@ class Feed:
     async def watch(self) -> AsyncGenerator[bytes]:
         """Yield server-sent events: `history` once, then `live` every LIVE_SECONDS and `rows` after each bin.
 
-        The stream ends if the viewer is too slow, and at the end of the gateway.
+        The stream ends if the viewer is too slow, and at the end of the gateway; before its start, after `history`.
         """
         viewer: asyncio.Queue[bytes] = asyncio.Queue(_BEHIND)
-        if not self._is_closed:
+        if self._is_open:
             self._viewers.add(viewer)
             self._watched.set()
         try:

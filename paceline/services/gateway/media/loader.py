@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
-from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind
+from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind
 from paceline.services.gateway.media.pool import DecodePool, Facts
 from paceline.services.gateway.media.source import Sources
 
@@ -28,16 +28,6 @@ _MAX_READING_OF_REQUEST = 8
 """Items of one request that are read at the same time."""
 _THREADS = 16
 """Names that are resolved and files that are read at the same time, because both calls block."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrameSampling:
-    """The frames of a video that a model's processor wants. They are spread evenly over the whole video."""
-
-    most: int
-    """The largest number of frames."""
-    max_pixels: int | None = None
-    """A frame with more pixels is scaled down to at most this many, with the same aspect ratio; None never scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +124,7 @@ class MediaLoader:
         options = {
             "max_pixels": config.max_image_pixels,
             "max_seconds": config.max_video_seconds,
-            "frames": sampling.most,
-            "frame_pixels": sampling.max_pixels,
+            "sampling": asdict(sampling),
         }
         facts, frames = await self._load("video", source, place, options)
         return Video(frames, facts["timestamps"])

@@ -235,4 +235,4 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)

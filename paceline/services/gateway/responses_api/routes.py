@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from paceline.core import env
-from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
+from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.choice import Delta
@@ -22,7 +21,6 @@ from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.media.expansion import Expansions
-from paceline.services.gateway.middleware import owner_of
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
@@ -34,24 +32,33 @@ from paceline.services.gateway.responses_api.bodies import (
     ResponseEvent,
 )
 from paceline.services.gateway.responses_api.builder import ResponseBuilder, encode
-from paceline.services.gateway.responses_api.database import open_database
 from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
 from paceline.services.gateway.responses_api.planning import chat_request, in_client_fields, plan_response
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.store import ResponseStore
 from paceline.services.gateway.responses_api.tools import Toolbox
+from paceline.services.gateway.store.store import Store
 from paceline.services.gateway.streaming import EventStreamResponse, event, event_stream, until_disconnect
 
 Json = dict[str, Any]
 
 
-def make_responses(gateway: Gateway) -> APIRouter:
-    """Return the routes, which own the store of responses and the runs in the background.
+def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
+    """Return the routes, which own the runs in the background.
 
-    Raises ConfigError if there is no driver for the database.
+    Args:
+        shared: where responses are kept; None if nothing is kept.
     """
-    store = _open_store(gateway.config)
+    config = gateway.config
+    store = None
+    if shared is not None:
+        store = ResponseStore(
+            shared,
+            entries=config.stored_responses,
+            max_bytes=parse_bytes(config.stored_responses_size),
+            seconds=config.stored_responses_seconds,
+        )
     kept = KeptResponses(store)
     runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
 
@@ -60,8 +67,6 @@ def make_responses(gateway: Gateway) -> APIRouter:
         yield
         if runs is not None:
             await runs.close()
-        if store is not None:
-            await asyncio.to_thread(store.close)
 
     router = APIRouter(lifespan=lifespan)
 
@@ -82,7 +87,7 @@ def make_responses(gateway: Gateway) -> APIRouter:
         gateway.check_request(body.model)
         choose_id(body.request_id, request)
         if body.background and runs is None:
-            message = "background: this server keeps no responses; start it with --response-store"
+            message = "background: this server keeps no responses; start it with --store"
             raise ApiError(400, message, param="background")
         owner = owner_of(request)
         items, toolbox, plan = await prepare(body, request)
@@ -229,18 +234,6 @@ def _follow(run: Run, first: int) -> Response:
 
 def _encoded(events: list[Json]) -> bytes:
     return b"".join(encode(events))
-
-
-def _open_store(config: GatewayConfig) -> ResponseStore | None:
-    if config.response_store == "none":
-        return None
-    database = open_database(config.response_store or str(env.default_cache_dir() / "responses.db"))
-    return ResponseStore(
-        database,
-        entries=config.response_store_entries,
-        max_bytes=parse_bytes(config.response_store_size),
-        seconds=config.response_store_seconds,
-    )
 
 
 def _response_id(request: Request) -> str:

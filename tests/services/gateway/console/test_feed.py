@@ -125,6 +125,7 @@ async def test_viewers_share_events_and_cost_nothing_when_they_have_left(
 
 async def test_a_viewer_that_reads_nothing_is_left(stack: Stack) -> None:
     own = feed.Feed(*_parts())
+    own._is_open = True
     events = own.watch()
     assert (await anext(events)).startswith(b"event: history")
     for number in range(100):

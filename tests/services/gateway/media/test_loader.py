@@ -15,7 +15,8 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, ConfigError
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError, to_api_error
 from paceline.services.gateway.media import loader as loader_module
-from paceline.services.gateway.media.loader import FrameSampling, MediaLoader, MediaService
+from paceline.services.gateway.media.items import FrameSampling
+from paceline.services.gateway.media.loader import MediaLoader, MediaService
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.media.hostile_server import answer, repeat, response, serve
 from tests.services.gateway.media.samples import audio_file, data_url, image_file, picture, video_file
