@@ -1440,18 +1440,22 @@ class LedgerRequest(_message.Message):
 
     WITH_LEASES_FIELD_NUMBER: _builtins.int
     MAX_LEASES_FIELD_NUMBER: _builtins.int
+    BRIEF_FIELD_NUMBER: _builtins.int
     with_leases: _builtins.bool
     max_leases: _builtins.int
     """Return at most this many leases, oldest first; 0 returns all."""
+    brief: _builtins.bool
+    """Return only the counts by state and by owner, without checking the ledger: `balanced` is the last check's outcome."""
     def __init__(
         self,
         *,
         with_leases: _builtins.bool = ...,
         max_leases: _builtins.int = ...,
+        brief: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_leases", b"max_leases", "with_leases", b"with_leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["brief", b"brief", "max_leases", b"max_leases", "with_leases", b"with_leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1523,6 +1527,7 @@ class LedgerReply(_message.Message):
     HINTED_BLOCKS_FIELD_NUMBER: _builtins.int
     HINTED_KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
     HINTED_WASTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     total: _builtins.int
     free: _builtins.int
@@ -1560,6 +1565,10 @@ class LedgerReply(_message.Message):
 
     @_builtins.property
     def cached_by_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnedBlocks]:
+        """Who has the blocks that are held or in flight, most blocks first. Their sum is held + in_flight."""
+
     def __init__(
         self,
         *,
@@ -1585,14 +1594,45 @@ class LedgerReply(_message.Message):
         hinted_blocks: _builtins.int = ...,
         hinted_kept_blocks: _builtins.int = ...,
         hinted_wasted_blocks: _builtins.int = ...,
+        owners: _abc.Iterable[Global___OwnedBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "cached_by_group", b"cached_by_group", "encoding_hits_rows", b"encoding_hits_rows", "encoding_queries_rows", b"encoding_queries_rows", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "free", b"free", "held", b"held", "hinted_blocks", b"hinted_blocks", "hinted_kept_blocks", b"hinted_kept_blocks", "hinted_wasted_blocks", b"hinted_wasted_blocks", "host_id", b"host_id", "in_flight", b"in_flight", "leases", b"leases", "leases_left_out", b"leases_left_out", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total", "used_by_group", b"used_by_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "cached_by_group", b"cached_by_group", "encoding_hits_rows", b"encoding_hits_rows", "encoding_queries_rows", b"encoding_queries_rows", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "free", b"free", "held", b"held", "hinted_blocks", b"hinted_blocks", "hinted_kept_blocks", b"hinted_kept_blocks", "hinted_wasted_blocks", b"hinted_wasted_blocks", "host_id", b"host_id", "in_flight", b"in_flight", "leases", b"leases", "leases_left_out", b"leases_left_out", "owners", b"owners", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total", "used_by_group", b"used_by_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LedgerReply: _TypeAlias = LedgerReply  # noqa: Y015
+
+@_typing.final
+class OwnedBlocks(_message.Message):
+    """The blocks of an owner's leases in one state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Id of a worker; "kvtransfer" if the service itself moves the blocks; "gone" if the worker has left."""
+    state: _builtins.str
+    """State of the leases: reserved, filling, filled, active or draining."""
+    blocks: _builtins.int
+    """A block that several leases share is counted for the oldest of them."""
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        state: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "owner", b"owner", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnedBlocks: _TypeAlias = OwnedBlocks  # noqa: Y015
 
 @_typing.final
 class LeaseInfo(_message.Message):

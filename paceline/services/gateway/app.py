@@ -21,6 +21,7 @@ from paceline.services.gateway.api_schema import ERRORS, add_chunks
 from paceline.services.gateway.batch_api.routes import make_batches
 from paceline.services.gateway.cache_reset import make_cache_reset
 from paceline.services.gateway.chat_batch import make_chat_batch
+from paceline.services.gateway.console.routes import make_console
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.messages_api.routes import make_messages
@@ -82,6 +83,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(make_score_api(gateway))
     app.include_router(make_scaling(gateway))
     app.include_router(make_cache_reset(gateway))
+    app.include_router(make_console(gateway))
     app.include_router(make_batches(gateway, store, app))
     check_decided(app.routes)
     # The middleware that is added last sees a request first.

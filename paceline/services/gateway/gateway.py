@@ -23,6 +23,7 @@ from paceline.services.gateway.access.book import AccessBook
 from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
+from paceline.services.gateway.console.feed import Feed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.kinds import KINDS
@@ -80,6 +81,8 @@ class Gateway:
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
         self.requests = RunningRequests()
+        about = {"model": self.model, "media": sorted(self.media_preparer.kinds)}
+        self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()
         self._address = address
@@ -93,11 +96,13 @@ class Gateway:
             self._block_feed.start()
         self._placements.start()
         self.runner.hints.start()
+        self.console.start()
         await self._registrar.start()
 
     async def close(self) -> None:
         """End all requests and release everything that the gateway owns."""
         self.runner.abort()
+        await self.console.close()
         if self._watch is not None:
             await end_tasks(self._watch)
         await self.media.close()
@@ -112,6 +117,7 @@ class Gateway:
         """Refuse new requests and let running ones end. Requests that still run after `seconds` fail."""
         self.draining = True
         self._registrar.announce()
+        self.console.end_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.runner.sequences.wait_until_idle()

@@ -15,6 +15,7 @@ from paceline.core.block_pool import KV_USAGE
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
+from paceline.services.gateway.console.history import History
 from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.remote_worker import RemoteWorker
@@ -52,6 +53,8 @@ class Metrics:
         self._with_vllm_names = CollectorRegistry()
         if vllm_names:
             self._with_vllm_names.register(VllmNames(model, self.registry))
+        self.history = History()
+        """The last hour, for the console."""
         self._model = model
 
         def counter(name: str, help: str) -> Counter:
@@ -145,6 +148,7 @@ class Metrics:
             self._generation_tokens.inc(generated_tokens)
         if not background:
             self._observe_times(record, generated_tokens, now)
+            self.history.observe(record.arrived, record.token_times, now, outcome == "error")
 
     def _observe_times(self, record: SequenceTrace, generated_tokens: int, now: float) -> None:
         self._e2e.observe(now - record.arrived)

@@ -92,6 +92,11 @@ class RemoteWorker:
         return not self.set_aside and not self.refuses_us
 
     @property
+    def state(self) -> str:
+        """The member's own state, or why this gateway gives it no work, for operators."""
+        return "refuses us" if self.refuses_us else self.member.state if self.available else "unreachable"
+
+    @property
     def unreported(self) -> int:
         """Calls in flight that the member's figures may not contain yet: calls begun since the last update but one."""
         return min(self.in_flight, self._begun.calls - self._begun_at_updates[0].calls)

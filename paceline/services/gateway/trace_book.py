@@ -5,6 +5,7 @@ In JSON, instants and durations are in milliseconds, and instants count from the
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -79,6 +80,11 @@ class TraceBook:
         candidates = (trace for trace in self._seen(own_id, may_see) if trace.own_id == own_id)
         return next((trace for trace in candidates if index < trace.sequences), None)
 
+    def newest(self, most: int) -> list[RequestTrace]:
+        """Return the requests that arrived last, the newest first. They may still run."""
+        known = {id(trace): trace for traces in self._by_id.values() for trace in traces}
+        return heapq.nlargest(most, known.values(), key=lambda trace: trace.arrived)
+
     def earlier(self, trace: RequestTrace, may_see: MaySee = lambda owner: True) -> list[RequestTrace]:
         """Return older requests with the same id from clients, the newest first."""
         traces = self._seen(trace.request_id, may_see)
@@ -112,6 +118,29 @@ def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -
         "sequences": trace.sequences,
         "parts": [_part(trace, record, at) for record in sorted(trace.records, key=lambda record: record.index)],
         "parts_left_out": trace.left_out,
+    }
+
+
+def summarize(trace: RequestTrace, now: float) -> Json:
+    """Return one line about a request, for a list. `now` is the time on time.monotonic()."""
+    records = trace.records
+    first = min((times[0] for record in records if (times := record.token_times)), default=None)
+    taken = [record.workers for record in records if record.admitted is not None]
+    return {
+        "request_id": trace.request_id,
+        "own_id": trace.own_id,
+        "state": trace.outcome or "running",
+        "arrived": trace.clock.isoformat(timespec="milliseconds"),
+        "ms": _ms((now if trace.ended is None else trace.ended) - trace.arrived),
+        "ttft_ms": None if first is None else _ms(first - trace.arrived),
+        "endpoint": trace.endpoint,
+        "streamed": trace.streamed,
+        "sequences": trace.sequences,
+        "prompt_tokens": sum(record.prompt_tokens for record in records),
+        "cached_tokens": sum(record.cached_tokens for record in records),
+        "generated_tokens": sum(attempt.tokens for record in records for attempt in record.tries),
+        "attempts": sum(record.attempts for record in records),
+        "workers": sorted({worker for pair in taken for worker in pair if worker}),
     }
 
 

@@ -29,7 +29,7 @@ from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.lease import TRANSFER, Lease
 from paceline.services.kvtransfer.operations import adopted, apply, changed_leases, key_of
-from paceline.services.kvtransfer.owners import count_groups, describe_leases
+from paceline.services.kvtransfer.owners import count_groups, count_owners, describe_leases
 from paceline.services.kvtransfer.sessions import Sessions
 from paceline.services.kvtransfer.snapshot import Snapshot, snapshot_of
 
@@ -245,7 +245,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         reply = pb.LedgerReply(
             host_id=self._options.host_id,
             **snapshot.counts._asdict(),
-            balanced=self._keeper.check_balance(),
+            balanced=self._keeper.healthy if request.brief else self._keeper.check_balance(),
             expired_leases=snapshot.expired_leases,
             evicted_blocks=snapshot.evicted_blocks,
             prefix_queries_tokens=snapshot.prefixes.queried_tokens,
@@ -258,9 +258,10 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             hinted_wasted_blocks=snapshot.hints.wasted,
         )
         if (memory := self.sessions.memory) is not None:
-            leases = memory.ledger.leases()
-            reply.MergeFrom(count_groups(leases, memory.ledger.cached(), memory.layout))
-            if request.with_leases:
-                names = {TRANSFER: "kvtransfer", **self.sessions.workers}
+            leases, names = memory.ledger.leases(), {TRANSFER: "kvtransfer", **self.sessions.workers}
+            reply.MergeFrom(count_owners(leases, names))
+            if not request.brief:
+                reply.MergeFrom(count_groups(leases, memory.ledger.cached(), memory.layout))
+            if request.with_leases and not request.brief:
                 reply.MergeFrom(describe_leases(leases, names, request.max_leases, self._options.clock()))
         return reply

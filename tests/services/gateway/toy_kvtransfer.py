@@ -78,6 +78,10 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
             balanced=True,
             prefix_queries_tokens=100,
             prefix_hits_tokens=25,
+            owners=[
+                kvtransfer_pb2.OwnedBlocks(owner="p", state="filling", blocks=3),
+                kvtransfer_pb2.OwnedBlocks(owner="d", state="active", blocks=2),
+            ],
             leases=shown,
             leases_left_out=len(left_out),
             # The first two blocks are of a lease that is never shown.

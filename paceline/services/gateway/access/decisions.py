@@ -67,6 +67,10 @@ DECISIONS: dict[str, Access] = {
     "/fleet/scale": Access.ADMIN,
     "/reset_prefix_cache": Access.ADMIN,
     "/server_info": Access.ADMIN,
+    "/": Access.ADMIN,
+    "/console/feed": Access.ADMIN,
+    "/console/requests": Access.ADMIN,
+    "/console/{name}": Access.ADMIN,
 }
 
 _PATTERNS: list[tuple[Pattern[str], Access]] = [

@@ -50,6 +50,11 @@ class MediaPreparer:
         except InvalidRequestError as error:
             raise ConfigError(f"--mm-processor-kwargs is wrong: {error}") from None
 
+    @property
+    def kinds(self) -> frozenset[ItemKind]:
+        """The kinds of items that the model takes."""
+        return frozenset() if self._processor is None else self._processor.kinds
+
     async def plan(
         self,
         items: Sequence[MediaItem],
