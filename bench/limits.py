@@ -131,7 +131,7 @@ def main() -> int:
         "--seconds",
         type=float,
         default=MINUTE,
-        help="length of each overload; in less than a minute, a burst counts, too",
+        help="length of each overload; at least 60",
     )
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
