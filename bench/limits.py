@@ -127,7 +127,12 @@ def _percentiles(times: Sequence[float]) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.limits", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
-    parser.add_argument("--seconds", type=float, default=MINUTE, help="length of each overload")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=MINUTE,
+        help="length of each overload; at least 60",
+    )
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     ending_on_sigterm()
