@@ -34,9 +34,9 @@ from bench.workloads import Request, Workload
 from paceline.core.model_folder import model_digest
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret
 from paceline.services.common.unix_socket import UnixListener
 from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.outbox import Outboxes
@@ -136,7 +136,7 @@ async def stack(model: Path, step_seconds: float, worker: Reciter | None = None)
         await _start(undo, *redis_command(folder / "redis.sock"))
         await wait_for_redis(redis, START_SECONDS)
         reciter = worker or Reciter(step_seconds, Tokenizer(model).encode(_CALL, False))
-        rpc = RpcServer("127.0.0.1", 0, Secret(), "reciter")
+        rpc = RpcServer("127.0.0.1", 0, Credentials(), "reciter")
         worker_pb2_grpc.add_DecodeServicer_to_server(reciter, rpc.server)
         port = await rpc.start()
         undo.push_async_callback(rpc.close, 0)

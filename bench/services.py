@@ -129,7 +129,7 @@ class Services:
     def __init__(self, folder: Path, model: str, hosts: Sequence[Host], **options: Sequence[str]) -> None:
         self.hosts = hosts
         self.processes: dict[str, Process] = {}
-        self._folder = folder
+        self.folder = folder
         self._model = model
         self._options = options
         self._commands: dict[str, list[str]] = {}
@@ -169,7 +169,7 @@ class Services:
     def start_again(self, name: str) -> None:
         """Start a process that has ended again, with the same command."""
         self._starts[name] += 1
-        log = self._folder / f"{name}.{self._starts[name]}.log"
+        log = self.folder / f"{name}.{self._starts[name]}.log"
         own = {"PACELINE_ADMIN_KEY": self._admin_key} if role_of(name) == "gateway" else {}
         self.processes[name] = Process(log, program=self._commands[name], environment=own)
 

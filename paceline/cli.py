@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from paceline import __version__
+from paceline.client import GatewayClient
 from paceline.core import env, telemetry
 from paceline.core.config import (
     PREPARE_OPTIONS,
@@ -102,9 +103,19 @@ _METAVARS = {
     "allowed_origins": "ORIGINS",
     "api_keys_file": "FILE",
     "auth_token_file": "FILE",
+    "cluster_ca_certs": "FILE",
+    "cluster_cert_name": "NAME",
+    "cluster_certfile": "FILE",
+    "cluster_keyfile": "FILE",
     "chat_template": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
+    "root_path": "PATH",
+    "ssl_ca_certs": "FILE",
+    "ssl_cert_reqs": "0|1|2",
+    "ssl_certfile": "FILE",
+    "ssl_keyfile": "FILE",
+    "uds": "PATH",
     "store": "FILE|URL|none",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
@@ -188,7 +199,12 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the answers")
     batch.add_argument("--model", default="", metavar="MODEL", help=_help(ServeConfig, "model"))
     batch.add_argument("--url", default="", help="gateway of a running stack; without it, this command starts a stack")
-    batch.add_argument("--api-key", default="", metavar="KEY", help="key for --url; default: $PACELINE_API_KEY")
+    batch.add_argument(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="key to send; by default the first one in $PACELINE_ADMIN_KEY or $PACELINE_API_KEY",
+    )
     batch.add_argument(
         "--completion-window", default="24h", metavar="TIME", help="time for all lines, such as 90m or 7d [%(default)s]"
     )
@@ -208,7 +224,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the gateway [%(default)s]")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of the gateway, or unix:PATH for its Unix socket [%(default)s]",
+    )
+    parser.add_argument(
+        "--ssl-ca-certs",
+        default="",
+        metavar="FILE",
+        help="PEM file with the authorities that may have signed the gateway's certificate; by default those of the "
+        "system, or of $SSL_CERT_FILE",
+    )
     parser.add_argument(
         "--api-key",
         default="",
@@ -222,11 +249,11 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
     if name == "version":
         print(f"paceline {__version__}")
     elif name == "top":
-        top(arguments["url"], _api_key(arguments), max(arguments["interval"], 0.1), arguments["count"])
+        top(_gateway(arguments), max(arguments["interval"], 0.1), arguments["count"])
     elif name == "trace":
-        trace(arguments["request_id"], arguments["url"], _api_key(arguments), arguments["json"])
+        trace(arguments["request_id"], _gateway(arguments), arguments["json"])
     elif name == "scale":
-        scale(arguments["targets"], arguments["url"], _api_key(arguments), arguments["wait"])
+        scale(arguments["targets"], _gateway(arguments), arguments["wait"])
     elif name == "run-batch":
         return _run_batch(arguments)
     elif name == "token":
@@ -252,13 +279,12 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
 
 
 def _run_batch(arguments: dict[str, Any]) -> int:
-    url = arguments["url"]
     is_good = run_batch(
         arguments["input_file"],
         arguments["output_file"],
         arguments["model"] or ServeConfig.model_fields["model"].default,
-        url,
-        _api_key(arguments) if url else "",
+        arguments["url"],
+        _api_key(arguments),
         arguments["completion_window"],
         arguments["serve_flag"],
     )
@@ -267,6 +293,10 @@ def _run_batch(arguments: dict[str, Any]) -> int:
 
 def _api_key(arguments: dict[str, Any]) -> str:
     return arguments["api_key"] or next(iter((*env.admin_keys(), *env.api_keys())), "")
+
+
+def _gateway(arguments: dict[str, Any]) -> GatewayClient:
+    return GatewayClient(arguments["url"], _api_key(arguments), arguments["ssl_ca_certs"])
 
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.client import fetch
+from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 
 POLL_SECONDS = 0.5
@@ -63,7 +63,7 @@ def run_batch(
         return _run(Server(url, api_key), content, source, target, window)
     store = target.with_name(f".{target.name}.store.db")
     with _own_stack(model, store, flags) as url:
-        is_good = _run(Server(url, ""), content, source, target, window)
+        is_good = _run(Server(url, api_key), content, source, target, window)
     for suffix in ("", "-wal", "-shm"):
         store.with_name(store.name + suffix).unlink(missing_ok=True)
     return is_good
@@ -81,7 +81,7 @@ class Server:
         deadline = time.monotonic() + AWAY_SECONDS
         while True:
             try:
-                return fetch(self._url, path, self._api_key, body, REQUEST_SECONDS)
+                return GatewayClient(self._url, self._api_key).fetch(path, body, REQUEST_SECONDS)
             except UnavailableError:
                 if body is not None or time.monotonic() > deadline:
                     raise

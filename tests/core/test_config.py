@@ -182,6 +182,25 @@ def test_a_file_of_an_earlier_release_without_pools_goes_on_to_work(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (GatewayConfig, {"ssl_certfile": "c"}, "--ssl-certfile needs --ssl-keyfile"),
+        (ServeConfig, {"ssl_keyfile": "k"}, "--ssl-keyfile needs --ssl-certfile"),
+        (GatewayConfig, {"ssl_ca_certs": "a"}, "--ssl-ca-certs needs --ssl-certfile"),
+        (ServeConfig, {"ssl_cert_reqs": 2, "ssl_certfile": "c", "ssl_keyfile": "k"}, "2 needs --ssl-ca-certs"),
+        (GatewayConfig, {"ssl_ca_certs": "a", "ssl_certfile": "c", "ssl_keyfile": "k"}, "--ssl-cert-reqs 1 or 2"),
+        (WorkerConfig, {"cluster_certfile": "c"}, "--cluster-certfile needs --cluster-keyfile"),
+        (KVTransferConfig, {"cluster_certfile": "c", "cluster_keyfile": "k"}, "needs --cluster-ca-certs"),
+        (GatewayConfig, {"cluster_ca_certs": "a"}, "--cluster-ca-certs needs --cluster-certfile"),
+        (WorkerConfig, {"cluster_cert_name": "n"}, "--cluster-cert-name needs --cluster-certfile"),
+    ],
+)
+def test_half_a_certificate_is_refused(cls: type[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cls(**options)
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("4GiB", 4 * GIB),

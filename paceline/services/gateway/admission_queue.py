@@ -72,6 +72,11 @@ class AdmissionQueue:
         """Return the number of waiting requests, with the patient ones that have not joined the queue yet."""
         return self._waiting
 
+    @property
+    def deferred(self) -> int:
+        """Number of patient entries that have not joined the queue, because an earlier one stands in it."""
+        return self._waiting - len(self._line)
+
     async def admit(
         self,
         attempt: Callable[[], Awaitable[T | None]],

@@ -28,7 +28,9 @@ from paceline.services.gateway.messages_api.routes import make_messages
 from paceline.services.gateway.middleware import BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
 from paceline.services.gateway.render_api import make_render_api
+from paceline.services.gateway.response_count import CountResponsesMiddleware
 from paceline.services.gateway.responses_api.routes import make_responses
+from paceline.services.gateway.root_path import RootPathMiddleware
 from paceline.services.gateway.scaling import make_scaling
 from paceline.services.gateway.score_api import make_score_api
 from paceline.services.gateway.store.database import open_database
@@ -64,6 +66,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        servers=[{"url": config.root_path}] if config.root_path else None,
         responses=ERRORS,
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -91,6 +94,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     if (cors := cors_options(config)) is not None:
         app.add_middleware(CORSMiddleware, **cors)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(CountResponsesMiddleware, count=gateway.metrics.count_response)
+    if config.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=config.root_path)
     return app
 
 

@@ -15,9 +15,9 @@ from paceline.core.model_folder import model_digest
 from paceline.core.options import listed
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
-from paceline.services.common.secret import read_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.access.book import AccessBook
 from paceline.services.gateway.access.limiter import Gateways, Limiter
@@ -71,18 +71,16 @@ class Gateway:
         self.draining = False
         """Whether new requests are refused."""
         self._redis = connect(config.redis)
-        self.fleet = Fleet(
-            self._redis, config.cluster, model_digest(Path(config.model)), read_secret(config.auth_token_file)
-        )
+        self.fleet = Fleet(self._redis, config.cluster, model_digest(Path(config.model)), read_credentials(config))
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
-        self.media = MediaService(config)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
+        self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
         self.requests = RunningRequests()
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
         about = {"model": self.model, "media": sorted(self.media_preparer.kinds)}
         self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
         self._worker_id = unique_name("gateway")
@@ -98,6 +96,7 @@ class Gateway:
             self._block_feed.start()
         self._placements.start()
         self.console.start()
+        self.runner.hints.start()
         await self._registrar.start()
 
     async def close(self) -> None:
@@ -109,6 +108,7 @@ class Gateway:
         await self.media.close()
         await self._registrar.stop()
         await self._placements.close()
+        await self.runner.hints.close()
         await self._block_feed.close()
         await self.fleet.close()
         await self._redis.aclose()

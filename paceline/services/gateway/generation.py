@@ -13,6 +13,7 @@ from paceline.core.telemetry import request_span
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Event
+from paceline.services.gateway.cache_hints import OPEN_CALL, hints_after
 from paceline.services.gateway.choice import Choice, Delta
 from paceline.services.gateway.event_feed import Mailbox
 from paceline.services.gateway.media.budget import MemoryBudget
@@ -76,13 +77,23 @@ class Generation:
         self._media_tokens = media_tokens([span for prompt in plan.prompts for span in prompt.media])
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _cache_creation(self) -> dict[str, int]:
+        """Return the tokens before the last cache breakpoint that were computed; {} if there is no breakpoint."""
+        marked = [max((mark.tokens for mark in prompt.marks), default=0) for prompt in self.plan.prompts]
+        created = sum(max(0, tokens - cached) for tokens, cached in zip(marked, self._cached_tokens))
+        return {"cache_creation_tokens": created} if any(marked) else {}
+
     def usage(self) -> dict[str, object]:
         """Return the `usage` object of a response, with the counts up to now."""
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self._prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens), **self._media_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self._cached_tokens),
+                **self._cache_creation(),
+                **self._media_tokens,
+            },
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
@@ -208,6 +219,10 @@ class Generation:
                 )
                 with contextlib.suppress(_TextEndedError):
                     await self._runner.run(sequence, take)
+                learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
+                length = len(sequence.context)
+                hints = hints_after(prompt.marks, self.plan.retention, learnt, length, self.plan.owner)
+                self._runner.expect(sequence, hints)
                 self._came.put(None)
             except Exception as error:
                 error = name_client_field(error, prompt.sampling.constraint)

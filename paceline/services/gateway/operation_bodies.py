@@ -98,6 +98,12 @@ class HostLedger(FleetHost):
     balanced: bool
     expired_leases: int
     evicted_blocks: int
+    hinted_blocks: int
+    """Blocks about which there were hints that requests need them again."""
+    hinted_kept_blocks: int
+    """Number of these that were requested again while they were cached."""
+    hinted_wasted_blocks: int
+    """Number of these that were evicted before."""
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     encoding_queries_rows: int

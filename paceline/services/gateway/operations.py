@@ -74,7 +74,14 @@ def make_operations(gateway: Gateway) -> APIRouter:
 
     @router.get("/metrics", response_class=Response, responses=TEXT)
     async def metrics() -> Response:
-        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        hosts = [host for host in gateway.fleet.hosts() if host.available]
+        ledgers = await asyncio.gather(*(_ledger(host, 1) for host in hosts))
+        kv_usage = {
+            host.member.worker_id: (ledger["held"] + ledger["in_flight"]) / ledger["total"]
+            for host, ledger in zip(hosts, ledgers)
+            if ledger.get("total")
+        }
+        return Response(gateway.metrics.render(kv_usage), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.get("/fleet", response_model=None, responses=answers(FleetState))
     async def fleet(

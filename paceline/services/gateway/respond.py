@@ -127,7 +127,7 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
 
 
 def _with_headers(plan: Plan, request: Request) -> Plan:
-    """Return the plan with the values of vLLM's headers, and with a priority that the caller may have.
+    """Return the plan with its client, the values of vLLM's headers, and a priority that the caller may have.
 
     As in vLLM, the header's priority replaces the body's.
     """
@@ -141,5 +141,5 @@ def _with_headers(plan: Plan, request: Request) -> Plan:
             message = f"{_PRIORITY_HEADER} must be an integer of 32 bits; lower is more urgent"
             raise ApiError(400, message, param=_PRIORITY_HEADER)
         wanted = int(header)
-    priority = caller_of(request).priority_for(wanted)
-    return dataclasses.replace(plan, session_id=session_id, priority=priority)
+    caller = caller_of(request)
+    return dataclasses.replace(plan, session_id=session_id, priority=caller.priority_for(wanted), owner=caller.owner)

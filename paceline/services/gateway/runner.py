@@ -17,6 +17,7 @@ from functools import partial
 
 from opentelemetry import trace
 
+from paceline.core.cache_policy.hints import Hint
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.common.tasks import InUse
@@ -26,6 +27,7 @@ from paceline.services.gateway.encode_calls import AttemptMedia, EncodeRefusedEr
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.hint_sender import HintSender
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
@@ -53,6 +55,7 @@ class SequenceRunner:
         self._placements = placements
         self._prefixes = prefixes
         self._encodings = EncodingIndex(prefixes)
+        self.hints = HintSender(fleet.host, prefixes)
         self._turns = itertools.count()
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._aborted = False
@@ -132,6 +135,11 @@ class SequenceRunner:
                 f"{self._config.queue_seconds:g} seconds; try again later"
             ) from refusal
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
+
+    def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
+        """Tell the hosts on which a sequence has run about the next use of its context."""
+        if hints:
+            self.hints.put(self._fleet.hosts_of(sequence.trace.workers), sequence.context, hints)
 
     def _hear(self, sequence: SequenceRun, record: AttemptTrace, take: Callable[[Event], object], event: Event) -> None:
         if (fresh := sequence.note(event, record)) is not None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.core.cache_policy.base import Name
+from paceline.core.cache_policy.ranking import Name
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_to_pb

@@ -13,6 +13,12 @@ from paceline.models.hub_name import parse_hub_name
 _GATEWAY = (
     "host",
     "port",
+    "uds",
+    "root_path",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
     "api_key",
     "admin_key",
     "api_keys_file",
@@ -26,6 +32,7 @@ _GATEWAY = (
     "allowed_media_domains",
     "allow_private_media",
     "allowed_local_media_path",
+    "vllm_metric_names",
 )
 """Options of `serve` that only the gateway has."""
 _SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.parser import text_string_to_metric_families
 
 import paceline
+from paceline.client import GatewayClient
 from paceline.services.gateway import ledgers
 from paceline.top import top
 from tests.services.gateway.conftest import Stack, StartStack, eventually
@@ -338,6 +339,6 @@ async def test_what_workers_count_is_metrics(stack: Stack) -> None:
 
 
 async def test_top_shows_the_fleet_of_a_gateway(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    await asyncio.to_thread(top, stack.url, "", 0.1, 2)
+    await asyncio.to_thread(top, GatewayClient(stack.url), 0.1, 2)
     text = capsys.readouterr().out
     assert text.count("decode-0") == text.count("prefill-0") == 2

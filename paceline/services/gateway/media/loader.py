@@ -19,6 +19,7 @@ from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
 from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind
+from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.media.pool import DecodePool, Facts
 from paceline.services.gateway.media.source import Sources
 
@@ -45,12 +46,16 @@ class MediaService:
 
     Args:
         resolve: how names of servers become addresses; the system's way unless a test needs another.
+        metrics: counts the items.
 
     Raises ConfigError if `--allowed-local-media-path` is not a folder.
     """
 
-    def __init__(self, config: GatewayConfig, resolve: Resolver | None = None) -> None:
+    def __init__(
+        self, config: GatewayConfig, resolve: Resolver | None = None, metrics: MediaMetrics | None = None
+    ) -> None:
         self.config = config
+        self.metrics = metrics or MediaMetrics()
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "media")
         self._reading = 0
         folder = config.allowed_local_media_path
@@ -139,11 +144,15 @@ class MediaLoader:
         self, kind: ItemKind, source: str, place: str, options: dict[str, Any]
     ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
+        metrics = self._service.metrics
         try:
             with self._budget.temporary() as take:
                 async with self._reading:
-                    data = await self._service.read(kind, source, take)
+                    with metrics.counted(kind, "fetch"):
+                        data = await self._service.read(kind, source, take)
+                    metrics.count_bytes(kind, len(data))
                 async with self._decoding:
-                    return await self._service.pool.decode(kind, data, options, self._budget)
+                    with metrics.counted(kind, "decode"):
+                        return await self._service.pool.decode(kind, data, options, self._budget)
         except MediaError as error:
             raise type(error)(f"{place}: {error}", place) from None

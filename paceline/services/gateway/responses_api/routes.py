@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.cache_hints import STORED
 from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError, to_api_error
@@ -80,7 +82,10 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
 
         with in_client_fields():
             chat = await asyncio.to_thread(chat_request, body, toolbox, items)
-            return items, toolbox, await plan_with_media(gateway, [chat], request, plan, "input")
+            planned = await plan_with_media(gateway, [chat], request, plan, "input")
+        if body.store and store is not None and planned.learnt is None:
+            planned = dataclasses.replace(planned, learnt=STORED)
+        return items, toolbox, planned
 
     @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
     async def respond(body: ResponsesRequest, request: Request) -> Response:

@@ -115,6 +115,12 @@ async def test_every_route_has_a_decision_and_every_decision_a_route(make_gate: 
         assert decision_for(re.sub(r"\{.*?\}", "x", path)) is access
 
 
+def test_few_routes_are_open_and_those_that_change_the_fleet_are_for_admins() -> None:
+    paths = {access: {path for path in DECISIONS if DECISIONS[path] is access} for access in Access}
+    assert paths[Access.OPEN] == {"/health", "/ping", "/version", "/metrics", "/openapi.json"}
+    assert paths[Access.ADMIN] >= {"/fleet", "/fleet/scale", "/reset_prefix_cache", "/server_info"}
+
+
 async def test_an_application_with_an_undecided_route_does_not_start(make_gate: MakeGate) -> None:
     app = make_gate().app
     app.get("/v1/models/hidden")(lambda: None)

@@ -232,17 +232,33 @@ async def test_lines_leave_their_places_to_clients(start_batches: StartBatches) 
     assert len(await content(stack, batch.output_file_id)) == 8
 
 
-async def test_a_key_sees_only_what_is_its_own(start_batches: StartBatches) -> None:
-    stack = await start_batches(api_key="one,two")
-    one, two = (stack.openai.with_options(api_key=key) for key in ("one", "two"))
-    stack.openai = one
+async def test_a_key_sees_only_what_is_its_own_and_an_admin_all(start_batches: StartBatches) -> None:
+    stack = await start_batches(api_key="one,two", admin_key="root")
+    stack.openai, two, root = (stack.openai.with_options(api_key=key) for key in ("one", "two", "root"))
     batch = await ended(stack, (await submit(stack, [line("a")])).id)
     assert batch.status == "completed"
-    for call in (two.batches.retrieve(batch.id), two.files.content(str(batch.output_file_id))):
-        with pytest.raises(openai.NotFoundError):
-            await call
+    assert set(await content(stack, batch.output_file_id)) == {"a"}
+    with pytest.raises(openai.NotFoundError):
+        await two.batches.retrieve(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        await two.files.content(str(batch.output_file_id))
     assert (await two.batches.list()).data == []
     assert (await two.files.list()).data == []
+    assert [each.id for each in (await root.batches.list()).data] == [batch.id]
+    assert len((await root.files.list()).data) == 2
+
+
+async def test_lines_of_a_key_that_is_not_accepted_any_more_are_refused(start_batches: StartBatches) -> None:
+    stack = await start_batches(prefill=0, decode=0, api_key="one")
+    stack.openai = stack.openai.with_options(api_key="one")
+    made = await submit(stack, [line("a")])
+    stack.stop.set()
+    await stack.gateway
+    later = await start_batches(api_key="two", admin_key="root")
+    later.openai = later.openai.with_options(api_key="root")
+    batch = await ended(later, made.id)
+    errors = await content(later, batch.error_file_id)
+    assert errors["a"]["response"]["status_code"] == 401
 
 
 async def test_without_a_store_there_are_no_batches(start_batches: StartBatches) -> None:
