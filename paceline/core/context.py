@@ -109,13 +109,17 @@ class Context:
 
     def _link(self, parent: bytes, start: int, end: int) -> bytes:
         """Return the hash of tokens [start, end) and everything before them."""
-        seen = [_named(span, span.start - start) for span in self.media if span.start < end and start < span.end]
+        seen = [_identity(span, span.start - start) for span in self.media if span.start < end and start < span.end]
         ids = struct.pack(f"<{end - start}I", *self.token_ids[start:end])
         return _hash(parent + ids + b"".join(seen))
 
 
-def _named(span: MediaSpan, place: int) -> bytes:
-    """Return all that tokens of a span depend on, for a hash of tokens `place` before its start."""
+def _identity(span: MediaSpan, place: int) -> bytes:
+    """Return what a hash of tokens contains for a span among them: all that the span's tokens depend on.
+
+    Args:
+        place: the span's start, counted from the first token of the hash. Negative if the span begins before it.
+    """
     grid = () if span.grid is None else span.grid
     return span.digest + struct.pack(f"<i{len(grid)}I", place, *grid)
 

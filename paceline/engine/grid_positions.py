@@ -2,8 +2,8 @@
 
 A token of text has three equal positions. A placeholder token of an image or a frame has its place in the grid: the
 first token of the grid has the position that a token of text would have there, and frames, rows and columns count up
-from it. The token after the grid follows the largest position in it. So positions follow from the spans alone, and
-those of text are the tokens' indices plus a number that changes at each grid.
+from it. The token after the grid follows the largest position in it. So positions follow from the spans alone.
+The position of a token of text is its index plus a number that changes at each grid.
 """
 
 from __future__ import annotations

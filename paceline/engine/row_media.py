@@ -89,7 +89,7 @@ class RowMedia:
         if not rows:
             return None
         values = to_device(torch.cat(rows), self._device)
-        return EncodedRows(self._given(places), values, self._given(positions) if positions else None)
+        return EncodedRows(self._joined(places), values, self._joined(positions) if positions else None)
 
     def shift_positions(self, pieces: Sequence[Piece], positions: np.ndarray) -> None:
         """Turn the indices of tokens in `positions`, int64 [tokens], into their positions.
@@ -105,7 +105,8 @@ class RowMedia:
             for span, before, after in zip(self.spans[row], shifts, shifts[1:]):
                 own[max(span.end - start, 0) :] += after - before
 
-    def _given(self, arrays: Sequence[np.ndarray]) -> Tensor:
+    def _joined(self, arrays: Sequence[np.ndarray]) -> Tensor:
+        """Return arrays [..., tokens] of pieces as one tensor on the device."""
         return to_device(torch.from_numpy(np.concatenate(arrays, axis=-1)), self._device)
 
     def last_keys(self, pieces: Sequence[Piece], positions: np.ndarray) -> Tensor | None:

@@ -139,8 +139,8 @@ class Architecture(_Parts, Protocol):
         """
 
     def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:
-        """Return what a pass over tokens with rows of encodings reads in place of what it would compute from their ids
-        and positions: the first layer's input [tokens, hidden], and what else `forward` takes of each token.
+        """Return the inputs of a pass over tokens, some of which have rows of encodings: the first layer's input
+        [tokens, hidden], and all other tensors [tokens, ...] that such a pass does not compute itself.
 
         Args:
             token_ids: int64 [tokens], with `PADDING` for placeholders.

@@ -41,7 +41,7 @@ class Rope:
     attention_factor: float = 1.0
     """Factor on rotated queries and keys."""
     sections: tuple[int, int, int] | None = None
-    """Pairs of dimensions that turn by a token's frame, row and column, where positions have three dimensions (M-RoPE).
+    """Pairs of dimensions that turn by a token's frame, row and column, if positions have three dimensions (M-RoPE).
     Pairs 0, 1, 2, 3, … turn by frame, row, column, frame, …; pairs after the last of a row or a column turn by frame.
     None if positions have one dimension."""
     query_growth: float = 0.0

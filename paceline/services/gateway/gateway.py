@@ -95,8 +95,8 @@ class Gateway:
         if self.config.router_mode == "kv":
             self._block_feed.start()
         self._placements.start()
-        self.console.start()
         self.runner.hints.start()
+        self.console.start()
         await self._registrar.start()
 
     async def close(self) -> None:

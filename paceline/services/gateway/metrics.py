@@ -50,11 +50,11 @@ class Metrics:
         vllm_names: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.history = History()
-        """The last hour, for the console."""
         self._with_vllm_names = CollectorRegistry()
         if vllm_names:
             self._with_vllm_names.register(VllmNames(model, self.registry))
+        self.history = History()
+        """The last hour, for the console."""
         self._model = model
 
         def counter(name: str, help: str) -> Counter:
@@ -147,8 +147,8 @@ class Metrics:
             self._prefix_hits.inc(record.cached_tokens)
             self._generation_tokens.inc(generated_tokens)
         if not background:
-            self.history.observe(record.arrived, record.token_times, now, outcome == "error")
             self._observe_times(record, generated_tokens, now)
+            self.history.observe(record.arrived, record.token_times, now, outcome == "error")
 
     def _observe_times(self, record: SequenceTrace, generated_tokens: int, now: float) -> None:
         self._e2e.observe(now - record.arrived)

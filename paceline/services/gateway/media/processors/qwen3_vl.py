@@ -92,10 +92,16 @@ class Qwen3VLProcessor(Processor):
 
         Images have `min_pixels`, `max_pixels` and `size`. Videos have `size`, and `fps` with `min_frames` and
         `max_frames`, or else `num_frames`. Each may be given by itself, or inside `images_kwargs` or `videos_kwargs`.
+        An option that is None is as if it were left out.
         """
         check_names(given, tuple(dict.fromkeys((*_IMAGE_OPTIONS, *_VIDEO_OPTIONS, "images_kwargs", "videos_kwargs"))))
         images, videos = (
-            {name: given[name] for name in known if name in given} | dict(nested_options(given, field, known))
+            {
+                name: value
+                for options in (given, nested_options(given, field, known))
+                for name, value in options.items()
+                if name in known and value is not None
+            }
             for field, known in (("images_kwargs", _IMAGE_OPTIONS), ("videos_kwargs", _VIDEO_OPTIONS))
         )
         return dataclasses.replace(
@@ -108,6 +114,8 @@ class Qwen3VLProcessor(Processor):
     def _frames_with_options(self, given: Json) -> FrameSampling:
         if "num_frames" in given and "fps" in given:
             raise wrong_option("num_frames and fps exclude each other; leave one of them out")
+        if given.get("do_sample_frames", True) is not True:
+            raise wrong_option("do_sample_frames must be true, because frames are always taken out of a video here")
         least = given.get("min_frames", self.frames.least)
         most = given.get("num_frames", given.get("max_frames", self.frames.most))
         if not _are_integers((least, most), self.frame_limit):
@@ -115,7 +123,7 @@ class Qwen3VLProcessor(Processor):
         if "num_frames" in given:
             return FrameSampling(most, to_end=True)
         fps = given.get("fps", self.frames.per_second)
-        if fps is not None and not (type(fps) in (int, float) and 0 < fps <= MAX_FPS):
+        if "fps" in given and not (type(fps) in (int, float) and 0 < fps <= MAX_FPS):
             raise wrong_option(f"fps must be a number above 0 and at most {MAX_FPS}")
         return dataclasses.replace(self.frames, least=least, most=most, per_second=fps)
 
@@ -161,7 +169,8 @@ class Qwen3VLProcessor(Processor):
 
 
 _IMAGE_OPTIONS = ("min_pixels", "max_pixels", "size")
-_VIDEO_OPTIONS = ("size", "fps", "num_frames", "min_frames", "max_frames")
+_VIDEO_OPTIONS = ("size", "fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
+"""Clients of vLLM send `do_sample_frames` with `fps`."""
 
 
 def _are_integers(values: Sequence[object], most: int) -> bool:

@@ -223,6 +223,15 @@ def test_an_option_holds_for_the_kinds_that_have_it() -> None:
     assert made.with_options({"max_pixels": 1 << 24}).image_bounds.most == 1 << 24
 
 
+def test_an_option_that_is_none_is_as_if_it_were_left_out() -> None:
+    names = ("min_pixels", "max_pixels", "size", "fps", "min_frames", "max_frames", "num_frames", "images_kwargs")
+    own = processor()
+    assert own.with_options(dict.fromkeys(names)) == own.with_options({})
+    assert own.with_options({"fps": 3, "num_frames": None, "do_sample_frames": True}).frames.per_second == 3
+    assert own.with_options({"fps": 3, "videos_kwargs": {"fps": None}}).frames.per_second == 3
+    assert own.with_options({"fps": None, "num_frames": 3}).frames.most == 3
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -238,6 +247,8 @@ def test_an_option_holds_for_the_kinds_that_have_it() -> None:
         ({"fps": float("nan")}, "above 0"),
         ({"fps": float("inf")}, "above 0"),
         ({"num_frames": 769}, "integers from 1 to 768"),
+        ({"do_sample_frames": False}, "do_sample_frames must be true"),
+        ({"videos_kwargs": {"do_sample_frames": 1}}, "do_sample_frames must be true"),
         ({"min_frames": 1.5}, "integers from 1 to 768"),
         ({"images_kwargs": []}, "images_kwargs must be an object"),
     ],
