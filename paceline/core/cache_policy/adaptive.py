@@ -13,8 +13,6 @@ _SHIFTS = range(1, 5)
 """One of 2, 4, 8 or 16 blocks is sampled, the fewer the larger the memory is."""
 _WINDOW = 1 << 13
 """Least number of block uses within which half of the measured hits are forgotten."""
-_LEAST_LEAD = 32
-"""ARC leads only if its shadow has this many more hits than the forecast's. Fewer are chance, and ARC ignores hints."""
 _COMPARISONS = 16
 """Comparisons within this number of uses."""
 
@@ -94,7 +92,7 @@ class Adaptive(CachePolicy):
 
     def _compare(self) -> None:
         forecast, arc = self._shadows
-        self._leader = self._arc if arc.hits > forecast.hits + _LEAST_LEAD else self._forecast
+        self._leader = self._forecast if forecast.hits >= arc.hits else self._arc
         for shadow in self._shadows:
             shadow.hits *= 0.5 ** (1 / _COMPARISONS)
 
