@@ -53,7 +53,7 @@ REFUSED_URLS = (
     "file:///dev/zero",
     "data:image/png;base64,%%%",
     "data:,plain",
-    "",
+    "cat.png",
 )
 
 
