@@ -107,7 +107,7 @@ _REDIRECTS = (
 
 def _paths() -> dict[str, tuple[Handler, frozenset[int]]]:
     """Return what the web server does at each path, and which answers of the gateway are then right."""
-    several = (("broken", BROKEN, DEAD), ("slow", SLOW, DEAD), ("large", TOO_MUCH, REFUSED))
+    several = (("broken", BROKEN, DEAD), ("slow", SLOW, DEAD), ("large", TOO_MUCH, REFUSED_OR_DEAD))
     paths = {
         f"/{group}/{name.replace(' ', '-')}": (do, right) for group, all, right in several for name, do in all.items()
     }

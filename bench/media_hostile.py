@@ -7,9 +7,10 @@ user namespaces (see `bench.hostile_network`). Hostile requests come at a steady
 to the stack. Streams of text run beside, first without the attack, then during it. An answer is wrong if its status is
 not one that the item deserves, or an error does not say which item is at fault.
 
-The tables show all answers, the ITL of the streams, and the private memory of each process: when it is idle before the
-attack, at most during it (looked at every second), and when it is idle afterwards. Processes that decode are replaced
-now and then, so their memory is that of the largest one.
+The tables show all answers, the ITL of the streams, the CPU time of each process during the attack, and its anonymous
+memory: before the attack, at most during it (looked at every second), and afterwards. A gateway may hold up to
+`--media-memory` for the requests that it has at a time. Processes that decode are replaced now and then, so they count
+as one: their CPU time is left out, and their memory is that of the largest one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import math
 import multiprocessing
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -44,7 +47,6 @@ from tests.services.gateway.media.samples import data_url, image_file
 STREAMS, STREAM_TOKENS = 4, 200
 REQUEST_SECONDS = 120.0
 NICENESS = 5
-MIB = 1 << 20
 GOOD = {"type": "image_url", "image_url": {"url": data_url(image_file())}}
 
 
@@ -95,30 +97,34 @@ async def _send(client: httpx.AsyncClient, own: Attack, good: int, answers: Answ
         status, text = type(error).__name__, str(error)
     answers.seconds += time.perf_counter() - begun
     answers.counts[own.name, status] += 1
-    place = f"{own.kind} {1 + good * (own.kind == 'image')}: "
+    places = (f"{own.kind} {1 + good * (own.kind == 'image')}: ", f"messages[0].content[{good}]")
     is_right = status.isdecimal() and int(status) in own.answers
-    if not is_right or (status != "200" and not json.loads(text)["error"]["message"].startswith(place)):
+    if not is_right or (status != "200" and not json.loads(text)["error"]["message"].startswith(places)):
         answers.wrong.append(f"{own.name}: {status} {text[:300]}")
 
 
-class Memory:
-    """Looks at the private memory of a stack's processes, in MiB by their names."""
+class Usage:
+    """Looks at the anonymous memory in MiB and the CPU seconds of a stack's processes, by their names."""
 
     def __init__(self, stack: Process) -> None:
         self._root = psutil.Process(stack.popen.pid)
         self._names = names_by_pid(stack)
         self.most: dict[str, float] = {}
 
-    def look(self) -> dict[str, float]:
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time until now, without processes that decode."""
+        return {name: sum(psutil.Process(pid).cpu_times()[:2]) for pid, name in self._names.items()}
+
+    def memory(self) -> dict[str, float]:
         """Return the memory now, and remember it if it is the most. Processes that decode count as one, the largest."""
         found: dict[str, float] = {}
         for process in (self._root, *self._root.children(recursive=True)):
-            try:
-                mib = process.memory_full_info().uss / MIB
-            except psutil.Error:
-                continue  # it has just ended
-            name = self._names.get(process.pid, "decoder")
-            found[name] = max(mib, found.get(name, 0.0))
+            # Not the resident size: an arena, which processes share, counts to the one that touches a page.
+            with contextlib.suppress(OSError):  # a process may have just ended
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                if (line := re.search(r"RssAnon:\s+(\d+) kB", status)) is not None:
+                    name = self._names.get(process.pid, "decoder")
+                    found[name] = max(int(line[1]) / 1024, found.get(name, 0.0))
         self.most = {name: max(self.most.get(name, 0.0), found.get(name, 0.0)) for name in self.most | found}
         return found
 
@@ -126,7 +132,7 @@ class Memory:
         """Look every second until cancelled."""
         while True:
             await asyncio.sleep(1)
-            await asyncio.to_thread(self.look)
+            await asyncio.to_thread(self.memory)
 
 
 def beside(seed: int, vocab: int) -> Workload:
@@ -139,7 +145,7 @@ def beside(seed: int, vocab: int) -> Workload:
 async def measure(stack: Process, url: str, options: argparse.Namespace, vocab: int) -> dict[str, Any]:
     """Return all figures of the streams, of the answers, and of memory."""
     figures: dict[str, Any] = {"itl_ms": {}, "memory_mib": {}}
-    memory, seeds = Memory(stack), iter(range(options.seed, sys.maxsize))
+    usage, seeds = Usage(stack), iter(range(options.seed, sys.maxsize))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as attackers:
         async with Server(url) as server:
@@ -161,15 +167,16 @@ async def measure(stack: Process, url: str, options: argparse.Namespace, vocab: 
 
             # The first items start processes and fill caches.
             await attacked(options.warm_up, "warm-up")
-            figures["memory_mib"]["before"] = memory.look()
+            figures["memory_mib"]["before"] = usage.memory()
             await alone("before")
-            watching = asyncio.create_task(memory.watch())
-            begun = time.perf_counter()
+            watching = asyncio.create_task(usage.watch())
+            begun, cpu_before = time.perf_counter(), usage.cpu_seconds()
             answers = await attacked(options.count, "attack")
             figures["attack_seconds"] = time.perf_counter() - begun
+            figures["cpu_s"] = {name: own - cpu_before[name] for name, own in usage.cpu_seconds().items()}
             watching.cancel()
             await alone("after")
-            figures["memory_mib"] |= {"most": memory.most, "after": memory.look()}
+            figures["memory_mib"] |= {"most": usage.most, "after": usage.memory()}
     figures["answers"] = [[*key, number] for key, number in sorted(answers.counts.items())]
     return figures | {
         "wrong": answers.wrong,
@@ -186,10 +193,14 @@ def report(figures: dict[str, Any]) -> None:
     print(table(["streams", "ITL p50 ms", "ITL p99 ms", "failures"], rows))
     looks = figures["memory_mib"]
     lines = [
-        [name, *(f"{looks[when].get(name, math.nan):.0f}" for when in ("before", "most", "after"))]
+        [
+            name,
+            *(f"{looks[when].get(name, math.nan):.0f}" for when in ("before", "most", "after")),
+            f"{figures['cpu_s'].get(name, math.nan):.1f}",
+        ]
         for name in sorted(looks["most"])
     ]
-    print(table(["process", "MiB before", "at most", "after"], lines))
+    print(table(["process", "MiB before", "at most", "after", "CPU s in the attack"], lines))
     ratio = figures["itl_ms"]["attack"]["itl_ms_p99"] / figures["itl_ms"]["before"]["itl_ms_p99"]
     print(
         f"{figures['attack_seconds']:.0f} s of attack, {1000 * figures['mean_seconds']:.0f} ms a request,"

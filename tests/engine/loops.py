@@ -109,7 +109,7 @@ class Loop:
         probabilistic: bool = False,
     ) -> None:
         shapes = model.group_shapes
-        layers = model.config.num_layers
+        layers = len(model.layer_groups)
         if draft_model is not None:
             shapes += tuple(shape.of_drafter(layers) for shape in draft_model.group_shapes)
         drafts = 0 if drafter == "none" else DRAFTS

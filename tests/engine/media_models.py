@@ -16,10 +16,17 @@ from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
 from tests.engine.loops import CPU, Media
-from tests.tiny_checkpoints import write_gemma3_with_vision, write_gemma4_unified, write_gemma4_with_media
+from tests.tiny_checkpoints import (
+    write_gemma3_with_vision,
+    write_gemma4_unified,
+    write_gemma4_with_media,
+    write_llava,
+)
 
-KINDS = ("gemma3", "edge", "experts", "unified")
-"""Gemma 3 looks ahead in all layers, Gemma 4 E2B in none, and Gemma 4 26B and 12B in sliding ones."""
+KINDS = ("gemma3", "edge", "experts", "unified", "llava")
+"""Gemma 3 looks ahead in all layers, Gemma 4 E2B in none, and Gemma 4 26B and 12B in sliding ones.
+LLaVA runs in `transformers`.
+"""
 
 
 @dataclass
@@ -44,6 +51,10 @@ class MediaModel:
     reference: Any
     kind: str
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self.reference.config.get_text_config().hidden_size)
+
     def placeholder(self, kind: MediaKind) -> int:
         config = self.reference.config
         return int({MediaKind.IMAGE: config.image_token_id}.get(kind) or config.video_token_id)
@@ -54,6 +65,9 @@ class MediaModel:
         with torch.inference_mode():
             if self.kind == "gemma3":
                 pixels = torch.randn(1, 3, 56, 56, generator=generator)
+                return core.get_image_features(pixels, return_dict=True).pooler_output[0]
+            if self.kind == "llava":
+                pixels = torch.randn(1, 3, 28, 28, generator=generator)
                 return core.get_image_features(pixels, return_dict=True).pooler_output[0]
             side = 7 if self.kind == "unified" else 18
             grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
@@ -92,6 +106,9 @@ class MediaModel:
         if self.kind == "gemma3":
             rows = torch.cat([rows for _, rows in prompt.media])[None]
             return {"token_type_ids": types, "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=rows)}}
+        if self.kind == "llava":
+            rows_of_images = SimpleNamespace(pooler_output=[rows for _, rows in prompt.media])
+            return {"mm_encoder_outputs": {"image": rows_of_images}}
         names = {MediaKind.IMAGE: "image", MediaKind.VIDEO_FRAME: "video"}
         outputs = {
             name: SimpleNamespace(pooler_output=[rows for span, rows in prompt.media if span.kind == kind])
@@ -114,6 +131,8 @@ def media_model(kind: str, folder: Path, kernels: str = "native") -> MediaModel:
         reference = write_gemma3_with_vision(folder)
     elif kind == "unified":
         reference = write_gemma4_unified(folder)
+    elif kind == "llava":
+        reference = write_llava(folder, max_position_embeddings=4096)
     else:
         whole = {"use_bidirectional_attention": "vision"} if kind == "experts" else {}
         reference = write_gemma4_with_media(folder, kind, **whole)
