@@ -195,6 +195,10 @@ async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report
         with contextlib.suppress(ProcessLookupError):
             os.kill(draw.choice(living[role]), signal.SIGKILL)
             report.kills[role] += 1
+        if role == "gateway":
+            with contextlib.suppress(psutil.NoSuchProcess):
+                await asyncio.to_thread(psutil.Process(living[role][0]).wait, VICTIM_SECONDS)
+            report.gateways_ended += 1
 
 
 async def _cut_all(plan: Plan, stack: Prey, draw: random.Random, report: Report) -> None:

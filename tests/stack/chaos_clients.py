@@ -34,6 +34,8 @@ class Report:
     """The results of one run."""
 
     kills: Counter[str] = field(default_factory=Counter)
+    gateways_ended: int = 0
+    """Kills of the gateway whose process has ended, which may take a moment on a busy machine."""
     cuts: list[float] = field(default_factory=list)
     """Seconds that each cut lasted."""
     ended: int = 0
@@ -103,7 +105,7 @@ class Client:
     async def _ask(self, question: Question, patience: int | None, draw: random.Random) -> None:
         """Send a request and count its outcome. The client leaves after `patience` tokens; None stays to the end."""
         expected, tokens = self.expected[question], list[int]()
-        gateways_before = self._report.kills["gateway"]
+        ended_before = self._report.gateways_ended
         outcome = "ended" if patience is None else "left"
         async with contextlib.aclosing(self.stream(question)) as stream:
             try:
@@ -112,7 +114,7 @@ class Client:
                     if len(tokens) == patience:
                         break
             except (NoWorkerError, httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError) as error:
-                outcome = self._outcome(error, gateways_before)
+                outcome = self._outcome(error, ended_before)
                 if not outcome:
                     self._report.wrong.append(f"{question.name} after {len(tokens)} tokens: {error!r}")
                     return
@@ -126,12 +128,16 @@ class Client:
         else:
             setattr(self._report, outcome, getattr(self._report, outcome) + 1)
 
-    def _outcome(self, error: Exception, gateways_before: int) -> str:
-        """Return how a request is counted that this error ended; "" if the error may not happen."""
+    def _outcome(self, error: Exception, ended_before: int) -> str:
+        """Return how a request is counted that this error ended; "" if the error may not happen.
+
+        Args:
+            ended_before: killed gateways that had ended when the request began.
+        """
         gateways = self._report.kills["gateway"]
         if isinstance(error, NoWorkerError) or (gateways and isinstance(error, httpx.ConnectError)):
             return "asked_again"
-        return "lost" if gateways > gateways_before else ""
+        return "lost" if gateways > ended_before else ""
 
     async def stream(self, question: Question) -> AsyncIterator[int]:
         """Yield the tokens of the answer to a question. Raises NoWorkerError, BrokenError and the errors of httpx."""

@@ -248,7 +248,7 @@ def questions_about_media(count: int) -> tuple[Question, ...]:
     questions = []
     for number in range(count):
         parts = [image_part(pixels) for pixels in images_of(2000 + number, 1 + number % 3)]
-        parts += [part("video", video_file(2 + number, (32, 32)))] * (number % 3 == 0)
+        parts += [part("video", video_file(2 + number % 20, (32, 32)))] * (number % 3 == 0)
         parts += [part("audio", audio_file(tone(SAMPLING_RATE, 0.1 + number / 100), SAMPLING_RATE))] * (number % 4 == 0)
         parts.append({"type": "text", "text": QUESTIONS[number % len(QUESTIONS)]})
         fields = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": OPTIONS}

@@ -67,9 +67,14 @@ async def test_images_are_read_as_in_transformers(tmp_path: Path) -> None:
     parts = [image_part(images[0]), {"type": "text", "text": "and"}, *map(image_part, images[1:])]
     body = {
         "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What are these?"}]}],
-        "max_tokens": 64, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "n": 1, "stream": False,
+        "max_tokens": 64,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "n": 1,
+        "stream": False,
     }
-    with serve(tmp_path / "log", str(folder), "--threads=1", "--max-batched-tokens=32", "--kv-memory=16MiB") as stack:
+    with serve(tmp_path / "log", str(folder), "--threads=1", "--max-batched-tokens=64", "--kv-memory=16MiB") as stack:
         async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
             answers = [await send(client, body) for _ in range(2)]  # the second one from the cache
         await stack.settled()
