@@ -34,6 +34,7 @@ from paceline.models.base import Model
 from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.loader import load_model
+from paceline.models.transformers_backend.model import TransformersModel
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 256
@@ -136,7 +137,7 @@ class Loop:
             assert isinstance(model, CompiledModel)
             self.watched = drafters["assistant"] = Watched(assistant, model, caches, probabilistic)
         limits = Limits(24, MAX_TOKENS, 8, drafts, model.config.whole_media)
-        self._encodings = Encodings(self.slots)
+        self._encodings = Encodings(model, self.slots)
         chosen = drafters[drafter]
         self._events: queue.Queue[Event] = queue.Queue()
         self._failures: list[BaseException] = []
@@ -215,17 +216,14 @@ class Loop:
 class Encodings:
     """Encodings in slots [slots, elements]. A block has as many rows as fit."""
 
-    def __init__(self, slots: torch.Tensor) -> None:
+    def __init__(self, model: Model, slots: torch.Tensor) -> None:
         self._slots = slots
-        self._hidden = 1
-
-    @property
-    def _room(self) -> int:
-        return self._slots.shape[1] // self._hidden
+        own = model._own_config.get_text_config() if isinstance(model, TransformersModel) else model.config
+        self._hidden = int(getattr(own, "hidden_size", 1))
+        self._room = slots.shape[1] // self._hidden
 
     def write(self, rows: torch.Tensor, free: list[int]) -> list[int]:
         """Write rows [length, hidden] to free slots, and return these."""
-        self._hidden = rows.shape[1]
         slots = [free.pop() for _ in range(-(-len(rows) // self._room))]
         for slot, part in zip(slots, rows.split(self._room)):
             self._slots[slot, : part.numel()] = part.flatten()

@@ -56,7 +56,7 @@ class MediaHost:
         slots = self._kv_slots = round(self.contexts * self.layout.slots_for(MAX_TOKENS))
         self._free, self._free_for_encodings = list(range(slots)), list(range(slots, slots + 64))
         self._slots = torch.full((slots + 64, self.layout.slot_bytes // 4), float("nan"))
-        self._encodings = Encodings(self._slots)
+        self._encodings = Encodings(self.model, self._slots)
         self._limits = Limits(self.budget, MAX_TOKENS, 8, whole_media=self.model.config.whole_media)
         self._scheduler, self._runner = Scheduler(self._limits), self.runner(self._slots)
         self._names = count()
@@ -70,7 +70,7 @@ class MediaHost:
     def runner(self, slots: torch.Tensor) -> ModelRunner:
         """Return a runner over memory of this host's shape."""
         sources = (self.model, self.layout, slots.view(-1), self._limits)
-        return ModelRunner(*sources, NO_GRAMMARS, encodings=Encodings(slots))
+        return ModelRunner(*sources, NO_GRAMMARS, encodings=Encodings(self.model, slots))
 
     def run(self, prompts: Sequence[Prompt], most_reused: int = 0, hands_over: bool = False) -> list[list[int]]:
         """Return greedy tokens after each prompt.

@@ -186,10 +186,7 @@ async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report
     draw.shuffle(order)
     for role in order:
         await asyncio.sleep(draw.uniform(*plan.pause))
-        async with asyncio.timeout(VICTIM_SECONDS):
-            # If a role had no process left, requests would only wait.
-            while not all((living := {each: stack.living(each) for each in plan.kills}).values()):
-                await asyncio.sleep(0.05)
+        living = await _living(plan, stack)  # if a role had no process left, requests would only wait
         if role in ("kvtransfer", "gateway"):  # which have an arena, and processes that decode media
             seen.look(stack)
         with contextlib.suppress(ProcessLookupError):
@@ -199,6 +196,15 @@ async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report
             with contextlib.suppress(psutil.NoSuchProcess):
                 await asyncio.to_thread(psutil.Process(living[role][0]).wait, VICTIM_SECONDS)
             report.gateways_ended += 1
+    await _living(plan, stack)
+
+
+async def _living(plan: Plan, stack: Prey) -> dict[str, list[int]]:
+    """Wait until every role that the plan kills has a ready process. Return the process ids of each."""
+    async with asyncio.timeout(VICTIM_SECONDS):
+        while not all((living := {each: stack.living(each) for each in plan.kills}).values()):
+            await asyncio.sleep(0.05)
+    return living
 
 
 async def _cut_all(plan: Plan, stack: Prey, draw: random.Random, report: Report) -> None:
