@@ -187,7 +187,7 @@ The table shows the result for tiny random checkpoints in fp32, with transformer
 tokens" means that all greedy tokens are those of `transformers`, in each of these ways:
 {", ".join(way.name for way in WAYS)}.
 
-Causal models that are not in the table load in the same way. If a model does something that cannot be served, it is
+`LlavaForConditionalGeneration` also runs in `transformers`, its encoder of images included. Causal models that are not in the table load in the same way. If a model does something that cannot be served, it is
 refused by name when it is loaded.
 
 | architecture | code | result |
