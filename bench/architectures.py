@@ -187,8 +187,8 @@ The table shows the result for tiny random checkpoints in fp32, with transformer
 tokens" means that all greedy tokens are those of `transformers`, in each of these ways:
 {", ".join(way.name for way in WAYS)}.
 
-`LlavaForConditionalGeneration` also runs in `transformers`, its encoder of images included. Causal models that are not in the table load in the same way. If a model does something that cannot be served, it is
-refused by name when it is loaded.
+Causal models that are not in the table load in the same way. If a model does something that cannot be served, it is
+refused by name when it is loaded. `LlavaForConditionalGeneration` runs in `transformers`, too, with its encoder of images.
 
 | architecture | code | result |
 | --- | --- | --- |

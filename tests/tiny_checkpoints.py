@@ -199,6 +199,10 @@ FAMILIES: Mapping[str, tuple[str, dict[str, object]]] = {
 """The name of each architecture's configuration in transformers, without "Config", and the fields of a tiny one."""
 
 
+QWEN3_VL_TOKENS = (95, 96, 97, 98)
+"""Tokens of a tiny Qwen 3-VL: placeholders of images and videos, and those before and after a run of them."""
+
+
 def write_tiny(
     folder: Path,
     family: str,
@@ -249,6 +253,37 @@ def write_qwen3_5_with_vision(
         text_config={**_SMALL, **own, **changes}, vision_config=encoder, tie_word_embeddings=tie_word_embeddings
     )
     return _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
+
+
+def write_qwen3_vl(folder: Path, experts: bool = False, **changes: object) -> transformers.PreTrainedModel:
+    """Save a tiny random Qwen 3-VL to a folder and return the `transformers` model.
+
+    A placeholder is never the best token, because the reference would take it for an image.
+
+    Args:
+        changes: fields of its text model.
+    """
+    name = f"Qwen3VL{'Moe' if experts else ''}"
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 2, 2], "mrope_interleaved": True}
+    own = {**_SMALL, **FAMILIES["qwen3_moe" if experts else "qwen3"][1], "head_dim": 20, "rope_parameters": rope}
+    vision = {
+        "depth": 3,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+    }
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**own, **changes}, vision_config=vision, **dict(zip(names, QWEN3_VL_TOKENS))
+    )
+    model = _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
+    with torch.no_grad():
+        model.lm_head.weight[list(QWEN3_VL_TOKENS[:2])] = 0
+    model.save_pretrained(folder)
+    return model
 
 
 def write_gemma3_with_vision(folder: Path, **changes: object) -> transformers.PreTrainedModel:

@@ -190,8 +190,11 @@ class Checkpoint:
         tensor = self.take_table(name, size, dtypes=(torch.int64, torch.int32))
         return tensor if tensor.is_meta else tensor.to(self._device, torch.int64, copy=True)
 
-    def has(self, name: str) -> bool:
-        return name in self._file_of
+    def has(self, name: str, *shape: int) -> bool:
+        if name not in self._file_of or not shape:
+            return name in self._file_of
+        _, handle = self._file_of[name]
+        return tuple(handle.get_slice(name).get_shape()) == shape
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)

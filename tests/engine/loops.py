@@ -218,8 +218,10 @@ class Encodings:
 
     def __init__(self, model: Model, slots: torch.Tensor) -> None:
         self._slots = slots
-        own = model._own_config.get_text_config() if isinstance(model, TransformersModel) else model.config
-        self._hidden = int(getattr(own, "hidden_size", 1))
+        # A model that runs in transformers has no ModelConfig, and rows as large as hidden states.
+        own = model._own_config.get_text_config() if isinstance(model, TransformersModel) else None
+        size = getattr(own, "hidden_size", 1)
+        self._hidden = model.config.encoding_size if isinstance(model.config, ModelConfig) else size
         self._room = slots.shape[1] // self._hidden
 
     def write(self, rows: torch.Tensor, free: list[int]) -> list[int]:
@@ -231,7 +233,10 @@ class Encodings:
 
     def read(self, slots: Sequence[int], start: int, end: int) -> torch.Tensor:
         blocks = self._slots[list(slots), : self._room * self._hidden]
-        return blocks.reshape(-1, self._hidden)[start:end]
+        rows = blocks.reshape(-1, self._hidden)[start:end]
+        was_written = rows.isfinite() & (rows != FOREIGN)
+        assert was_written.any(dim=1).all(), "an encoding is read that was not written, or was taken back"
+        return rows
 
 
 class _Given:

@@ -222,13 +222,13 @@ async def _cut_all(plan: Plan, stack: Prey, draw: random.Random, report: Report)
 
 def media_plan(folder: Path, plan: Plan) -> Plan:
     """Return a plan with chats about media, for a tiny model that is written to a new folder."""
-    write_model(folder)
+    model = write_model(folder)
     roles = ("decode", "prefill", "encode", "kvtransfer", "gateway", "redis")
     return dataclasses.replace(
         plan,
         kills=Counter(roles[index % len(roles)] for index in range(sum(plan.kills.values()))),
         encode=2,
-        questions=questions_about_media(48),
+        questions=questions_about_media(model, 48),
         model=str(folder),
         kv_memory="16MiB",  # so that encodings are evicted and computed again
         options=("--dtype=float32", "--threads=1", "--max-batched-tokens=64"),

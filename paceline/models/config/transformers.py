@@ -26,6 +26,7 @@ class TransformersConfig:
     dtype: str
     whole_media: frozenset[MediaKind] = frozenset()
     """Empty: tokens of an image see only those before them."""
+    has_grids: bool = False
 
 
 def read_transformers(raw: Json, architecture: str) -> TransformersConfig:
