@@ -34,6 +34,7 @@ from paceline.models.base import Model
 from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.loader import load_model
+from paceline.models.model_config import ModelConfig
 from paceline.models.transformers_backend.model import TransformersModel
 
 CPU = torch.device("cpu")
