@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
@@ -307,6 +308,44 @@ def write_mistral3_with_vision(folder: Path, family: str, **changes: object) -> 
         text_config=text, vision_config={**vision, "model_type": "pixtral", "image_size": 28, "patch_size": 14}
     )
     return _save(transformers.Mistral3ForConditionalGeneration, config, folder)
+
+
+def write_llava(
+    folder: Path,
+    vision: str = "clip",
+    vision_feature_select_strategy: str = "default",
+    image_token: int = 90,
+    **changes: object,
+) -> transformers.PreTrainedModel:
+    """Save a tiny random LLaVA and the settings of its processor to a folder, and return the `transformers` model.
+
+    Args:
+        vision: "clip" or "siglip". The latter has no row for the whole image, so it needs the strategy "full".
+        image_token: id of the placeholder.
+        changes: fields of its text model, which is a Llama.
+    """
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tower |= {"model_type": f"{vision}_vision_model", "image_size": 28, "patch_size": 7}
+    if vision == "siglip":
+        tower["vision_use_head"] = False
+    config = transformers.LlavaConfig(
+        text_config={**_SMALL, "model_type": "llama", **FAMILIES["llama"][1], **changes},
+        vision_config=tower,
+        image_token_index=image_token,
+        vision_feature_select_strategy=vision_feature_select_strategy,
+    )
+    square = {"height": 28, "width": 28}
+    image = {"resample": 3, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    image |= {"size": {"shortest_edge": 28}, "crop_size": square} if vision == "clip" else {"size": square}
+    processor = {
+        "patch_size": 7,
+        "num_additional_image_tokens": int(vision == "clip"),
+        "vision_feature_select_strategy": vision_feature_select_strategy,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return _save(transformers.LlavaForConditionalGeneration, config, folder)
 
 
 def write_gemma4_with_media(

@@ -95,12 +95,22 @@ def load_assistant(
 
 
 def load_encoders(
-    path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None = None
+    path: Path,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device,
+    packed_dir: Path | None = None,
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> Encoders | None:
     """Load the encoders of a model for images, videos or audio, without its text model; None if it has none.
 
     Encoders are never quantized. See `load_model`.
     """
+    if implementation(path, model_impl) == "transformers":
+        from paceline.models.transformers_backend.images import load_images
+
+        return load_images(path, dtype, kernels, device, trust_remote_code)
     config = read_encoders(path)
     if config is None:
         return None

@@ -16,17 +16,19 @@ from paceline.core.media import MediaKind, MediaSpan
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
+from paceline.models.model_config import ModelConfig
 from tests.engine.loops import CPU, Media
 from tests.tiny_checkpoints import (
     write_gemma3_with_vision,
     write_gemma4_unified,
     write_gemma4_with_media,
+    write_llava,
     write_qwen3_vl,
 )
 
-KINDS = ("gemma3", "edge", "experts", "unified", "qwen3_vl", "qwen3_vl_moe")
+KINDS = ("gemma3", "edge", "experts", "unified", "qwen3_vl", "qwen3_vl_moe", "llava")
 """Gemma 3 looks ahead in all layers, Gemma 4 E2B in none, and Gemma 4 26B and 12B in sliding ones. Qwen 3-VL has
-positions with three dimensions, and adds parts of a row in several layers."""
+positions with three dimensions, and adds parts of a row in several layers. LLaVA runs in `transformers`."""
 
 
 @dataclass
@@ -48,6 +50,14 @@ class MediaModel:
     reference: Any
     kind: str
 
+    @property
+    def row_size(self) -> int:
+        """Elements of a row of an encoding."""
+        config = self.model.config
+        if isinstance(config, ModelConfig):
+            return config.encoding_size
+        return int(self.reference.config.get_text_config().hidden_size)
+
     def placeholder(self, kind: MediaKind) -> int:
         config = self.reference.config
         return int({MediaKind.IMAGE: config.image_token_id}.get(kind) or config.video_token_id)
@@ -66,6 +76,9 @@ class MediaModel:
                 return torch.cat([own for (own,) in (found.pooler_output, *found.deepstack_features)], dim=1)
             if self.kind == "gemma3":
                 pixels = torch.randn(1, 3, 56, 56, generator=generator)
+                return core.get_image_features(pixels, return_dict=True).pooler_output[0]
+            if self.kind == "llava":
+                pixels = torch.randn(1, 3, 28, 28, generator=generator)
                 return core.get_image_features(pixels, return_dict=True).pooler_output[0]
             side = 7 if self.kind == "unified" else 18
             grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
@@ -105,6 +118,9 @@ class MediaModel:
         if self.kind == "gemma3":
             rows = torch.cat([rows for _, rows in prompt.media])[None]
             return {"token_type_ids": types, "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=rows)}}
+        if self.kind == "llava":
+            rows_of_images = SimpleNamespace(pooler_output=[rows for _, rows in prompt.media])
+            return {"mm_encoder_outputs": {"image": rows_of_images}}
         if self.has_grids:
             return {"mm_token_type_ids": types, **_qwen3_vl_inputs(prompt)}
         names = {MediaKind.IMAGE: "image", MediaKind.VIDEO_FRAME: "video"}
@@ -148,6 +164,8 @@ def media_model(kind: str, folder: Path, kernels: str = "native") -> MediaModel:
         reference = write_gemma3_with_vision(folder)
     elif kind == "unified":
         reference = write_gemma4_unified(folder)
+    elif kind == "llava":
+        reference = write_llava(folder, max_position_embeddings=4096)
     elif kind.startswith("qwen3_vl"):
         reference = write_qwen3_vl(folder, experts=kind == "qwen3_vl_moe")
     else:

@@ -29,6 +29,7 @@ class Cluster(Services):
         hosts: each host has its own arena. Workers of different hosts share no memory, as on two machines.
         lease_seconds: see --lease-seconds.
         transport: see --transport.
+        kv_memory: of each host.
         certificates: for TLS between all services and for HTTPS; without them, all is in the clear.
     """
 
@@ -39,10 +40,11 @@ class Cluster(Services):
         hosts: Sequence[Host] = (Host(),),
         lease_seconds: float = 10.0,
         transport: str = "auto",
+        kv_memory: str = "512MiB",
         certificates: CertificateFiles | None = None,
     ) -> None:
         worker, gateway = ("--threads=1",), ("--served-model-name=m", HAND_OVER)
-        kvtransfer = ("--kv-memory=512MiB", f"--lease-seconds={lease_seconds}", f"--transport={transport}")
+        kvtransfer = (f"--kv-memory={kv_memory}", f"--lease-seconds={lease_seconds}", f"--transport={transport}")
         if certificates is not None:
             between, https = _flags("cluster", certificates), _flags("ssl", certificates)[:2]
             worker, gateway, kvtransfer = (*worker, *between), (*gateway, *between, *https), (*kvtransfer, *between)
@@ -96,8 +98,9 @@ class Cluster(Services):
             await asyncio.sleep(0.25)
 
     def family(self) -> list[psutil.Process]:
-        """Return all running processes."""
-        return [psutil.Process(process.popen.pid) for process in self.processes.values() if process.alive]
+        """Return all running processes, with those that they have started."""
+        roots = [psutil.Process(process.popen.pid) for process in self.processes.values() if process.alive]
+        return [each for root in roots for each in (root, *root.children(recursive=True))]
 
     async def stream(
         self,

@@ -29,7 +29,7 @@ from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
 from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
-from paceline.models.config.transformers import read_transformers
+from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
 from paceline.models.model_config import ModelConfig, ModelFacts
 
@@ -134,10 +134,17 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
 
 
 def encoding_size(folder: Path, model_impl: ModelImpl) -> int:
-    """Return the elements of a row of an encoding; 0 if the model has no encoders, or is computed by its own code."""
-    if implementation(folder, model_impl) != "native" or (encoders := read_encoders(folder)) is None:
-        return 0
-    return encoders.row_size
+    """Return the elements of a row of an encoding; 0 if the model has no encoders that we can use."""
+    if implementation(folder, model_impl) != "native":
+        raw = _read_json(folder / "config.json")
+        return image_row_size(raw, _architecture(raw))
+    encoders = read_encoders(folder)
+    return 0 if encoders is None else encoders.row_size
+
+
+def has_native_encoders(folder: Path, model_impl: ModelImpl) -> bool:
+    """Return whether the model of a folder has encoders that a worker can load without the text model."""
+    return implementation(folder, model_impl) == "native" and read_encoders(folder) is not None
 
 
 def read_assistant(folder: Path) -> ModelConfig:

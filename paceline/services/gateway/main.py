@@ -12,6 +12,7 @@ import uvicorn
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
+from paceline.core.machine import give_back_large_memory
 from paceline.services.common.lifecycle import announce_ready, start_unless_stopped, stop_on_signals
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_tokenizer
@@ -32,6 +33,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
         ModelError: the model's folder holds no usable tokenizer.
     """
     stop = stop or stop_on_signals()
+    give_back_large_memory()  # files of media, and what is decoded of them, are large
     with listen(config) as listener:
         tokenizer = await start_unless_stopped(asyncio.to_thread(load_tokenizer, config), stop)
         gateway = Gateway(config, tokenizer, listener.address)

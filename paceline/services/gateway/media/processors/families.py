@@ -10,6 +10,7 @@ from paceline.core.model_folder import read_object
 from paceline.services.gateway.media.processors.base import Processor
 from paceline.services.gateway.media.processors.gemma3 import read_gemma3
 from paceline.services.gateway.media.processors.gemma4 import read_gemma4
+from paceline.services.gateway.media.processors.llava import read_llava
 from paceline.services.gateway.media.processors.qwen3_vl import read_qwen3_vl
 
 Json = Mapping[str, Any]
@@ -18,6 +19,7 @@ FAMILIES: dict[str, Callable[[Json, Json], Processor | None]] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Gemma4ForConditionalGeneration": read_gemma4,
     "Gemma4UnifiedForConditionalGeneration": read_gemma4,
+    "LlavaForConditionalGeneration": read_llava,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl,
 }
