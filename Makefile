@@ -41,6 +41,8 @@ serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9
 
 test: lint $(TEST_READY) ## everything that runs without docker: lint, unit, real models, real stacks
 	$(BIN)/pytest -n $(WORKERS) -m "not compose and not dist" $(ARGS)
+	@command -v chromedriver >/dev/null || \
+		echo "THE CONSOLE IS NOT TESTED IN A BROWSER: apt-get install chromium chromium-driver" >&2
 
 unit: $(TEST_READY) ## the quick tests only
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not model and not stack and not compose and not dist" $(ARGS)

@@ -188,7 +188,7 @@ tokens" means that all greedy tokens are those of `transformers`, in each of the
 {", ".join(way.name for way in WAYS)}.
 
 Causal models that are not in the table load in the same way. If a model does something that cannot be served, it is
-refused by name when it is loaded.
+refused by name when it is loaded. `LlavaForConditionalGeneration` runs in `transformers`, too, images included.
 
 | architecture | code | result |
 | --- | --- | --- |

@@ -9,6 +9,11 @@ policies of kvtransfer, one request after the other. Each request finds its long
 rest, uses all of them, and gives them back. The figure is the share of all blocks that were found in the cache.
 `belady` knows the future: it evicts the block that is needed last. `returning` is `forecast` that also knows which
 blocks are requested again, but not when. `--take` measures the time to make room for new blocks.
+
+`--hints` adds rows for the first policy with hints. After each request the policy is told which of its blocks will be
+requested again: after all requests (`all`), after a random half of them (`half`), or after all, with one of five hints
+wrong (`wrong`). A wrong hint is the opposite of the truth: none about blocks that return, or one about the whole
+context although nothing of it returns.
 """
 
 from __future__ import annotations
@@ -16,20 +21,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace
 from bench.load import new_file, table
 from paceline.core.block_pool import BlockPool
-from paceline.core.cache_policy.base import Block, CachePolicy, Name, Place
+from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.forecast import Forecast
+from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.queue import RankedQueue
+from paceline.core.cache_policy.ranking import Block, Name, Place
 from paceline.core.cache_policy.registry import POLICIES, find_policy
 from paceline.core.errors import ConfigError
 
@@ -130,16 +138,39 @@ class Replayed(NamedTuple):
         return self.found / self.asked
 
 
+QUALITIES = ("all", "half", "wrong")
+_HINT_SECONDS = 300.0
+
+
+def hinted_blocks(trace: Trace, quality: str, seed: int = 0) -> list[int]:
+    """Return for each request how many of its first blocks are hinted; for the qualities see the module."""
+    draw = random.Random(f"hints/{quality}/{seed}")
+    last = {block: index for index, blocks in enumerate(trace) for block in blocks}
+    found = []
+    for index, blocks in enumerate(trace):
+        returning = sum(last[block] > index for block in blocks)  # always the first ones
+        if quality == "half" and draw.random() < 0.5:
+            returning = 0
+        elif quality == "wrong" and draw.random() < 0.2:
+            returning = 0 if returning else len(blocks)
+        found.append(returning)
+    return found
+
+
 def name_of(block: int) -> Name:
     return 0, block.to_bytes(16, "big")
 
 
-def replay(trace: Trace, slots: int, policy: CachePolicy) -> Replayed:
-    """Replay a trace against a pool of `slots` blocks. A request with more blocks uses only its first `slots`."""
+def replay(trace: Trace, slots: int, policy: CachePolicy, hinted: Sequence[int] = ()) -> Replayed:
+    """Replay a trace against a pool of `slots` blocks. A request with more blocks uses only its first `slots`.
+
+    Args:
+        hinted: for each request, the number of its first blocks that are hinted after it; empty gives no hints.
+    """
     pool = BlockPool(slots, 1, policy)
     asked = found = 0
     start = time.process_time()
-    for request in trace:
+    for request, count in zip(trace, hinted or itertools.repeat(0)):
         names = [name_of(block) for block in request[:slots]]
         table: list[int] = []
         for name in names:
@@ -156,6 +187,9 @@ def replay(trace: Trace, slots: int, policy: CachePolicy) -> Replayed:
             place = Place(names[index - 1] if index else None, (index + 1) * BLOCK_TOKENS)
             pool.seal(table[index], *names[index], place)
         pool.give_back(reversed(table))
+        hint = Hint(count * BLOCK_TOKENS, _HINT_SECONDS)
+        for name in reversed(names[:count]):
+            pool.expect(*name, hint)
     return Replayed(asked, found, pool.evicted, time.process_time() - start)
 
 
@@ -189,16 +223,27 @@ def take_times(slots: int, policy: CachePolicy, rounds: int = 300) -> list[float
     return sorted(times)
 
 
-def measure(trace: Trace, sizes: list[int], names: list[str]) -> dict[str, dict[int, Replayed]]:
+def measure(
+    trace: Trace, sizes: list[int], names: list[str], qualities: Sequence[str] = (), seed: int = 0
+) -> dict[str, dict[int, Replayed]]:
     """Replay a trace for all policies and sizes. Return the results by policy and size.
+
+    Args:
+        qualities: qualities of hints that the first policy gets in further replays.
+        seed: seed of the hints.
 
     Raises:
         ConfigError: there is no policy with this name.
     """
     makers: dict[str, Callable[[int], CachePolicy]] = {name: find_policy(name) for name in names}
+    results = {name: {size: replay(trace, size, make(size)) for size in sizes} for name, make in makers.items()}
+    for quality in qualities:
+        hinted, make = hinted_blocks(trace, quality, seed), makers[names[0]]
+        results[f"{names[0]}, hints: {quality}"] = {size: replay(trace, size, make(size), hinted) for size in sizes}
+    makers = {}
     makers["returning"] = lambda slots: Returning(slots, trace)
     makers["belady"] = lambda slots: Belady(slots, trace)
-    return {name: {size: replay(trace, size, make(size)) for size in sizes} for name, make in makers.items()}
+    return results | {name: {size: replay(trace, size, make(size)) for size in sizes} for name, make in makers.items()}
 
 
 def rows(found: dict[str, dict[int, Replayed]]) -> list[list[str]]:
@@ -229,7 +274,8 @@ def main() -> int:
     parser.add_argument(
         "--take", type=int, metavar="SLOTS", help="time the taking of 100 blocks from a pool of this size"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of synthetic traces [%(default)s]")
+    parser.add_argument("--hints", nargs="*", choices=QUALITIES, default=[], help="qualities of hints [none]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of synthetic traces and of hints [%(default)s]")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     if min(options.blocks) < 1 or not (options.traces or options.take):
@@ -238,7 +284,7 @@ def main() -> int:
     try:
         for name in options.traces:
             trace = make_trace(name, options.seed) if name in SYNTHETIC else read_trace(Path(name))
-            found = measure(trace, options.blocks, options.policies)
+            found = measure(trace, options.blocks, options.policies, options.hints, options.seed)
             asked = sum(map(len, trace))
             print(f"\n{name}: {len(trace)} requests, {asked} blocks, {len({b for r in trace for b in r})} different\n")
             header = ["policy", *(f"{size} blocks" for size in options.blocks), "CPU µs a block", "evicted"]

@@ -131,6 +131,59 @@ def changing(source: _Source) -> Trace:
     return [blocks for part in parts for blocks in part[:1200]]
 
 
+def tool_loops(source: _Source) -> Trace:
+    """Make agents of several kinds that call tools quickly and then wait for their users, beside chats with pauses."""
+    systems = [source.blocks(10, 40) for _ in range(6)]
+    pick = source.popular(6, 0.7)
+
+    def loop(at: float) -> Timed:
+        context = list(systems[pick()])
+        for _ in range(source.draw.randint(1, 4)):
+            context += source.blocks(1, 3)
+            for _ in range(source.draw.randint(1, 20)):
+                yield at, list(context)
+                context += source.blocks(1, 4)
+                at += source.draw.expovariate(1 / 5)
+            at += source.draw.lognormvariate(0, 1.5) * 200
+
+    loops = (loop(index * 15.0) for index in range(300))
+    talks = (_talk(source, index * 8.0, [], 0.6, 400) for index in range(700))
+    return _merged(itertools.chain(loops, talks), 5000)
+
+
+def retrieval(source: _Source) -> Trace:
+    """Make questions with several passages that a search found. The first passage is often the same, the order not."""
+    passages = [source.blocks(2, 4) for _ in range(60)]
+    pick = source.popular(60, 1.1)
+    system = source.blocks(3, 3)
+
+    pairs: dict[tuple[int, int], list[int]] = {}
+
+    def question() -> list[int]:
+        first, second = pick(), pick()
+        # A block's name includes what is before it, so the second passage has other blocks after another first one.
+        after = pairs.setdefault((first, second), source.blocks(2, 4))
+        return [*system, *passages[first], *after, *source.blocks(1, 3)]
+
+    return [question() for _ in range(6000)]
+
+
+def tenants(source: _Source) -> Trace:
+    """Make the chats of 40 tenants with their own system prompts. One tenant also scans documents from time to time."""
+    systems = [source.blocks(5, 25) for _ in range(40)]
+    pick = source.popular(40, 1.2)
+
+    def scans() -> Timed:
+        for burst in range(12):
+            for index in range(60):
+                yield burst * 200.0 + index * 0.5, systems[0] + source.blocks(20, 40)
+
+    talks = (
+        _talk(source, index * 1.5, systems[pick()], source.draw.choice((0.2, 0.5, 0.8)), 45) for index in range(1600)
+    )
+    return _merged(itertools.chain(talks, [scans()]), 4000)
+
+
 SYNTHETIC: dict[str, Callable[[_Source], Trace]] = {
     "conversations": conversations,
     "system-prompts": system_prompts,
@@ -138,6 +191,9 @@ SYNTHETIC: dict[str, Callable[[_Source], Trace]] = {
     "documents": documents,
     "evaluation": evaluation,
     "changing": changing,
+    "tool-loops": tool_loops,
+    "retrieval": retrieval,
+    "tenants": tenants,
 }
 
 

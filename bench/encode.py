@@ -14,46 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from bench.kernels import medians
+from bench.media_model import DTYPE, VISION, write_media_model
 from paceline.core.media import MediaKind
 from paceline.kernels.native import NativeKernels
 from paceline.models.loader import load_encoders
 
 PATCH, POOL = 16, 3
 """Pixels of a patch's side, and patches of the side of a square that becomes one row."""
-DTYPE = torch.bfloat16
-
-
-def write_model(folder: Path, layers: int) -> Any:
-    """Save a model with the vision tower of E2B and a tiny text model, and return that of `transformers`."""
-    vision = {
-        "hidden_size": 768,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "head_dim": 64,
-        "intermediate_size": 3072,
-        "use_clipped_linears": True,
-        "standardize": False,
-    }
-    text = {
-        "hidden_size": 1536,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "intermediate_size": 64,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "num_kv_shared_layers": 0,
-        "vocab_size": 512,
-        "vocab_size_per_layer_input": 512,
-    }
-    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
-    torch.manual_seed(0)
-    model = transformers.Gemma4ForConditionalGeneration(config).to(DTYPE).eval()
-    model.save_pretrained(folder)
-    return model
+TEXT = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+    "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
+}
+"""A tiny text model with the hidden size of E2B."""
 
 
 def main() -> None:
@@ -69,8 +50,8 @@ def main() -> None:
     patches = pixels.view(height, PATCH, width, PATCH, 3).transpose(1, 2).reshape(1, height * width, -1)
     places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(1, -1, 2)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        reference = write_model(Path(folder), options.layers)
-        encoders = load_encoders(Path(folder), DTYPE, NativeKernels(options.threads), torch.device("cpu"))
+        reference = write_media_model(Path(folder, "model"), {**VISION, "num_hidden_layers": options.layers}, text=TEXT)
+        encoders = load_encoders(Path(folder, "model"), DTYPE, NativeKernels(options.threads), torch.device("cpu"))
         assert encoders is not None
 
         def ours() -> Any:

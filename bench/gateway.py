@@ -34,9 +34,9 @@ from bench.workloads import Request, Workload
 from paceline.core.model_folder import model_digest
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret
 from paceline.services.common.unix_socket import UnixListener
 from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.outbox import Outboxes
@@ -128,15 +128,15 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
 
 
 @contextlib.asynccontextmanager
-async def stack(model: Path, step_seconds: float) -> AsyncIterator[Gateways]:
-    """Run two gateways with a Reciter as their worker."""
+async def stack(model: Path, step_seconds: float, worker: Reciter | None = None) -> AsyncIterator[Gateways]:
+    """Run two gateways with `worker` as their worker; by default a Reciter."""
     async with contextlib.AsyncExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
         redis = f"unix://{folder / 'redis.sock'}"
         await _start(undo, *redis_command(folder / "redis.sock"))
         await wait_for_redis(redis, START_SECONDS)
-        reciter = Reciter(step_seconds, Tokenizer(model).encode(_CALL, False))
-        rpc = RpcServer("127.0.0.1", 0, Secret(), "reciter")
+        reciter = worker or Reciter(step_seconds, Tokenizer(model).encode(_CALL, False))
+        rpc = RpcServer("127.0.0.1", 0, Credentials(), "reciter")
         worker_pb2_grpc.add_DecodeServicer_to_server(reciter, rpc.server)
         port = await rpc.start()
         undo.push_async_callback(rpc.close, 0)
@@ -189,9 +189,9 @@ async def measure(gateways: Gateways, streams: int, tokens: int, way: str = "com
     requests = tuple(Request((FIRST_ID, FIRST_ID + 1), tokens, chat=chat) for _ in range(streams))
     async with Server(gateway.url) as server:
         await server.run(Workload("warm-up", requests[:1], 1))
-        before, began = _cpu_seconds(gateway.process), time.perf_counter()
+        before, began = cpu_seconds(gateway.process), time.perf_counter()
         outcomes = await server.run(Workload("streams", requests, streams))
-        used, seconds = _cpu_seconds(gateway.process) - before, time.perf_counter() - began
+        used, seconds = cpu_seconds(gateway.process) - before, time.perf_counter() - began
     if failed := [outcome.error for outcome in outcomes if outcome.error]:
         raise RuntimeError(f"{len(failed)} streams failed; the first: {failed[0]}")
     gaps = [later - earlier for outcome in outcomes for earlier, later in zip(outcome.chunks, outcome.chunks[1:])]
@@ -204,7 +204,8 @@ async def measure(gateways: Gateways, streams: int, tokens: int, way: str = "com
     }
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU time that a process has used."""
     times = process.cpu_times()
     return times.user + times.system
 

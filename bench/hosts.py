@@ -48,10 +48,10 @@ def serving(folder: Path, hosts: Sequence[Host], model: str, transport: str) -> 
             raise RuntimeError("\n".join([str(error), *services.last_words()])) from error
 
 
-def measure(url: str, prompt_tokens: int, requests: int) -> dict[str, float]:
+def measure(services: Services, prompt_tokens: int, requests: int) -> dict[str, float]:
     """Send the prompts and return the services' figures for them. Raises RuntimeError if the workers do not start."""
     deadline = time.monotonic() + START_SECONDS
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
+    with httpx.Client(base_url=services.url, headers=services.admin, timeout=120, trust_env=False) as http:
         while not _complete(http):
             if time.monotonic() > deadline:
                 raise RuntimeError("the two workers did not become ready")
@@ -115,7 +115,7 @@ def main() -> int:
             serving(Path(folder), hosts, options.model, options.transport) as services,
             hosts[READER].inside(),
         ):
-            found = measure(services.url, options.prompt_tokens, options.requests)
+            found = measure(services, options.prompt_tokens, options.requests)
     except RuntimeError as error:
         print(f"bench.hosts: {error}", file=sys.stderr)
         return 1

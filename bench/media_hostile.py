@@ -1,139 +1,138 @@
-"""Send hostile images, videos and audio to a server, and measure what they cost the gateway and other requests.
+"""Send hostile images, videos and audio to a stack, and measure what they cost its processes and other requests.
 
-    python -m bench.media_hostile --url http://127.0.0.1:8000 --pid GATEWAY --count 10000
+    python -m bench.media_hostile --count 10000
 
-The model must read images; items of kinds that it does not read are refused, too. Streams of text run beside, first
-alone and then during the attack. The table shows their ITL, and the memory of the gateway and of its processes that
-decode. A request that is answered with 5xx, or not at all, counts as a failure.
+The stack has a random model that reads images, videos and audio. It runs in a network of its own, which needs root or
+user namespaces (see `bench.hostile_network`). Hostile requests come at a steady rate from another process, which yields
+to the stack. Streams of text run beside, first without the attack, then during it. An answer is wrong if its status is
+not one that the item deserves, or an error does not say which item is at fault.
+
+The tables show all answers, the ITL of the streams, the CPU time of each process during the attack, and its anonymous
+memory: before the attack, at most during it (looked at every second), and afterwards. A gateway may hold up to
+`--media-memory` for the requests that it has at a time. Processes that decode are replaced now and then, so they count
+as one: their CPU time is left out, and their memory is that of the largest one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import io
+import concurrent.futures
+import contextlib
 import json
 import math
+import multiprocessing
+import os
 import random
-import struct
+import re
 import sys
+import tempfile
 import time
-import wave
-import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import av
 import httpx
-import numpy as np
 import psutil
-from PIL import Image
 
-from bench.load import Server, new_file, summarize, table
-from bench.systems import ServerError
+from bench.hostile_media import Attack, Attacks
+from bench.hostile_network import URLS, NoNetworkError, enter, servers
+from bench.load import Outcome, Server, new_file, summarize, table
+from bench.services import Process, names_by_pid, serving
 from bench.workloads import FIRST_ID, Request, Workload
+from tests.services.gateway.media.samples import data_url, image_file
 
 STREAMS, STREAM_TOKENS = 4, 200
 REQUEST_SECONDS = 120.0
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-PRIVATE_URLS = (
-    "http://127.0.0.1:6379/",
-    "http://169.254.169.254/latest/meta-data/",
-    "http://[::ffff:10.0.0.1]/",
-    "http://2130706433/",
-    "http://0x7f.1/",
-    "http://user@example.com/",
-    "http://[64:ff9b::7f00:1]/",
-    "file:///etc/passwd",
-    "file:///dev/zero",
-    "gopher://127.0.0.1/",
-    "http://nowhere.invalid/cat.png",
-)
-
-Part = dict[str, Any]
-"""A part of a message's content."""
+NICENESS = 5
+GOOD = {"type": "image_url", "image_url": {"url": data_url(image_file())}}
 
 
-class Attacks:
-    """Makes hostile parts of messages, of all kinds and from a seed."""
+@dataclass
+class Answers:
+    """What the attacking process has seen."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._images = [_image(format) for format in IMAGE_FORMATS]
-        self._video, self._clip = _video(), _clip(16_000)
-        self._bomb = _png(8000, 8000, bytes(8000 * 24_001))
-
-    def next(self) -> tuple[str, Part]:
-        """Return the name of a kind of attack, and a part."""
-        kinds: dict[str, Callable[[], Part]] = {
-            "changed image": lambda: _part("image_url", self._changed(self._rng.choice(self._images))),
-            "changed video": lambda: _part("video_url", self._changed(self._video)),
-            "changed audio": lambda: _part("audio_url", self._changed(self._clip)),
-            "half an image": lambda: _part("image_url", self._cut(self._rng.choice(self._images))),
-            "half a video": lambda: _part("video_url", self._cut(self._video)),
-            "noise": lambda: _part("image_url", self._rng.randbytes(self._rng.randint(0, 5000))),
-            "SVG": lambda: _part("image_url", b"<svg xmlns='http://www.w3.org/2000/svg'/>"),
-            "image of 3.6 gigapixels": lambda: _part("image_url", _png(60_000, 60_000, b"")),
-            "image bomb": lambda: _part("image_url", self._bomb),
-            "clip of years": lambda: _part("audio_url", _clip(1)),
-            "no base64": lambda: {"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}},
-            "private URL": lambda: {"type": "image_url", "image_url": {"url": self._rng.choice(PRIVATE_URLS)}},
-        }
-        # A bomb keeps a process busy for a second, so it is rare.
-        weights = [1 if "bomb" in name else 20 for name in kinds]
-        (name,) = self._rng.choices(list(kinds), weights)
-        return name, kinds[name]()
-
-    def _changed(self, data: bytes) -> bytes:
-        changed = bytearray(data)
-        for _ in range(self._rng.randint(1, 10)):
-            changed[self._rng.randrange(len(changed))] = self._rng.randrange(256)
-        return bytes(changed)
-
-    def _cut(self, data: bytes) -> bytes:
-        return data[: self._rng.randrange(len(data))]
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By the kind of attack and the status."""
+    wrong: list[str] = field(default_factory=list)
+    private_connections: int = 0
+    seconds: float = 0.0
+    """Of all requests together, from sending to the answer."""
 
 
-def _part(type: str, data: bytes) -> Part:
-    return {"type": type, type: {"url": "data:;base64," + base64.b64encode(data).decode()}}
+def attack(url: str, count: int, rate: float, seed: int) -> Answers:
+    """Send `count` hostile requests at a rate per second. Runs in a process of its own."""
+    os.nice(NICENESS)
+    return asyncio.run(_attack(url, count, rate, seed))
 
 
-def _image(format: str) -> bytes:
-    file = io.BytesIO()
-    Image.linear_gradient("L").convert("RGB").save(file, format)
-    return file.getvalue()
+async def _attack(url: str, count: int, rate: float, seed: int) -> Answers:
+    attacks, answers, rng = Attacks(seed, URLS), Answers(), random.Random(seed)
+    async with (
+        servers() as private,
+        httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, trust_env=False) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        begun = time.perf_counter()
+        for number in range(count):
+            await asyncio.sleep(max(0.0, begun + number / rate - time.perf_counter()))
+            group.create_task(_send(client, attacks.next(), rng.choice((0, 0, 0, 1)), answers))
+    answers.private_connections = private.total()
+    return answers
 
 
-def _png(width: int, height: int, rows: bytes) -> bytes:
-    """Return a PNG whose head need not fit its rows."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    packed = (
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+async def _send(client: httpx.AsyncClient, own: Attack, good: int, answers: Answers) -> None:
+    """Send a hostile item after a number of good images, and count the answer."""
+    item = {"type": f"{own.kind}_url", f"{own.kind}_url": {"url": own.url}}
+    content = [*[GOOD] * good, item, {"type": "text", "text": "What is this?"}]
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    body["mm_processor_kwargs"] = {"max_soft_tokens": 70}
+    begun = time.perf_counter()
+    try:
+        answer = await client.post("/v1/chat/completions", json=body)
+        status, text = str(answer.status_code), answer.text
+    except httpx.HTTPError as error:
+        status, text = type(error).__name__, str(error)
+    answers.seconds += time.perf_counter() - begun
+    answers.counts[own.name, status] += 1
+    places = (f"{own.kind} {1 + good * (own.kind == 'image')}: ", f"messages[0].content[{good}]")
+    is_right = status.isdecimal() and int(status) in own.answers
+    if not is_right or (status != "200" and not json.loads(text)["error"]["message"].startswith(places)):
+        answers.wrong.append(f"{own.name}: {status} {text[:300]}")
 
 
-def _video() -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for shade in range(0, 250, 10):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((48, 64, 3), shade, np.uint8))))
-        container.mux(stream.encode())
-    return file.getvalue()
+class Usage:
+    """Looks at the anonymous memory in MiB and the CPU seconds of a stack's processes, by their names."""
 
+    def __init__(self, stack: Process) -> None:
+        self._root = psutil.Process(stack.popen.pid)
+        self._names = names_by_pid(stack)
+        self.most: dict[str, float] = {}
 
-def _clip(rate: int) -> bytes:
-    """Return 8,000 samples, which take years if the rate is low."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setparams((1, 2, rate, 0, "NONE", ""))
-        writer.writeframes(b"".join(struct.pack("<h", int(9000 * math.sin(at / 9))) for at in range(8000)))
-    return file.getvalue()
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time until now, without processes that decode."""
+        return {name: sum(psutil.Process(pid).cpu_times()[:2]) for pid, name in self._names.items()}
+
+    def memory(self) -> dict[str, float]:
+        """Return the memory now, and remember it if it is the most. Processes that decode count as one, the largest."""
+        found: dict[str, float] = {}
+        for process in (self._root, *self._root.children(recursive=True)):
+            # Not the resident size: an arena, which processes share, counts to the one that touches a page.
+            with contextlib.suppress(OSError):  # a process may have just ended
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                if (line := re.search(r"RssAnon:\s+(\d+) kB", status)) is not None:
+                    name = self._names.get(process.pid, "decoder")
+                    found[name] = max(int(line[1]) / 1024, found.get(name, 0.0))
+        self.most = {name: max(self.most.get(name, 0.0), found.get(name, 0.0)) for name in self.most | found}
+        return found
+
+    async def watch(self) -> None:
+        """Look every second until cancelled."""
+        while True:
+            await asyncio.sleep(1)
+            await asyncio.to_thread(self.memory)
 
 
 def beside(seed: int, vocab: int) -> Workload:
@@ -143,98 +142,100 @@ def beside(seed: int, vocab: int) -> Workload:
     return Workload("beside", tuple(Request(prompt, STREAM_TOKENS) for prompt in prompts), STREAMS)
 
 
-def memory(pid: int) -> tuple[float, float]:
-    """Return the resident memory of the gateway, and of all its child processes, in MiB."""
-    gateway = psutil.Process(pid)
-    children = gateway.children(recursive=True)
-    return gateway.memory_info().rss / 2**20, sum(child.memory_info().rss for child in children) / 2**20
+async def measure(stack: Process, url: str, options: argparse.Namespace, vocab: int) -> dict[str, Any]:
+    """Return all figures of the streams, of the answers, and of memory."""
+    figures: dict[str, Any] = {"itl_ms": {}, "memory_mib": {}}
+    usage, seeds = Usage(stack), iter(range(options.seed, sys.maxsize))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as attackers:
+        async with Server(url) as server:
+
+            async def streams(name: str, is_over: Callable[[], bool]) -> None:
+                outcomes: list[Outcome] = []
+                while not outcomes or not is_over():
+                    outcomes += await server.run(beside(next(seeds), vocab))
+                figures["itl_ms"][name] = summarize(outcomes)["all"]
+
+            async def alone(name: str) -> None:
+                end = time.monotonic() + options.quiet_seconds
+                await streams(name, lambda: time.monotonic() > end)
+
+            async def attacked(count: int, name: str) -> Answers:
+                job = attackers.submit(attack, url, count, options.rate, next(seeds))
+                await streams(name, job.done)
+                return job.result()
+
+            # The first items start processes and fill caches.
+            await attacked(options.warm_up, "warm-up")
+            figures["memory_mib"]["before"] = usage.memory()
+            await alone("before")
+            watching = asyncio.create_task(usage.watch())
+            begun, cpu_before = time.perf_counter(), usage.cpu_seconds()
+            answers = await attacked(options.count, "attack")
+            figures["attack_seconds"] = time.perf_counter() - begun
+            figures["cpu_s"] = {name: own - cpu_before[name] for name, own in usage.cpu_seconds().items()}
+            watching.cancel()
+            await alone("after")
+            figures["memory_mib"] |= {"most": usage.most, "after": usage.memory()}
+    figures["answers"] = [[*key, number] for key, number in sorted(answers.counts.items())]
+    return figures | {
+        "wrong": answers.wrong,
+        "private_connections": answers.private_connections,
+        "mean_seconds": answers.seconds / options.count,
+    }
 
 
-async def attack(
-    url: str, model: str, api_key: str, count: int, concurrency: int, seed: int
-) -> Counter[tuple[str, str]]:
-    """Send `count` hostile requests, and count them by kind and status."""
-    attacks, answers = Attacks(seed), Counter[tuple[str, str]]()
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    remaining = iter(range(count))
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=REQUEST_SECONDS, trust_env=False) as client:
-
-        async def send() -> None:
-            for _ in remaining:
-                kind, part = attacks.next()
-                content = [part, {"type": "text", "text": "What is this?"}]
-                body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-                try:
-                    status = str((await client.post("/v1/chat/completions", json=body)).status_code)
-                except httpx.HTTPError as error:
-                    status = type(error).__name__
-                answers[kind, status] += 1
-
-        await asyncio.gather(*(send() for _ in range(concurrency)))
-    return answers
-
-
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return all figures of the streams beside, of the answers, and of memory in MiB."""
-    figures: dict[str, Any] = {"seed": options.seed, "memory": {}, "itl_ms": {}}
-    async with Server(options.url, options.model, options.api_key) as server:
-
-        async def streams(name: str, until: Callable[[], bool]) -> None:
-            outcomes = []
-            while not outcomes or not until():
-                outcomes += await server.run(beside(options.seed + len(outcomes), options.vocab))
-            figures["itl_ms"][name] = summarize(outcomes)["all"]
-            figures["memory"][name] = memory(options.pid) if options.pid else (math.nan, math.nan)
-
-        await streams("before", lambda: True)
-        # The first items start the processes that decode.
-        await attack(options.url, server.model, options.api_key, 50, options.concurrency, options.seed + 1)
-        await streams("first items", lambda: True)
-        begun = time.perf_counter()
-        attacking = asyncio.create_task(
-            attack(options.url, server.model, options.api_key, options.count, options.concurrency, options.seed)
-        )
-        await streams("attack", attacking.done)
-        answers = await attacking
-        figures["attack_seconds"] = time.perf_counter() - begun
-        await streams("after", lambda: True)
-    figures["answers"] = [[*key, number] for key, number in sorted(answers.items())]
-    return figures
+def report(figures: dict[str, Any]) -> None:
+    """Print all figures as tables."""
+    print(table(["attack", "status", "requests"], [[kind, status, str(n)] for kind, status, n in figures["answers"]]))
+    names = ("itl_ms_p50", "itl_ms_p99", "failures")
+    rows = [[name, *(f"{row[each]:.1f}" for each in names)] for name, row in figures["itl_ms"].items()]
+    print(table(["streams", "ITL p50 ms", "ITL p99 ms", "failures"], rows))
+    looks = figures["memory_mib"]
+    lines = [
+        [
+            name,
+            *(f"{looks[when].get(name, math.nan):.0f}" for when in ("before", "most", "after")),
+            f"{figures['cpu_s'].get(name, math.nan):.1f}",
+        ]
+        for name in sorted(looks["most"])
+    ]
+    print(table(["process", "MiB before", "at most", "after", "CPU s in the attack"], lines))
+    ratio = figures["itl_ms"]["attack"]["itl_ms_p99"] / figures["itl_ms"]["before"]["itl_ms_p99"]
+    print(
+        f"{figures['attack_seconds']:.0f} s of attack, {1000 * figures['mean_seconds']:.0f} ms a request,"
+        f" {len(figures['wrong'])} wrong answers, {figures['private_connections']} connections to private servers,"
+        f" ITL p99 {ratio:.2f} times that before"
+    )
+    print(*figures["wrong"][:20], sep="\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.media_hostile", description=__doc__.splitlines()[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server to attack")
-    parser.add_argument("--model", default="", help="model name; default: the first one that the server lists")
-    parser.add_argument("--api-key", default="", help="API key for the server")
-    parser.add_argument("--pid", type=int, default=0, help="process of the gateway, if it is on this machine")
-    parser.add_argument("--count", type=int, default=10_000, help="hostile requests")
-    parser.add_argument("--concurrency", type=int, default=8, help="hostile requests at a time")
-    parser.add_argument("--vocab", type=int, default=32_000, help="prompts of the streams have token ids below this")
+    parser.add_argument("--count", type=int, default=10_000, help="hostile requests [%(default)s]")
+    parser.add_argument("--rate", type=float, default=20.0, help="hostile requests in a second [%(default)s]")
+    parser.add_argument("--warm-up", type=int, default=200, help="hostile requests before anything is measured")
+    parser.add_argument("--quiet-seconds", type=float, default=30.0, help="time of the streams alone [%(default)s]")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     try:
-        figures = asyncio.run(measure(options))
-    except ServerError as error:
+        enter()
+    except NoNetworkError as error:
         print(f"bench.media_hostile: {error}", file=sys.stderr)
         return 1
-    print(table(["attack", "status", "requests"], [[kind, status, str(n)] for kind, status, n in figures["answers"]]))
-    rows = [
-        [
-            name,
-            f"{row['itl_ms_p50']:.1f}",
-            f"{row['itl_ms_p99']:.1f}",
-            f"{row['failures']:.0f}",
-            *(f"{m:.0f}" for m in mib),
-        ]
-        for (name, row), mib in zip(figures["itl_ms"].items(), figures["memory"].values())
-    ]
-    print(table(["streams", "ITL p50 ms", "ITL p99 ms", "failures", "gateway MiB", "decoders MiB"], rows))
+    # Imported here, because the attacking process, which imports this module, needs no torch.
+    from bench.media_model import SMALL_AUDIO, SMALL_VISION, VOCAB, write_media_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_media_model(Path(folder, "model"), SMALL_VISION, SMALL_AUDIO)
+        with serving(Path(folder, "log"), str(Path(folder, "model")), "--kv-memory=256MiB") as (stack, url):
+            figures = asyncio.run(measure(stack, url, options, VOCAB))
+    report(figures)
     if options.out:
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
-    failed = sum(number for _, status, number in figures["answers"] if not status.startswith(("2", "4")))
-    return 1 if failed or any(row["failures"] for row in figures["itl_ms"].values()) else 0
+    is_bad = figures["wrong"] or figures["private_connections"] or figures["itl_ms"]["attack"]["failures"]
+    return 1 if is_bad else 0
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ import grpc
 
 from bench.load import table
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_socket import HostSocket
 from paceline.services.worker.batch_sender import HostConnection
 
@@ -81,7 +81,7 @@ class Middle:
 
 async def be_middle(folder: Path) -> None:
     """Serve all ways until killed. Print the gRPC port and the path of the Unix socket first."""
-    middle, server = Middle(), RpcServer("127.0.0.1", 0, Secret())
+    middle, server = Middle(), RpcServer("127.0.0.1", 0, Credentials())
     methods = {
         "call": grpc.unary_unary_rpc_method_handler(middle.call, **_SERVER),
         "stream": grpc.stream_stream_rpc_method_handler(middle.stream, **_SERVER),
@@ -96,7 +96,7 @@ async def be_middle(folder: Path) -> None:
 async def connect(way: str, port: str, path: str) -> Ask:
     if way == "socket":
         return (await HostConnection.connect(path)).call
-    channel = open_channel(f"127.0.0.1:{port}", Secret())
+    channel = open_channel(f"127.0.0.1:{port}", Credentials())
     if way == "calls":
         return channel.unary_unary("/messages/call", **_CLIENT)
     stream: Any = channel.stream_stream("/messages/stream", **_CLIENT)()

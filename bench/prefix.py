@@ -64,8 +64,8 @@ class Answer:
         return self.prompt_tokens - self.cached_tokens
 
 
-def connect(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=120, trust_env=False)
+def connect(services: Services, url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, headers=services.admin, timeout=120, trust_env=False)
 
 
 async def ask(http: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int = 1, salt: str | None = None) -> Answer:
@@ -126,7 +126,7 @@ async def until_complete(http: httpx.AsyncClient, workers: int) -> None:
 async def measure(services: Services, prompt_tokens: int, prompts: int, turns: int) -> dict[str, list[Answer]]:
     """Return the answers by kind, one per prompt, and the answers of the conversation's turns."""
     found: dict[str, list[Answer]] = {"turns": [], **{kind: [] for kind in KINDS}}
-    async with connect(services.url) as http:
+    async with connect(services, services.url) as http:
         await until_complete(http, 4)
         for _ in range(8):  # warm-up: both hosts connect and compile kernels
             await ask(http, random_tokens(prompt_tokens), 4)
@@ -160,7 +160,7 @@ async def measure(services: Services, prompt_tokens: int, prompts: int, turns: i
 async def measure_disk(services: Services, prompt_tokens: int, prompts: int) -> dict[str, list[Answer]]:
     """Return the answers by kind, one per prompt. Raises RuntimeError if they were not read from the disk itself."""
     found: dict[str, list[Answer]] = {kind: [] for kind in KINDS}
-    async with connect(services.url) as http:
+    async with connect(services, services.url) as http:
         await until_complete(http, 2)
         for _ in range(2):
             await ask(http, random_tokens(prompt_tokens), 4)

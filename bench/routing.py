@@ -85,7 +85,7 @@ async def measure(services: Services, options: argparse.Namespace) -> dict[str, 
     found: dict[str, list[Figures]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-            async with connect(services.url_of(names[way])) as http:
+            async with connect(services, services.url_of(names[way])) as http:
                 await until_complete(http, 4)
                 if not number:  # both hosts connect and compile kernels before anything is measured
                     await asyncio.gather(*(ask(http, random_tokens(1000), 4) for _ in range(4)))

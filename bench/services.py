@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -128,7 +129,7 @@ class Services:
     def __init__(self, folder: Path, model: str, hosts: Sequence[Host], **options: Sequence[str]) -> None:
         self.hosts = hosts
         self.processes: dict[str, Process] = {}
-        self._folder = folder
+        self.folder = folder
         self._model = model
         self._options = options
         self._commands: dict[str, list[str]] = {}
@@ -136,6 +137,9 @@ class Services:
         self._kv_ports, self._http_port = [free_port() for _ in hosts], free_port()
         home, port = hosts[0], free_port()
         self._http_ports: dict[str, int] = {}
+        self._admin_key = secrets.token_urlsafe()
+        self.admin = {"Authorization": f"Bearer {self._admin_key}"}
+        """Headers for routes that are for admins, because gateways may be on another host than the caller."""
         self.url = f"http://{home.ip}:{self._http_port}"
         self.redis_url = f"redis://{home.ip}:{port}/0"
         listen = ("--port", str(port), "--bind", home.ip, "--protected-mode", "no")
@@ -165,8 +169,9 @@ class Services:
     def start_again(self, name: str) -> None:
         """Start a process that has ended again, with the same command."""
         self._starts[name] += 1
-        log = self._folder / f"{name}.{self._starts[name]}.log"
-        self.processes[name] = Process(log, program=self._commands[name])
+        log = self.folder / f"{name}.{self._starts[name]}.log"
+        own = {"PACELINE_ADMIN_KEY": self._admin_key} if role_of(name) == "gateway" else {}
+        self.processes[name] = Process(log, program=self._commands[name], environment=own)
 
     def wait_ready(self, *names: str) -> None:
         for name in names:

@@ -13,7 +13,7 @@ RUN_DIR=$(mktemp -d /tmp/paceline-compose.XXXXXX)
 ENGINE_PID=
 export COMPOSE_PROJECT_NAME=paceline-test-$$ TAG=test-$$ PORT=0
 # These values override the caller's environment and an .env file, so that the test is always the same.
-export MODEL=smollm2-135m-instruct REVISION= MODELS=models AUTH=auth HOST_ID=host EXTRAS=worker,convert,otlp BIND=127.0.0.1 PACELINE_API_KEY= OTEL_EXPORTER_OTLP_ENDPOINT=
+export MODEL=smollm2-135m-instruct REVISION= MODELS=models AUTH=auth HOST_ID=host EXTRAS=worker,convert,otlp BIND=127.0.0.1 PACELINE_API_KEY= PACELINE_ADMIN_KEY=admin-of-the-test OTEL_EXPORTER_OTLP_ENDPOINT=
 unset COMPOSE_FILE COMPOSE_PROFILES HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE
 
 say() { echo "compose/test.sh: $*" >&2; }

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from paceline import __version__
+from paceline.client import GatewayClient
 from paceline.core import env, telemetry
 from paceline.core.config import (
     PREPARE_OPTIONS,
@@ -33,8 +34,9 @@ from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.options import Options, flag, group_of
 from paceline.core.progress import StatusLines
+from paceline.run_batch import run_batch
 from paceline.scale import scale
-from paceline.services.common.secret import make_secret
+from paceline.services.common.secret import make_secret, new_key
 from paceline.top import top
 from paceline.trace import trace
 
@@ -57,7 +59,9 @@ tools
   top                 show the fleet and its speed, live
   trace REQUEST_ID    show one request's life
   scale ROLE=N        change how many workers a running stack has
+  run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
   prepare MODEL       fetch or convert a model and print its folder
+  key NAME            make a key for a client or an admin, for --api-keys-file
   token FILE          make the secret that the services of a cluster share
   version             print the version
 
@@ -89,16 +93,30 @@ SERVICES = {
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }
-_GROUPS = ("model", "fleet", "compute", "memory", "responses", "media", "limits", "network", "cluster", "logs")
+_GROUPS = ("model", "fleet", "compute", "memory", "store", "media", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",
+    "allowed_headers": "NAMES",
     "allowed_media_domains": "NAMES",
+    "allowed_methods": "NAMES",
+    "allowed_origins": "ORIGINS",
+    "api_keys_file": "FILE",
     "auth_token_file": "FILE",
+    "cluster_ca_certs": "FILE",
+    "cluster_cert_name": "NAME",
+    "cluster_certfile": "FILE",
+    "cluster_keyfile": "FILE",
     "chat_template": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
-    "response_store": "FILE|URL|none",
+    "root_path": "PATH",
+    "ssl_ca_certs": "FILE",
+    "ssl_cert_reqs": "0|1|2",
+    "ssl_certfile": "FILE",
+    "ssl_keyfile": "FILE",
+    "uds": "PATH",
+    "store": "FILE|URL|none",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
     "redis": "URL",
@@ -114,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(build_parser().parse_args(argv or ["--help"]))
     name = arguments.pop("command")
     try:
-        _run(name, arguments)
+        return _run(name, arguments)
     except ModuleNotFoundError as error:
         if (error.name or "paceline").split(".")[0] == "paceline":
             raise
@@ -126,7 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -173,30 +190,76 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="wait this long for new workers to be ready and for old ones to end; 0 returns at once",
     )
+    batch = _add_command(
+        commands, "run-batch", "-i FILE -o FILE [--model MODEL | --url URL] [options]", "Answer the requests of a file."
+    )
+    batch.add_argument(
+        "-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one a line (JSONL)"
+    )
+    batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the answers")
+    batch.add_argument("--model", default="", metavar="MODEL", help=_help(ServeConfig, "model"))
+    batch.add_argument("--url", default="", help="gateway of a running stack; without it, this command starts a stack")
+    batch.add_argument(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="key to send; by default the first one in $PACELINE_ADMIN_KEY or $PACELINE_API_KEY",
+    )
+    batch.add_argument(
+        "--completion-window", default="24h", metavar="TIME", help="time for all lines, such as 90m or 7d [%(default)s]"
+    )
+    batch.add_argument(
+        "--serve-flag",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="flag for the stack, such as --serve-flag=--decode=2",
+    )
     token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file. An existing one is kept.")
     token.add_argument("file", type=Path, metavar="FILE", help="file to write; only this user may read it")
+    key = _add_command(commands, "key", "NAME", "Print a new key, and its lines for --api-keys-file.")
+    key.add_argument("name", metavar="NAME", help="name of the key, which logs and the console show")
     _add_command(commands, "version", "", "Print the version.")
     return parser
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the gateway [%(default)s]")
     parser.add_argument(
-        "--api-key", default="", metavar="KEY", help="key to send; by default the first one in $PACELINE_API_KEY"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of the gateway, or unix:PATH for its Unix socket [%(default)s]",
+    )
+    parser.add_argument(
+        "--ssl-ca-certs",
+        default="",
+        metavar="FILE",
+        help="PEM file with the authorities that may have signed the gateway's certificate; by default those of the "
+        "system, or of $SSL_CERT_FILE",
+    )
+    parser.add_argument(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="key to send; by default the first one in $PACELINE_ADMIN_KEY, else in $PACELINE_API_KEY",
     )
 
 
-def _run(name: str, arguments: dict[str, Any]) -> None:
+def _run(name: str, arguments: dict[str, Any]) -> int:
+    """Run a command. Return its exit code; errors raise exceptions."""
     if name == "version":
         print(f"paceline {__version__}")
     elif name == "top":
-        top(arguments["url"], _api_key(arguments), max(arguments["interval"], 0.1), arguments["count"])
+        top(_gateway(arguments), max(arguments["interval"], 0.1), arguments["count"])
     elif name == "trace":
-        trace(arguments["request_id"], arguments["url"], _api_key(arguments), arguments["json"])
+        trace(arguments["request_id"], _gateway(arguments), arguments["json"])
     elif name == "scale":
-        scale(arguments["targets"], arguments["url"], _api_key(arguments), arguments["wait"])
+        scale(arguments["targets"], _gateway(arguments), arguments["wait"])
+    elif name == "run-batch":
+        return _run_batch(arguments)
     elif name == "token":
         make_secret(arguments["file"])
+    elif name == "key":
+        print(new_key(arguments["name"]))
     elif name == "prepare":
         is_relayed, link, file = (arguments.pop(own) for own in ("live_progress", "link", "config"))
         _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
@@ -212,10 +275,28 @@ def _run(name: str, arguments: dict[str, Any]) -> None:
         telemetry.setup(getattr(config, "worker_id", "") or name, config.log_level, config.log_format)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(run(config))
+    return 0
+
+
+def _run_batch(arguments: dict[str, Any]) -> int:
+    is_good = run_batch(
+        arguments["input_file"],
+        arguments["output_file"],
+        arguments["model"] or ServeConfig.model_fields["model"].default,
+        arguments["url"],
+        _api_key(arguments),
+        arguments["completion_window"],
+        arguments["serve_flag"],
+    )
+    return 0 if is_good else 1
 
 
 def _api_key(arguments: dict[str, Any]) -> str:
-    return arguments["api_key"] or next(iter(env.api_keys()), "")
+    return arguments["api_key"] or next(iter((*env.admin_keys(), *env.api_keys())), "")
+
+
+def _gateway(arguments: dict[str, Any]) -> GatewayClient:
+    return GatewayClient(arguments["url"], _api_key(arguments), arguments["ssl_ca_certs"])
 
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:

@@ -4,49 +4,99 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 
 SECONDS = 5.0
 """Default deadline of each network operation, in seconds."""
 
 
-def fetch(
-    url: str, path: str, api_key: str, body: Mapping[str, object] | None = None, seconds: float = SECONDS
-) -> dict[str, Any]:
-    """Return the JSON object at `path` of the gateway at `url`.
+@dataclass(frozen=True, slots=True)
+class GatewayClient:
+    """A client of one gateway."""
 
-    Args:
-        body: sent with POST; without a body the request is a GET.
-        seconds: deadline of each network operation of the request.
+    url: str
+    """http://…, https://… or unix:PATH."""
+    api_key: str = ""
+    ca_certs: str = ""
+    """PEM file with the certificates of the authorities to trust; "" for those of the system or $SSL_CERT_FILE."""
 
-    Raises:
-        InvalidRequestError: the gateway refuses. The message is the gateway's, if it gave one.
-        UnavailableError: no gateway answers at `url`.
-    """
-    try:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError("not an http URL")
-        request = urllib.request.Request(f"{url.rstrip('/')}{path}")
-        if body is not None:
-            request.data = json.dumps(body).encode()
-            request.add_header("Content-Type", "application/json")
-        if api_key:
-            request.add_header("Authorization", f"Bearer {api_key}")
-        with urllib.request.urlopen(request, timeout=seconds) as response:
-            answer = json.load(response)
-        if not isinstance(answer, dict):
-            raise ValueError("its answer is not a JSON object")
-    except urllib.error.HTTPError as error:
-        raise InvalidRequestError(f"{url} answers {error.code}: {_reason(error)}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise UnavailableError(f"no gateway at {url} ({reason}); name it with --url") from error
-    return answer
+    def fetch(self, path: str, body: Mapping[str, object] | None = None, seconds: float = SECONDS) -> dict[str, Any]:
+        """Return the JSON object at `path` of the gateway.
+
+        Args:
+            body: sent with POST; without a body the request is a GET.
+            seconds: deadline of each network operation of the request.
+
+        Raises:
+            ConfigError: the file of `ca_certs` cannot be used.
+            InvalidRequestError: the gateway refuses. The message is the gateway's, if it gave one.
+            UnavailableError: no gateway answers at `url`.
+        """
+        url = self.url
+        handlers: list[urllib.request.BaseHandler] = []
+        if url.startswith("https://"):
+            handlers = [urllib.request.HTTPSHandler(context=self._tls())]
+        elif url.startswith("unix:"):
+            no_proxy = urllib.request.ProxyHandler({})
+            handlers, url = [_UnixHandler(url.removeprefix("unix:")), no_proxy], "http://localhost"
+        try:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError("not an http URL")
+            request = urllib.request.Request(f"{url.rstrip('/')}{path}")
+            if body is not None:
+                request.data = json.dumps(body).encode()
+                request.add_header("Content-Type", "application/json")
+            if self.api_key:
+                request.add_header("Authorization", f"Bearer {self.api_key}")
+            with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
+                answer = json.load(response)
+            if not isinstance(answer, dict):
+                raise ValueError("its answer is not a JSON object")
+        except urllib.error.HTTPError as error:
+            raise InvalidRequestError(f"{self.url} answers {error.code}: {_reason(error)}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            advice = "name it with --url"
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                advice = "name the authority of its certificate with --ssl-ca-certs, and with --url a name that it has"
+            raise UnavailableError(f"no gateway at {self.url} ({reason}); {advice}") from error
+        return answer
+
+    def _tls(self) -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=self.ca_certs or None)
+        except OSError as error:
+            raise ConfigError(f"--ssl-ca-certs {self.ca_certs} holds no PEM certificates: {error}") from error
+
+
+class _UnixHandler(urllib.request.HTTPHandler):
+    """A handler that sends all requests to the Unix socket at `path`, whatever their host is."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(lambda host, **options: _UnixConnection(self._path, **options), request)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__("localhost", **options)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

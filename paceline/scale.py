@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.client import fetch
+from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, UnavailableError
 
 SECONDS = 60.0
@@ -14,7 +14,7 @@ SECONDS = 60.0
 POLL_SECONDS = 0.5
 
 
-def scale(targets: Sequence[str], url: str, api_key: str, wait: float) -> None:
+def scale(targets: Sequence[str], gateway: GatewayClient, wait: float) -> None:
     """Request a number of workers of each role, and print the fleet.
 
     Args:
@@ -27,13 +27,13 @@ def scale(targets: Sequence[str], url: str, api_key: str, wait: float) -> None:
         UnavailableError: no gateway answers, or the fleet has not reached its targets after `wait` seconds.
     """
     wanted = _parse(targets)
-    state = fetch(url, "/fleet/scale", api_key, wanted or None, SECONDS)
+    state = gateway.fetch("/fleet/scale", wanted or None, SECONDS)
     deadline = time.monotonic() + wait
     while wait and not _is_settled(state):
         if time.monotonic() >= deadline:
             raise UnavailableError(f"after {wait:g} seconds the fleet has not reached its targets: {_describe(state)}")
         time.sleep(POLL_SECONDS)
-        state = fetch(url, "/fleet/scale", api_key, seconds=SECONDS)
+        state = gateway.fetch("/fleet/scale", seconds=SECONDS)
     print(_describe(state))
 
 

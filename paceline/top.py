@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.client import fetch
+from paceline.client import GatewayClient
 
 _PATH = "/fleet?leases=1"
 _COLUMNS = (
@@ -29,16 +29,16 @@ _COLUMNS = (
 )
 
 
-def top(url: str, api_key: str, interval: float, count: int) -> None:
+def top(gateway: GatewayClient, interval: float, count: int) -> None:
     """Print the fleet every `interval` seconds, `count` times, or until interrupted if `count` is 0.
 
-    Raises the errors of `fetch`.
+    Raises the errors of `GatewayClient.fetch`.
     """
-    before, shown = fetch(url, _PATH, api_key), 0
+    before, shown = gateway.fetch(_PATH), 0
     began = time.monotonic()
     while count == 0 or shown < count:
         time.sleep(interval)
-        now, at = fetch(url, _PATH, api_key), time.monotonic()
+        now, at = gateway.fetch(_PATH), time.monotonic()
         # Move the cursor home and erase below it, because erasing the whole screen would flicker.
         print("\x1b[H\x1b[J" if count == 0 else "", end="")
         print("\n".join(render(before, now, at - began)), flush=True)

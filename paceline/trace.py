@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.client import fetch
+from paceline.client import GatewayClient
 
 CHUNKS_SHOWN = 8
 """Chunks of one attempt that are shown before the last one."""
@@ -17,11 +17,11 @@ Line = tuple[float | None, str, str]
 """Milliseconds since the request's arrival, what happened, and more about it."""
 
 
-def trace(request_id: str, url: str, api_key: str, as_json: bool) -> None:
-    """Print the trace of a request from the gateway at `url`. Raises the errors of `fetch`."""
+def trace(request_id: str, gateway: GatewayClient, as_json: bool) -> None:
+    """Print the trace of a request from the gateway. Raises the errors of `GatewayClient.fetch`."""
     # Dots are quoted, too, because "." and ".." have a meaning in a path.
     name = urllib.parse.quote(request_id, safe="").replace(".", "%2E")
-    told = fetch(url, f"/trace/{name}", api_key)
+    told = gateway.fetch(f"/trace/{name}")
     print(json.dumps(told, indent=2) if as_json else "\n".join(render(told)))
 
 

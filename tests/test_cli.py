@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline import __version__
-from paceline.cli import SERVICES, main
+from paceline.cli import SERVICES, _api_key, main
 from paceline.core.speculative import speculative_help
 
 pytestmark = pytest.mark.slow
@@ -227,3 +227,18 @@ def test_prepare_tells_what_a_folder_lacks(tmp_path: Path) -> None:
     done = paceline("prepare", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith(f"paceline: {tmp_path} lacks config.json")
+
+
+def test_a_new_key_is_printed_with_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(["key", "alice"]) == 0
+    key, _, lines = capsys.readouterr().out.partition("\n\n")
+    assert re.fullmatch(r"pl-[\w-]{43}", key)
+    assert re.fullmatch(r'\["alice"\]\nsha256 = "[0-9a-f]{64}"\n', lines)
+
+
+def test_commands_send_the_admin_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "client")
+    assert _api_key({"api_key": ""}) == "client"
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin, other")
+    assert _api_key({"api_key": ""}) == "admin"
+    assert _api_key({"api_key": "given"}) == "given"

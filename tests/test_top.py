@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paceline.client import GatewayClient
 from paceline.core.errors import UnavailableError
 from paceline.top import render, top
 
@@ -77,4 +78,4 @@ def test_the_oldest_lease_and_an_imbalance_are_seen() -> None:
 
 def test_without_a_gateway_there_is_one_clear_sentence() -> None:
     with pytest.raises(UnavailableError, match=r"no gateway at http://127\.0\.0\.1:9 .*--url"):
-        top("http://127.0.0.1:9", "", 0.1, 1)
+        top(GatewayClient("http://127.0.0.1:9"), 0.1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
@@ -198,6 +199,10 @@ FAMILIES: Mapping[str, tuple[str, dict[str, object]]] = {
 """The name of each architecture's configuration in transformers, without "Config", and the fields of a tiny one."""
 
 
+QWEN3_VL_TOKENS = (95, 96, 97, 98)
+"""Tokens of a tiny Qwen 3-VL: placeholders of images and videos, and those before and after a run of them."""
+
+
 def write_tiny(
     folder: Path,
     family: str,
@@ -250,6 +255,37 @@ def write_qwen3_5_with_vision(
     return _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
 
 
+def write_qwen3_vl(folder: Path, experts: bool = False, **changes: object) -> transformers.PreTrainedModel:
+    """Save a tiny random Qwen 3-VL to a folder and return the `transformers` model.
+
+    A placeholder is never the best token, because the reference would take it for an image.
+
+    Args:
+        changes: fields of its text model.
+    """
+    name = f"Qwen3VL{'Moe' if experts else ''}"
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 2, 2], "mrope_interleaved": True}
+    own = {**_SMALL, **FAMILIES["qwen3_moe" if experts else "qwen3"][1], "head_dim": 20, "rope_parameters": rope}
+    vision = {
+        "depth": 3,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+    }
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**own, **changes}, vision_config=vision, **dict(zip(names, QWEN3_VL_TOKENS))
+    )
+    model = _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
+    with torch.no_grad():
+        model.lm_head.weight[list(QWEN3_VL_TOKENS[:2])] = 0
+    model.save_pretrained(folder)
+    return model
+
+
 def write_gemma3_with_vision(folder: Path, **changes: object) -> transformers.PreTrainedModel:
     """Save a tiny random Gemma 3 with an encoder of images to a folder and return the `transformers` model."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -272,6 +308,44 @@ def write_mistral3_with_vision(folder: Path, family: str, **changes: object) -> 
         text_config=text, vision_config={**vision, "model_type": "pixtral", "image_size": 28, "patch_size": 14}
     )
     return _save(transformers.Mistral3ForConditionalGeneration, config, folder)
+
+
+def write_llava(
+    folder: Path,
+    vision: str = "clip",
+    vision_feature_select_strategy: str = "default",
+    image_token: int = 90,
+    **changes: object,
+) -> transformers.PreTrainedModel:
+    """Save a tiny random LLaVA and the settings of its processor to a folder, and return the `transformers` model.
+
+    Args:
+        vision: "clip" or "siglip". The latter has no row for the whole image, so it needs the strategy "full".
+        image_token: id of the placeholder.
+        changes: fields of its text model, which is a Llama.
+    """
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    tower |= {"model_type": f"{vision}_vision_model", "image_size": 28, "patch_size": 7}
+    if vision == "siglip":
+        tower["vision_use_head"] = False
+    config = transformers.LlavaConfig(
+        text_config={**_SMALL, "model_type": "llama", **FAMILIES["llama"][1], **changes},
+        vision_config=tower,
+        image_token_index=image_token,
+        vision_feature_select_strategy=vision_feature_select_strategy,
+    )
+    square = {"height": 28, "width": 28}
+    image = {"resample": 3, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    image |= {"size": {"shortest_edge": 28}, "crop_size": square} if vision == "clip" else {"size": square}
+    processor = {
+        "patch_size": 7,
+        "num_additional_image_tokens": int(vision == "clip"),
+        "vision_feature_select_strategy": vision_feature_select_strategy,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return _save(transformers.LlavaForConditionalGeneration, config, folder)
 
 
 def write_gemma4_with_media(

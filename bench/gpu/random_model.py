@@ -117,7 +117,7 @@ class PackedWeights:
         self.take = self.take_table = weights.take
         self._kernels = kernels
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str, *shape: int) -> bool:
         """Return False for names of nested text models: these weights have the names of a model for text alone."""
         return name.startswith(("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."))
 

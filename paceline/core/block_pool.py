@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from paceline.core.cache_policy.base import NOWHERE, CachePolicy, Name, Place
+from paceline.core.cache_policy.base import CachePolicy, HintCounts
+from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.lru import LRU
+from paceline.core.cache_policy.ranking import NOWHERE, Name, Place
 from paceline.core.metrics import Family, Sample
 
 _EVENTS_KEPT = 1 << 16
@@ -128,6 +130,14 @@ class BlockPool:
                 self._referenced += 1
             self._references[slot] += 1
         self._policy.touch(names, priority)
+
+    def expect(self, group: int, digest: bytes, hint: Hint) -> None:
+        """Note a hint about the reusable block with this name, if there is one."""
+        self._policy.expect((group, digest), hint)
+
+    @property
+    def hint_counts(self) -> HintCounts:
+        return self._policy.hint_counts
 
     def share(self, slots: Iterable[int]) -> None:
         """Add a reference to each of some blocks that have at least one already, whether they are sealed or not."""

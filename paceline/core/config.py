@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
 from paceline.core import env
 from paceline.core.errors import ConfigError
-from paceline.core.options import AutoSize, Options, Size, help_of, option, same_option
+from paceline.core.options import AutoSize, Options, Size, flag, help_of, option, same_option
 from paceline.core.speculative import speculative_help
 from paceline.core.telemetry import LogFormat
 
@@ -39,7 +39,13 @@ class ServiceConfig(Options):
     """Options of every service."""
 
     cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
-    redis: str = option("redis://127.0.0.1:6379/0", "URL of the Redis by which services find each other", "cluster")
+    redis: str = option(
+        "redis://127.0.0.1:6379/0",
+        "URL of the Redis by which services find each other; with TLS: "
+        "rediss://USER:PASSWORD@HOST:PORT/0?ssl_ca_certs=FILE",
+        "cluster",
+        is_secret=True,
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
     port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
     auth_token_file: str = option(
@@ -52,6 +58,28 @@ class ServiceConfig(Options):
         "",
         "address by which other services reach this one; default: --host, or this machine's own if that is 0.0.0.0",
         "network",
+    )
+    cluster_certfile: str = option(
+        "",
+        "PEM file with this service's certificate for TLS between services, and any intermediate ones below it. Its "
+        "subject alternative names must include the address at which others reach this service, unless "
+        "--cluster-cert-name is given. Both sides of a connection show and check certificates. All services of a "
+        "cluster must have these options, or none; the files are read again when they change. HTTP clients get the "
+        "certificate of --ssl-certfile",
+        "cluster",
+    )
+    cluster_keyfile: str = option("", "PEM file with the private key of --cluster-certfile", "cluster")
+    cluster_ca_certs: str = option(
+        "",
+        "PEM file with the certificates of the authorities that sign the certificates of the cluster's services; every "
+        "certificate that they sign lets its owner in, so take an authority of your own for each cluster",
+        "cluster",
+    )
+    cluster_cert_name: str = option(
+        "",
+        "name that the certificates of all services have, for services whose addresses are not known beforehand, such "
+        "as containers; default: a service's certificate must have the address by which it is called",
+        "cluster",
     )
     log_level: LogLevel = option("info", "lowest severity of messages that are logged", "logs")
     log_format: LogFormat = option("text", "format of log lines: text for people, json for machines", "logs")
@@ -66,6 +94,13 @@ class ServiceConfig(Options):
     ready_fd: int = option(
         -1, "open file descriptor; this service writes its address there when it is ready", "network"
     )
+
+    @model_validator(mode="after")
+    def _check_cluster_files(self) -> Self:
+        check_all_or_none(self, "cluster_certfile", "cluster_keyfile", "cluster_ca_certs")
+        if self.cluster_cert_name and not self.cluster_certfile:
+            raise ConfigError("--cluster-cert-name needs --cluster-certfile")
+        return self
 
 
 class GatewayConfig(ServiceConfig):
@@ -122,24 +157,100 @@ class GatewayConfig(ServiceConfig):
     enable_force_include_usage: bool = option(
         False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
     )
-    response_store: str = option(
+    store: str = option(
         "",
-        "where responses of /v1/responses are kept: a SQLite file, the URL of an SQL database, which several gateways "
-        "may share (needs SQLAlchemy), or none; default: responses.db in the cache folder",
-        "responses",
+        "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
+        "which several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
+        "store",
+        is_secret=True,
     )
-    response_store_entries: int = option(
+    stored_responses: int = option(
         10_000,
         "responses that are kept for each API key; the ones that were used longest ago make room",
-        "responses",
+        "store",
         at_least=1,
     )
-    response_store_size: Size = option("256MiB", "size of all responses that are kept for each API key", "responses")
-    response_store_seconds: float = option(
-        30 * 86400.0, "a response is kept for this many seconds after its last use", "responses", at_least=1
+    stored_responses_size: Size = option("256MiB", "size of all responses that are kept for each API key", "store")
+    stored_responses_seconds: float = option(
+        30 * 86400.0, "a response is kept for this many seconds after its last use", "store", at_least=1
+    )
+    stored_files: int = option(
+        1000, "files that each API key may have; an upload that is one too many is refused", "store", at_least=1
+    )
+    stored_files_size: Size = option("2GiB", "size of all files that each API key may have", "store")
+    stored_files_seconds: float = option(
+        30 * 86400.0,
+        "a file that does not say when it expires is deleted after this many seconds, and a batch this many seconds "
+        "after its end",
+        "store",
+        at_least=1,
+    )
+    max_file_size: Size = option("200MiB", "largest file that may be uploaded", "store")
+    max_batch_lines: int = option(50_000, "requests in one batch", "store", at_least=1)
+    max_batches: int = option(
+        100,
+        "batches of each API key that may run or wait at the same time; a further one is refused",
+        "store",
+        at_least=1,
+    )
+    uds: str = option(
+        "",
+        "path of a Unix socket to listen on, instead of --host and --port; only this user may connect to it",
+        "network",
+    )
+    root_path: str = option(
+        "",
+        "path, such as /llm, below which a proxy offers this API; requests may have it or have lost it on their way",
+        "network",
+    )
+    ssl_certfile: str = option(
+        "",
+        "PEM file with the certificate for HTTPS, and any intermediate ones below it; it is read again when it "
+        "changes. Default: HTTP in the clear",
+        "network",
+    )
+    ssl_keyfile: str = option("", "PEM file with the private key of --ssl-certfile", "network")
+    ssl_ca_certs: str = option(
+        "", "PEM file with the certificates of the authorities that sign clients' certificates", "network"
+    )
+    ssl_cert_reqs: int = option(
+        0,
+        "whether HTTPS clients show a certificate: 0 none, 1 a client may show one, 2 each client must; one that is "
+        "shown must be signed by an authority in --ssl-ca-certs",
+        "network",
+        at_least=0,
+        at_most=2,
     )
     api_key: str = option(
-        "", "API keys, separated by commas; default: $PACELINE_API_KEY, and without it clients need no key", "network"
+        "",
+        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
+        "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
+        "network",
+        is_secret=True,
+    )
+    admin_key: str = option(
+        "",
+        "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
+        "scaling and requests of others are for processes of this machine only",
+        "network",
+        is_secret=True,
+    )
+    api_keys_file: str = option(
+        "",
+        "TOML file with a table for each key: its sha256 (paceline key makes both), role, priority and limits. Only "
+        "its owner may be able to read it. It is read again when it changes",
+        "network",
+    )
+    allowed_origins: str = option(
+        "",
+        "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
+        "https://chat.example.com; * allows all. Default: none but the gateway's own",
+        "network",
+    )
+    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "network")
+    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "network")
+    allow_credentials: bool = option(
+        False, "these pages may use a key that the browser itself keeps; needs named origins", "network"
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
@@ -199,7 +310,7 @@ class GatewayConfig(ServiceConfig):
     mm_processor_kwargs: str = option(
         "",
         'options of the model\'s preprocessing, as JSON, for requests without their own, such as {"max_soft_tokens": '
-        "560}, the most tokens that Gemma 4 sees of an image",
+        '560}, the most tokens that Gemma 4 sees of an image, or {"max_pixels": 1048576} for Qwen 3-VL',
         "media",
     )
     media_cache_size: Size = option(
@@ -247,6 +358,12 @@ class GatewayConfig(ServiceConfig):
         "media",
         at_least=1,
     )
+    vllm_metric_names: bool = option(
+        False,
+        "/metrics also has vLLM's names for what vLLM measures, too (vllm:num_requests_running …), so that dashboards "
+        "and autoscalers that were made for vLLM work unchanged",
+        "logs",
+    )
     supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
     max_attempts: int = option(
         5,
@@ -255,6 +372,11 @@ class GatewayConfig(ServiceConfig):
         "limits",
         at_least=1,
     )
+
+    @model_validator(mode="after")
+    def _check_http(self) -> GatewayConfig:
+        check_http(self)
+        return self
 
 
 class WorkerConfig(ServiceConfig):
@@ -378,16 +500,18 @@ class KVTransferConfig(ServiceConfig):
     )
     kv_disk_dir: str = option("/var/tmp", "folder for the file of --kv-disk-size, on a fast disk", "memory")
     cache_policy: str = option(
-        "forecast",
-        "policy that chooses which cached block the shared memory evicts. forecast: the block that is least likely to "
-        "be requested soon. Others are lru, arc, priority and the names of installed policies",
+        "adaptive",
+        "policy that chooses which cached block the shared memory evicts. adaptive: the block that is least likely to "
+        "be requested soon, by forecast or arc, whichever finds more. Others are forecast, arc, lru and the names of "
+        "installed policies",
         "memory",
     )
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     transport: TransportChoice = option(
         "auto",
         "how KV blocks are copied between hosts. grpc: over gRPC. ucx: over UCX (RDMA or TCP), which listens on all "
-        "addresses of the machine. auto: ucx if it is installed, works, and --host is not a local address; else grpc",
+        "addresses of the machine. auto: ucx if it is installed, works, and --host is not a local address; else grpc, "
+        "and grpc with --cluster-certfile, because UCX copies in the clear",
         "network",
     )
     host_id: str = option(
@@ -465,14 +589,27 @@ class ServeConfig(Options):
     speculative_config: str = same_option(WorkerConfig, "speculative_config", group="fleet")
     host: str = same_option(GatewayConfig, "host", help="address of the HTTP API")
     port: int = same_option(GatewayConfig, "port", help="port of the HTTP API; 0 takes a free port")
+    uds: str = same_option(GatewayConfig, "uds")
+    root_path: str = same_option(GatewayConfig, "root_path")
+    ssl_certfile: str = same_option(GatewayConfig, "ssl_certfile")
+    ssl_keyfile: str = same_option(GatewayConfig, "ssl_keyfile")
+    ssl_ca_certs: str = same_option(GatewayConfig, "ssl_ca_certs")
+    ssl_cert_reqs: int = same_option(GatewayConfig, "ssl_cert_reqs")
     api_key: str = same_option(GatewayConfig, "api_key")
-    response_store: str = same_option(GatewayConfig, "response_store")
+    admin_key: str = same_option(GatewayConfig, "admin_key")
+    api_keys_file: str = same_option(GatewayConfig, "api_keys_file")
+    allowed_origins: str = same_option(GatewayConfig, "allowed_origins")
+    allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
+    allowed_headers: str = same_option(GatewayConfig, "allowed_headers")
+    allow_credentials: bool = same_option(GatewayConfig, "allow_credentials")
+    store: str = same_option(GatewayConfig, "store")
     limit_mm_per_prompt: str = same_option(GatewayConfig, "limit_mm_per_prompt")
     mm_processor_kwargs: str = same_option(GatewayConfig, "mm_processor_kwargs")
     allowed_media_domains: str = same_option(GatewayConfig, "allowed_media_domains")
     allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
     allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")
-    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network")
+    redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network", is_secret=True)
+    vllm_metric_names: bool = same_option(GatewayConfig, "vllm_metric_names")
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)
@@ -481,6 +618,7 @@ class ServeConfig(Options):
     def _check_together(self) -> ServeConfig:
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
+        check_http(self)
         if has_pools(self) and self.kv_pool_memory == "auto" != self.kv_memory:
             raise ConfigError(
                 "with --kv-pool device, --kv-memory is the size of the shared memory below the pools and not, as "
@@ -510,6 +648,28 @@ def check_step_size(max_batched_tokens: int, max_seqs: int) -> None:
             f"--max-batched-tokens {max_batched_tokens} is less than --max-seqs {max_seqs}: "
             "each step computes a token of every running sequence; raise the first or lower the second"
         )
+
+
+def check_all_or_none(config: Options, *names: str) -> None:
+    """Raise ConfigError if some of the options `names` are given and others are not."""
+    given = [name for name in names if getattr(config, name)]
+    if given and len(given) < len(names):
+        missing = next(name for name in names if name not in given)
+        raise ConfigError(f"{flag(given[0])} needs {flag(missing)}")
+
+
+def check_http(config: GatewayConfig | ServeConfig) -> None:
+    """Raise ConfigError if the options of the HTTP server contradict each other."""
+    check_all_or_none(config, "ssl_certfile", "ssl_keyfile")
+    if config.ssl_ca_certs and not config.ssl_certfile:
+        raise ConfigError("--ssl-ca-certs needs --ssl-certfile")
+    if bool(config.ssl_cert_reqs) != bool(config.ssl_ca_certs):
+        raise ConfigError(
+            "--ssl-cert-reqs 1 or 2 needs --ssl-ca-certs, and the other way round: one says whether clients show "
+            "certificates, the other who must have signed them"
+        )
+    if config.root_path and (not config.root_path.startswith("/") or config.root_path.endswith("/")):
+        raise ConfigError(f"--root-path must begin with / and not end with it, not be {config.root_path!r}")
 
 
 def check_model_code(config: WorkerConfig | ServeConfig) -> None:

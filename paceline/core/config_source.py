@@ -17,15 +17,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.core.config import KVTransferConfig, ServeConfig, ServiceConfig, WorkerConfig, has_pools
+from paceline.core.config import GatewayConfig, KVTransferConfig, ServeConfig, ServiceConfig, WorkerConfig, has_pools
 from paceline.core.errors import ConfigError
 from paceline.core.options import Options, flag
 
 Config = TypeVar("Config", bound="ServiceConfig | ServeConfig")
 
 _TIER = "it is --kv-memory now, and what was --kv-memory is --kv-pool-memory"
+_STORE = "it is --store now, because files and batches are kept there, too"
 RENAMED: dict[type[Options], dict[str, str]] = {
-    ServeConfig: {"kv_tier_memory": _TIER},
+    ServeConfig: {"kv_tier_memory": _TIER, "response_store": _STORE},
+    GatewayConfig: {
+        "response_store": _STORE,
+        "response_store_entries": "it is --stored-responses now",
+        "response_store_size": "it is --stored-responses-size now",
+        "response_store_seconds": "it is --stored-responses-seconds now",
+    },
     KVTransferConfig: {"kv_tier_memory": _TIER},
     WorkerConfig: {"kv_memory": "the size of a worker's own pool is --kv-pool-memory now"},
 }

@@ -8,8 +8,9 @@ A block of a group is named by the link at its end.
 
 `ContextRoot` has everything that all tokens depend on: the KV layout, which includes the model, and the cache salt; in
 the future perhaps an adapter's digest. The KV of an image's tokens depends on the image, so the links of these tokens
-also hash its digest and the place of the link within it. An absent part must not change the hash, because cached blocks
-outlive a release.
+also hash its digest, its grid and the place of the link within it. The positions of later tokens may depend on the
+grid, so they follow from the links, too. An absent part must not change the hash, because cached blocks outlive a
+release.
 
 An encoding is a context, too: its root has the digest of the encoder's input, and its tokens have no ids.
 """
@@ -108,9 +109,19 @@ class Context:
 
     def _link(self, parent: bytes, start: int, end: int) -> bytes:
         """Return the hash of tokens [start, end) and everything before them."""
-        seen = [(span.digest, span.start - start) for span in self.media if span.start < end and start < span.end]
+        seen = [_identity(span, span.start - start) for span in self.media if span.start < end and start < span.end]
         ids = struct.pack(f"<{end - start}I", *self.token_ids[start:end])
-        return _hash(parent + ids + b"".join(digest + struct.pack("<i", place) for digest, place in seen))
+        return _hash(parent + ids + b"".join(seen))
+
+
+def _identity(span: MediaSpan, place: int) -> bytes:
+    """Return what a hash of tokens contains for a span among them: all that the span's tokens depend on.
+
+    Args:
+        place: the span's start, counted from the first token of the hash. Negative if the span begins before it.
+    """
+    grid = () if span.grid is None else span.grid
+    return span.digest + struct.pack(f"<i{len(grid)}I", place, *grid)
 
 
 def encoding_context(digest: bytes, length: int, cache_salt: str, layout: KVLayout) -> Context:

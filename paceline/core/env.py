@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from paceline.core.options import listed
+
 
 def default_cache_dir() -> Path:
     """Return the folder of converted models: $PACELINE_CACHE, else `paceline` in the user's cache folder."""
@@ -16,7 +18,12 @@ def default_cache_dir() -> Path:
 
 def api_keys() -> tuple[str, ...]:
     """Return the keys in $PACELINE_API_KEY, which are separated by commas. In a command line others could see them."""
-    return tuple(key.strip() for key in os.environ.get("PACELINE_API_KEY", "").split(",") if key.strip())
+    return listed(os.environ.get("PACELINE_API_KEY", ""))
+
+
+def admin_keys() -> tuple[str, ...]:
+    """Return the keys in $PACELINE_ADMIN_KEY, which are separated by commas."""
+    return listed(os.environ.get("PACELINE_ADMIN_KEY", ""))
 
 
 def instruction_set() -> str:

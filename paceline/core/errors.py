@@ -41,6 +41,11 @@ class UnavailableError(PacelineError):
     """The service that was called has ended, is draining or cannot be reached."""
 
 
+class UntrustedError(UnavailableError):
+    """No connection to the service can be trusted: one side's certificate is not valid, or only one speaks TLS. A retry
+    can succeed after the certificate was renewed."""
+
+
 class TransferError(PacelineError):
     """KV blocks could not be fetched from another host. The cause may be the link between the two hosts, so neither
     worker need have failed."""

@@ -52,7 +52,7 @@ def available_cores(root: Path = Path("/")) -> int:
 
 
 def give_back_large_memory() -> None:
-    """Make glibc return the memory of large messages to the system. Without glibc, do nothing.
+    """Make glibc return the memory of large messages and files to the system. Without glibc, do nothing.
 
     By default, each large allocation that is freed raises the amount that glibc keeps in every thread's arena for good.
     """

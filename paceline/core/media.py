@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 DIGEST_BYTES = 16
 
+Grid = tuple[int, int, int]
+"""Numbers of frames, rows and columns."""
+
 
 class MediaKind(enum.Enum):
-    """What an encoder reads. A frame of a video is encoded by itself."""
+    """What an encoder reads. A frame of a video, or in some models a pair of frames, is encoded by itself."""
 
     IMAGE = "image"
     VIDEO_FRAME = "video_frame"
@@ -33,6 +36,9 @@ class MediaSpan:
     digest: bytes
     """The name of the encoding's input; see `MediaInput.digest`."""
     kind: MediaKind
+    grid: Grid | None = None
+    """Frames, rows and columns of the placeholder tokens, in models whose positions have three dimensions (M-RoPE).
+    Their product is `length`."""
 
     @property
     def end(self) -> int:

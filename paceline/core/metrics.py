@@ -51,6 +51,28 @@ def samples_of(counts: Any) -> Iterator[Sample]:
             yield Sample(each.name, value, each.metadata.get("family"), each.metadata.get("labels", {}))
 
 
+class CountHistogram:
+    """A histogram of counts, such as tokens: how many were at most as large as each bound."""
+
+    def __init__(self, family: Family, bounds: tuple[int, ...]) -> None:
+        self._family = family
+        self._within = dict.fromkeys(bounds, 0)
+        self._count = self._sum = 0
+
+    def observe(self, value: int) -> None:
+        self._count += 1
+        self._sum += value
+        for bound in self._within:
+            self._within[bound] += value <= bound
+
+    def samples(self) -> Iterator[Sample]:
+        for bound, count in self._within.items():
+            yield Sample("", count, self._family, {"le": str(float(bound))}, "_bucket")
+        yield Sample("", self._count, self._family, {"le": "+Inf"}, "_bucket")
+        yield Sample("", self._count, self._family, suffix="_count")
+        yield Sample("", self._sum, self._family, suffix="_sum")
+
+
 class Histogram:
     """A histogram of durations: how many were at most as long as each bound.
 

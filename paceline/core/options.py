@@ -38,8 +38,19 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """Return the parts of a text that are separated by commas, without empty ones and white space around them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def option(
-    default: Any, help: str, group: str = "options", *, at_least: float | None = None, at_most: float | None = None
+    default: Any,
+    help: str,
+    group: str = "options",
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    is_secret: bool = False,
 ) -> Any:
     """Return the field of an option.
 
@@ -48,9 +59,10 @@ def option(
         group: heading in --help under which the option is listed.
         at_least: smallest number that is accepted.
         at_most: largest number that is accepted.
+        is_secret: whether the value may have a key or a password, so that nobody is shown it.
     """
-    extra: dict[str, Any] = {"group": group, "at_least": at_least, "at_most": at_most}
-    return Field(default, ge=at_least, le=at_most, description=help, json_schema_extra=extra)
+    extra: dict[str, Any] = {"group": group, "at_least": at_least, "at_most": at_most, "is_secret": is_secret}
+    return Field(default, ge=at_least, le=at_most, description=help, repr=not is_secret, json_schema_extra=extra)
 
 
 def same_option(service: type[Options], name: str, *, default: Any = None, help: str = "", group: str = "") -> Any:
@@ -62,7 +74,13 @@ def same_option(service: type[Options], name: str, *, default: Any = None, help:
         group or group_of(service, name),
         at_least=least,
         at_most=most,
+        is_secret=name in secrets_of(service),
     )
+
+
+def secrets_of(service: type[Options]) -> set[str]:
+    """Return the options whose values nobody is shown."""
+    return {name for name in service.model_fields if _extra(service, name)["is_secret"]}
 
 
 def help_of(service: type[Options], name: str) -> str:

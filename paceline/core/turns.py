@@ -16,6 +16,7 @@ expires by itself, so a worker that is killed during its turn, or while it waits
     word 1            until then prefill wants the cores
     word 2 + slot     until then this decode worker computes
     word 64           until then a request may be handed over
+    word 65           until then a worker computes urgent requests, see `engine/background.py`
 
 No word says anything about other memory, so their order does not matter, and no processor needs fences here.
 
@@ -36,6 +37,9 @@ SLOTS = 62
 """Number of slots. If two decode workers have the same one, prefill sometimes begins an operation too early."""
 
 _PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT, _HANDED_UNTIL = 0, 1, 2, 2 + SLOTS
+
+URGENT_UNTIL = 3 + SLOTS
+"""Index of the word that says until when a worker of the host computes urgent requests."""
 
 _MS = 1_000_000
 _ALIVE = 50 * _MS

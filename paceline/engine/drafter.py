@@ -207,4 +207,4 @@ class ModelDrafter:
     def _reads(self, encoded: EncodedRows) -> bool:
         """Return whether the model can read encodings that were made for its target."""
         config = self._model.config
-        return isinstance(config, ModelConfig) and config.hidden_size == encoded.values.shape[1]
+        return isinstance(config, ModelConfig) and config.encoding_size == encoded.values.shape[1]

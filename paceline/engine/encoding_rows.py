@@ -26,7 +26,7 @@ class EncodingRows:
         self._blocks = arena.as_strided((count, self.block_tokens, self.hidden), (elements, self.hidden, 1))
 
     def read(self, slots: Sequence[int], start: int, end: int) -> Tensor:
-        """Return a copy of rows [start, end) of an encoding: [end - start, hidden], on the CPU.
+        """Return a copy of rows [start, end) of an encoding: [end - start, size], on the CPU.
 
         Args:
             slots: all slots of the encoding, in order.

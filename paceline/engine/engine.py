@@ -30,6 +30,7 @@ from paceline.core.machine import name_thread
 from paceline.core.metrics import Sample
 from paceline.core.turns import Turns
 from paceline.core.types import Key
+from paceline.engine.background import BackgroundTurns
 from paceline.engine.compute_pool import CopyBatch
 from paceline.engine.compute_thread import STEP_SECONDS, ComputeThread, Launch, Runner
 from paceline.engine.copier import Copier
@@ -42,6 +43,8 @@ from paceline.engine.step import Event, Step, StepResult
 from paceline.kernels.block_copies import BlockCopies
 
 STEPS_IN_FLIGHT = 2
+HELD_SECONDS = 0.01
+"""Seconds after which a worker whose background waits for other workers looks again whether they still compute."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Engine:
         turns: the turns of this worker, if other workers use the same cores.
         copies: copies blocks between the device's pool and the host's arena, if the device has a pool of its own.
         peers: pools that are asked for a block before it is loaded from the arena.
+        itl_target: target for the length of steps with urgent requests, in seconds; see `BackgroundTurns`.
     """
 
     def __init__(
@@ -68,8 +72,12 @@ class Engine:
         turns: Turns | None = None,
         copies: BlockCopies | None = None,
         peers: PeerPools | None = None,
+        itl_target: float | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._background = BackgroundTurns(None if turns is None else turns.page, itl_target)
+        self._holds_back = False
+        """Whether the last plan left out the background."""
         self._on_events = on_events
         self._on_failure = on_failure
         self._most_in_flight = self._depth = steps_in_flight
@@ -163,7 +171,7 @@ class Engine:
     def _run(self) -> None:
         while self._obey_commands():
             depth = min(self._depth, 1) if self._expecting else self._depth
-            while self._in_flight < depth and (step := self._scheduler.plan()) is not None:
+            while self._in_flight < depth and (step := self._plan()) is not None:
                 self.computing.launched.put(Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
                 self._idle = False
@@ -180,11 +188,19 @@ class Engine:
         self.computing.launched.put(None)
         self._end_copier()
 
+    def _plan(self) -> Step | None:
+        """Return the next step, or None if no request can continue now."""
+        is_urgent, has_background = self._scheduler.classes()
+        background = self._background.rows(is_urgent)
+        self._holds_back = has_background and background == 0
+        return self._scheduler.plan(background)
+
     def _obey_commands(self) -> bool:
         """Wait for commands (results are commands, too) and carry out all that have come. Return False to stop."""
         commands: list[Callable[[], None] | None] = []
+        held = HELD_SECONDS if self._holds_back and self._in_flight == 0 else None
         with contextlib.suppress(queue.Empty):  # the expected request has not come in time
-            commands.append(self._inbox.get(timeout=self._expecting or None))
+            commands.append(self._inbox.get(timeout=self._expecting or held))
         self._woken = time.perf_counter()
         while not self._inbox.empty():  # no other thread takes from it
             commands.append(self._inbox.get())
@@ -210,6 +226,7 @@ class Engine:
     def _take_result(self, step: Step, result: StepResult, yields: bool) -> None:
         self._in_flight -= 1
         self._depth = 0 if yields else self._most_in_flight
+        self._background.note(step, result)
         self._scheduler.apply(step, result)
 
     def _end_yield(self, others_go_on: bool) -> None:

@@ -24,7 +24,7 @@ from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, kv_groups
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import encoding_size, is_assistant, read_assistant, read_config
+from paceline.models.config import encoding_size, has_native_encoders, is_assistant, read_assistant, read_config
 from paceline.models.draft import check_speculative, check_vocabularies
 from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
@@ -128,7 +128,7 @@ def load(
         Grammars(folder),
         kernels.chooser,
         assistant,
-        partial(_load_encoders, folder, dtype, kernels, device, packed_dir) if has_encoders else None,
+        partial(_load_encoders, folder, dtype, kernels, device, packed_dir, *code) if has_encoders else None,
     )
 
 
@@ -157,7 +157,7 @@ def load_encoders_alone(
     Raises ConfigError if the model has no encoders.
     """
     check_speculative(speculative, folder, model_impl)
-    if not encoding_size(folder, model_impl):
+    if not has_native_encoders(folder, model_impl):
         raise ConfigError(
             f"{folder.name} has no encoders that Paceline computes, so an encode worker has nothing to do; start "
             "prefill and decode workers only"
@@ -212,8 +212,14 @@ def _layout(
 
 
 def _load_encoders(
-    folder: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None
+    folder: Path,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device,
+    packed_dir: Path | None,
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> Encoders:
-    encoders = load_encoders(folder, dtype, kernels, device, packed_dir)
+    encoders = load_encoders(folder, dtype, kernels, device, packed_dir, model_impl, trust_remote_code)
     assert encoders is not None
     return encoders

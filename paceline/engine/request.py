@@ -58,6 +58,8 @@ class Request:
     """Whether the request leaves after its first token, because another worker decodes it in its blocks."""
     has_readers: bool = False
     """Whether another host reads the blocks while they become full."""
+    background: bool = False
+    """Whether nobody waits for the request; see `BackgroundTurns`."""
     grammar: Grammar | None = None
     """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
     stats: RequestStats = field(default_factory=RequestStats)

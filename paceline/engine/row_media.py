@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.media import MediaKind, MediaSpan
+from paceline.engine.grid_positions import grid_positions, position_shifts
 from paceline.engine.step import RowAssigned, RowEncoded
 from paceline.kernels.transfer import to_device
 from paceline.models.base import EncodedRows
@@ -28,7 +29,7 @@ class EncodingReader(Protocol):
     """A reader of encodings in the slots of the host's arena."""
 
     def read(self, slots: Sequence[int], start: int, end: int) -> Tensor:
-        """Return rows [start, end) of an encoding: [end - start, hidden] in the model's dtype, on the CPU.
+        """Return rows [start, end) of an encoding: [end - start, size] in the model's dtype, on the CPU.
 
         Args:
             slots: all slots of the encoding, in order.
@@ -49,7 +50,10 @@ class RowMedia:
     ) -> None:
         self.ends = [0] * count
         """For each row, the end of its last span; 0 if it has none."""
+        self.shifts = [0] * count
+        """For each row, what to add to the index of a token after its last span for the token's position."""
         self.spans: list[Sequence[MediaSpan]] = [()] * count
+        self._span_shifts: list[Sequence[int]] = [()] * count
         self._slots: list[dict[int, Sequence[int]]] = [{} for _ in range(count)]
         self._whole = whole
         self._encodings = encodings
@@ -59,6 +63,7 @@ class RowMedia:
         """Take in the spans of a row's new request."""
         spans = self.spans[update.row] = update.media
         self.ends[update.row] = spans[-1].end if spans else 0
+        *self._span_shifts[update.row], self.shifts[update.row] = position_shifts(spans)
         self._slots[update.row] = {}
 
     def provide(self, update: RowEncoded) -> None:
@@ -69,6 +74,7 @@ class RowMedia:
         """Return the rows of encodings that a step reads; None if it reads none."""
         places: list[np.ndarray] = []
         rows: list[Tensor] = []
+        positions: list[np.ndarray] = []
         for piece in pieces:
             for index, span in enumerate(self.spans[piece.row]):
                 start, end = max(piece.start, span.start), min(piece.end, span.end)
@@ -77,10 +83,31 @@ class RowMedia:
                     slots = self._slots[piece.row][index]
                     rows.append(self._encodings.read(slots, start - span.start, end - span.start))
                     places.append(np.arange(start, end) + (piece.begin - piece.start))
+                    if span.grid is not None:
+                        shift = self._span_shifts[piece.row][index]
+                        positions.append(grid_positions(span, start, end) + shift)
         if not rows:
             return None
-        own_places = to_device(torch.from_numpy(np.concatenate(places)), self._device)
-        return EncodedRows(own_places, to_device(torch.cat(rows), self._device))
+        values = to_device(torch.cat(rows), self._device)
+        return EncodedRows(self._joined(places), values, self._joined(positions) if positions else None)
+
+    def shift_positions(self, pieces: Sequence[Piece], positions: np.ndarray) -> None:
+        """Turn the indices of tokens in `positions`, int64 [tokens], into their positions.
+
+        Placeholder tokens of a grid get any positions, because their own are in `EncodedRows.positions`.
+        """
+        for row, start, end, begin in pieces:
+            own = positions[begin : begin + end - start]
+            if start >= self.ends[row]:
+                own += self.shifts[row]
+                continue
+            shifts = [*self._span_shifts[row], self.shifts[row]]
+            for span, before, after in zip(self.spans[row], shifts, shifts[1:]):
+                own[max(span.end - start, 0) :] += after - before
+
+    def _joined(self, arrays: Sequence[np.ndarray]) -> Tensor:
+        """Return arrays [..., tokens] of pieces as one tensor on the device."""
+        return to_device(torch.from_numpy(np.concatenate(arrays, axis=-1)), self._device)
 
     def last_keys(self, pieces: Sequence[Piece], positions: np.ndarray) -> Tensor | None:
         """Return `AttentionBatch.last_keys` for the tokens of a step at `positions`; None if no token looks ahead."""

@@ -51,9 +51,9 @@ class Inputs:
     token_ids: Tensor
     """int64 [tokens]"""
     positions: Tensor
-    """int64 [tokens]"""
+    """int64 [tokens]. Placeholder tokens of a grid have other positions, which are in `encoded`."""
     starts: list[int]
-    """[chunks]: position of each chunk's first token."""
+    """[chunks]: index of each chunk's first token in its context."""
     batch: AttentionBatch
     encoded: EncodedRows | None = None
     """Rows in place of the embeddings of placeholder tokens; None if there are no such tokens."""
@@ -144,9 +144,14 @@ class Rows:
         """
         arrays, tensors = self._vectors(sum([end - start for _, start, end in spans]))
         tokens, positions, *placed = arrays
-        ends = self.media.ends
+        ends, shifts = self.media.ends, self.media.shifts
+        pieces, shifted = [], []
         begin, query_start = 0, [0]
         for row, start, end in spans:
+            if start < ends[row]:
+                pieces.append(Piece(row, start, end, begin))
+            if shifts[row]:
+                shifted.append(Piece(row, start, end, begin))
             own = slice(begin, begin := begin + end - start)
             query_start.append(begin)
             tokens[own] = self.token_ids[row, start:end]
@@ -155,6 +160,11 @@ class Rows:
                 blocks, offsets = self._places[index]
                 placed[2 * index][own] = table[row, blocks[start:end]]
                 placed[2 * index + 1][own] = offsets[start:end]
+        encoded = last_keys = None
+        if pieces:
+            encoded, last_keys = self.media.encoded(pieces), self.media.last_keys(pieces, positions)
+        if shifted:
+            self.media.shift_positions(shifted, positions)
         if not self._on_host:
             tensors = [to_device(tensor, self._device) for tensor in tensors]
         groups = [
@@ -169,9 +179,6 @@ class Rows:
         ]
         final_len = tuple([min(end, self.lengths[row] - comes_again) for row, _, end in spans])
         context_len = tuple([end for _, _, end in spans])
-        encoded = last_keys = None
-        if pieces := [Piece(*span, first) for span, first in zip(spans, query_start) if span[1] < ends[span[0]]]:
-            encoded, last_keys = self.media.encoded(pieces), self.media.last_keys(pieces, positions)
         batch = AttentionBatch(tuple(query_start), context_len, tuple(groups), final_len=final_len, last_keys=last_keys)
         return Inputs(tensors[0], tensors[1], [start for _, start, _ in spans], batch, encoded)
 

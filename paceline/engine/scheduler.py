@@ -12,6 +12,8 @@ there are no blocks (`starve`), the newest request is preempted (`Preempted`).
 If the device computes in a pool of its own, requests enter the pool in the order of their arrival as soon as there is
 room. If the requests in the pool outgrow it, the newest of them is swapped out: its blocks move to the arena, and come
 back when there is room again.
+
+Requests of the background come after all others: in steps, in the pool, and when blocks run out.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 from paceline.core.media import MediaKind
 from paceline.core.types import Key
+from paceline.engine.background import ALL
 from paceline.engine.compute_pool import ArenaPool, ComputePool, CopyBatch
 from paceline.engine.request import Request
 from paceline.engine.results import Results
@@ -94,13 +97,14 @@ class Scheduler:
             self._grown[key] = request
 
     def starve(self, key: Key) -> None:
-        """Note that there are no blocks for this request now. The newest request is preempted to make room."""
+        """Note that there are no blocks for this request now. The newest request is preempted to make room, one of the
+        background if there is any."""
         if (request := self._requests.get(key)) is None:
             return
         self._starved.append(request)
         # If a request was preempted since the last plan, or still leaves, its blocks may suffice.
         if not self._made_room and not any(map(self._is_preempted, self._leaving)):
-            victim = self._requests.pop(next(reversed(self._requests)))
+            victim = self._requests.pop(self._by_urgency()[-1].key)
             self._made_room = True
             self.stats.preemptions += 1
             self._leave(victim, Preempted(victim.key))
@@ -125,17 +129,30 @@ class Scheduler:
 
     # ---- planning
 
-    def plan(self) -> Step | None:
+    def classes(self) -> tuple[bool, bool]:
+        """Return whether there are urgent requests, and whether there are requests of the background."""
+        kinds = {request.background for request in self._requests.values()}
+        return False in kinds, True in kinds
+
+    def plan(self, background: int = ALL) -> Step | None:
         """Return the next step, or None if no request can continue now.
 
         Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts,
         in order of arrival, get the rest. When they have used half of that, the step takes no further prompt. A prompt
         waits before a span of media whose encoding is not there.
+
+        Args:
+            background: most requests of the background that decode in this step. Their prompts are computed only if it
+                is ALL.
         """
         self._made_room = False
         self._settle_in()
-        decoding = [request for request in self._requests.values() if request.decodes and self._can_run(request)]
-        prompts = [request for request in self._requests.values() if not request.decodes]
+        requests = self._by_urgency()
+        if background < ALL:
+            urgent = [request for request in requests if not request.background]
+            requests = urgent + [each for each in requests[len(urgent) :] if each.decodes][:background]
+        decoding = [request for request in requests if request.decodes and self._can_run(request)]
+        prompts = [request for request in requests if not request.decodes]
         budget = self._limits.max_batched_tokens - len(decoding)
         drafts = budget // 2 if prompts else budget
         chunks: list[Chunk] = []
@@ -157,10 +174,15 @@ class Scheduler:
             return None
         return Step(tuple(chunks), self._rows.take_updates())
 
+    def _by_urgency(self) -> list[Request]:
+        """Return all requests in order of arrival, those of the background last."""
+        return sorted(self._requests.values(), key=lambda request: request.background)
+
     def _settle_in(self) -> None:
         """Give requests slots in the pool while there is room.
 
-        First come growing requests that are in the pool, then others in order of arrival.
+        First come growing requests that are in the pool, then others in order of arrival, those of the background last.
+        An urgent request takes the slots of the background.
         """
         for key, request in list(self._grown.items()):
             while not (request.pool_tables is None or request.swapping_out or self._pool.extend(request)):
@@ -168,14 +190,20 @@ class Scheduler:
                     return  # slots that become free are for the requests in the pool
             self._rows.extend(request)
             del self._grown[key]
-        for request in self._requests.values():
-            if request.pool_tables is None and not self._pool.admit(request, self.stats.prefill_tokens_per_second):
-                return
+        for request in self._by_urgency():
+            while request.pool_tables is None:
+                if self._pool.admit(request, self.stats.prefill_tokens_per_second):
+                    break
+                if request.background or not self._make_room(only_background=True):
+                    return
 
-    def _make_room(self) -> bool:
-        """Swap out the newest request in the pool. Return whether its slots are free already."""
-        there = [request for request in self._requests.values() if request.pool_tables is not None]
-        if any(request.swapping_out for request in there):
+    def _make_room(self, only_background: bool = False) -> bool:
+        """Swap out the newest request in the pool, one of the background if there is any.
+
+        Return whether its slots are free already.
+        """
+        there = [request for request in self._by_urgency() if request.pool_tables is not None]
+        if any(request.swapping_out for request in there) or (only_background and not (there and there[-1].background)):
             return False
         last = there[-1]
         last.swapping_out = True
@@ -236,6 +264,7 @@ class Scheduler:
             hands_over=samples and leaves and not request.has_readers,
             scored=0 if request.sampling.prompt_logprobs is None else max(0, min(end, prompt_len - 1) - start),
             drafts=request.drafts,
+            background=request.background,
         )
 
     def _choose_drafts(self, request: Request) -> int:

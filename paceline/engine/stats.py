@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.core.metrics import Family, Histogram, Sample, counted, samples_of
+from paceline.core.metrics import CountHistogram, Family, Histogram, Sample, counted, samples_of
 from paceline.engine.step import Step, StepResult
 
 DRAFTS = Family("spec_decode_num_drafts", "Times that drafts of a request were verified")
@@ -15,11 +15,14 @@ ACCEPTED_BY_POSITION = Family("spec_decode_num_accepted_tokens_per_pos", "Accept
 PREEMPTIONS = Family("num_preemptions", "Requests that lost their blocks and had to compute them again")
 SWAP_OUTS = Family("num_swap_outs", "Requests that were swapped out of a worker's pool")
 SWAP_INS = Family("kv_swap_in_seconds", "Seconds until the blocks of a request were in a worker's pool", "histogram")
+ITERATION_TOKENS = Family("iteration_tokens", "Tokens that one step computes, of prompts and of outputs", "histogram")
 REQUEST_SECONDS = Family(
     "worker_request_step_seconds",
     "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
 )
 
+ITERATION_BOUNDS = (1, *(8 * 2**power for power in range(12)))
+"""Bounds of the buckets of ITERATION_TOKENS."""
 MEASURED_TOKENS = 128
 """Least prompt tokens of a step from which the speed of prefill is measured."""
 
@@ -49,6 +52,7 @@ class SchedulerStats:
     """Blocks copied from the device's pool into the arena."""
     swap_ins: Histogram = field(default_factory=lambda: Histogram("swap_in", SWAP_INS, (1, 2, 5, 10, 20, 50, 100)))
     """Seconds from the reservation of slots in the pool until the blocks were there."""
+    iteration_tokens: CountHistogram = field(default_factory=lambda: CountHistogram(ITERATION_TOKENS, ITERATION_BOUNDS))
     prefill_tokens_per_second: float = 0.0
     """Speed at which large chunks of prompts were computed recently; 0 before the first one."""
     prefill_model_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="model")
@@ -66,6 +70,7 @@ class SchedulerStats:
         self.host_cpu_seconds += result.host_cpu_seconds
         # A chunk that follows a context which has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
+        self.iteration_tokens.observe(sum(chunk.length for chunk in alive))
         prompts = sum(chunk.prefills for chunk in alive)
         self._measure_prefill(step, result.seconds)
         other_seconds = result.seconds - result.model_seconds
@@ -108,5 +113,6 @@ class SchedulerStats:
         """Yield all figures for metrics."""
         yield from samples_of(self)
         yield from self.swap_ins.samples()
+        yield from self.iteration_tokens.samples()
         for position, count in enumerate(self.accepted_by_position):
             yield Sample(f"accepted_at_{position}", count, ACCEPTED_BY_POSITION, {"position": str(position)})

@@ -41,6 +41,8 @@ class Chunk(NamedTuple):  # a tuple, because many are made a step
     the token before it."""
     drafts: int = 0
     """Tokens to draft after the chosen tokens, for the next step."""
+    background: bool = False
+    """Whether nobody waits for the request."""
 
     @property
     def end(self) -> int:

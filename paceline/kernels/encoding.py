@@ -28,6 +28,9 @@ class EncoderKernels(Protocol):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
 
+    def gelu(self, x: Tensor) -> Tensor:
+        """Return gelu(x), elementwise, in its exact form."""
+
     def gelu_tanh(self, x: Tensor) -> Tensor:
         """Return gelu(x), elementwise, in its tanh form."""
 
@@ -50,6 +53,9 @@ class TorchEncoding:
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
 
     def gelu_tanh(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")

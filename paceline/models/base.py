@@ -76,8 +76,12 @@ class Weights(Protocol):
             derive: functions that return a matrix [out, in], or the matrices of all heads [heads, out, in].
         """
 
-    def has(self, name: str) -> bool:
-        """Return whether the checkpoint has a tensor of this name that was not taken."""
+    def has(self, name: str, *shape: int) -> bool:
+        """Return whether the checkpoint has a tensor of this name that was not taken.
+
+        Args:
+            shape: the shape that it must have; empty for any.
+        """
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""
@@ -98,7 +102,9 @@ class EncodedRows:
     places: Tensor
     """int64 [rows]: the placeholder tokens, as indices into the tokens of the step."""
     values: Tensor
-    """[rows, hidden], in the model's dtype and on its device."""
+    """[rows, encoding_size], in the model's dtype and on its device."""
+    positions: Tensor | None = None
+    """int64 [3, rows]: frame, row and column of these tokens as positions; None if positions have one dimension."""
 
 
 class _Parts(Protocol):
@@ -132,6 +138,15 @@ class Architecture(_Parts, Protocol):
         The result is [tokens, ...] for each table, on the device of int64 token_ids [tokens].
         """
 
+    def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:
+        """Return the inputs of a pass over tokens, some of which have rows of encodings: the first layer's input
+        [tokens, hidden], and all other tensors [tokens, ...] that such a pass does not compute itself.
+
+        Args:
+            token_ids: int64 [tokens], with `PADDING` for placeholders.
+            positions: int64 [tokens], with any positions for placeholders that have three.
+        """
+
     def forward(
         self,
         token_ids: Tensor,
@@ -149,8 +164,8 @@ class Architecture(_Parts, Protocol):
         Args:
             begin: first layer to run.
             inputs: the result of `lookups`, and, if `begin` is not 0, the hidden states after `begin` layers.
-            embedded: whether `inputs` begins with the first layer's input of the tokens, [tokens, hidden]. Otherwise it
-                is the result of `embed`.
+            embedded: whether `inputs` begins with the result of `encoded_inputs`. Otherwise the first layer's input is
+                the result of `embed`.
 
         Returns:
             Hidden states after the final norm, [tokens, hidden] in the model's dtype.

@@ -33,6 +33,7 @@ class CompiledModel:
         self.logits = model.logits
         self.embed = model.embed
         self._lookups = model.lookups
+        self._encoded_inputs = model.encoded_inputs
         self._layers = model.config.num_layers
         self._storing_layers = model.config.storing_layers
         compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
@@ -50,11 +51,11 @@ class CompiledModel:
         wanted: Sequence[int] | None = None,
         encoded: EncodedRows | None = None,
     ) -> Tensor:
-        embedded = None
+        inputs: Sequence[Tensor] = ()
         if encoded is not None:
             token_ids = token_ids.index_fill(0, encoded.places, PADDING)
-            embedded = self.embed(token_ids).index_copy_(0, encoded.places, encoded.values)
-        tokens = _Tokens(token_ids, positions, batch, embedded)
+            inputs = self._encoded_inputs(token_ids, positions, encoded)
+        tokens = _Tokens(token_ids, positions, batch, inputs)
         if wanted is None or sum(wanted) == len(token_ids) or not self._can_stop(layers, taps):
             hidden = self._compute(tokens, caches, 0, layers, taps)
             return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
@@ -91,8 +92,8 @@ class CompiledModel:
         """Run layers [begin, layers) in one compiled pass. `further` is the hidden states after `begin` layers."""
         inputs = (*self._lookups(tokens.token_ids, begin, layers), *further)
         run = self._run
-        if tokens.embedded is not None:
-            run, inputs = self._run_embedded, (tokens.embedded, *inputs)
+        if tokens.encoded:
+            run, inputs = self._run_embedded, (*tokens.encoded, *inputs)
         return run(tokens.token_ids, tokens.positions, caches, tokens.batch, layers, taps, begin, inputs)
 
 
@@ -103,13 +104,13 @@ class _Tokens:
     token_ids: Tensor
     positions: Tensor
     batch: AttentionBatch
-    embedded: Tensor | None
-    """[tokens, hidden]: the first layer's input; None if the pass embeds the tokens itself."""
+    encoded: Sequence[Tensor]
+    """The result of `Architecture.encoded_inputs`; empty if no token has a row of an encoding."""
 
     def only(self, wanted: Sequence[int], rows: Tensor) -> _Tokens:
         """Return the tokens at `rows`: the last wanted[r] of each request r."""
-        embedded = None if self.embedded is None else self.embedded[rows]
-        return _Tokens(self.token_ids[rows], self.positions[rows], _only(self.batch, wanted, rows), embedded)
+        encoded = [own[rows] for own in self.encoded]
+        return _Tokens(self.token_ids[rows], self.positions[rows], _only(self.batch, wanted, rows), encoded)
 
 
 def wanted_rows(x: Tensor, batch: AttentionBatch, wanted: Sequence[int]) -> Tensor:

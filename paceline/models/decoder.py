@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Kernels, Logits, NormKind, Taps
-from paceline.models.base import Weights, kv_groups
+from paceline.models.base import EncodedRows, Weights, kv_groups
 from paceline.models.blocks import AttentionStep, Embedding, RMSNorm
 from paceline.models.layers import Layer, run_layers
 from paceline.models.model_config import ModelConfig
@@ -73,6 +73,9 @@ class Decoder:
 
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
         return ()
+
+    def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:
+        return (self.embed(token_ids).index_copy_(0, encoded.places, encoded.values),)
 
     def forward(
         self,

@@ -94,12 +94,40 @@ class SiglipConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Qwen3VisionConfig:
+    """The transformer over patches of Qwen 3-VL."""
+
+    layers: int
+    hidden_size: int
+    inner_size: int
+    heads: int
+    patch_side: int
+    """Pixels."""
+    patch_frames: int
+    """Frames of a patch. An image is repeated as often."""
+    merged_side: int
+    """A row of the encoding stands for merged_side x merged_side patches."""
+    positions_side: int
+    """The table of positions is positions_side x positions_side. An image of another size has positions between them.
+    """
+    shown_layers: tuple[int, ...]
+    """Layers whose results are further parts of a row, each with a merger of its own (deepstack)."""
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True)
 class EncodersConfig:
     """The encoders of a model."""
 
     hidden_size: int
-    """Elements of an encoding's row, as of the text model's hidden states."""
-    vision: Gemma4VisionConfig | PatchEmbedderConfig | SiglipConfig | None
+    """Elements of the text model's hidden states."""
+    vision: Gemma4VisionConfig | PatchEmbedderConfig | SiglipConfig | Qwen3VisionConfig | None
     audio: Gemma4AudioConfig | SampleEmbedderConfig | None
     frames: bool
     """Whether `vision` also encodes frames of videos."""
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a row of an encoding: hidden states of one or more layers."""
+        shown = len(self.vision.shown_layers) if isinstance(self.vision, Qwen3VisionConfig) else 0
+        return self.hidden_size * (1 + shown)

@@ -39,7 +39,8 @@ MLP = Callable[[Tensor], Tensor]
 
 
 class PreNormLayer:
-    """A layer with one norm before its mixer and one before its MLP, as in Llama.
+    """A layer with one norm before its mixer and one before its MLP, as in Llama. It adds `AttentionStep.layer_input`
+    to its result.
 
     Args:
         norm_kind: of both norms.
@@ -65,7 +66,8 @@ class PreNormLayer:
         self, x: Tensor, normed: Tensor, next_norm: RMSNorm, cache: AnyCache, step: AttentionStep
     ) -> tuple[Tensor, Tensor]:
         x, normed = self._mlp_norm.of_sum(x, self._mixer(normed, cache, step))
-        return next_norm.of_sum(x, self._mlp(normed))
+        x, normed = next_norm.of_sum(x, self._mlp(normed))
+        return (x, normed) if step.layer_input is None else next_norm.of_sum(x, step.layer_input)
 
 
 def run_layers(

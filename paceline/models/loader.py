@@ -95,12 +95,22 @@ def load_assistant(
 
 
 def load_encoders(
-    path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None = None
+    path: Path,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device,
+    packed_dir: Path | None = None,
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
 ) -> Encoders | None:
     """Load the encoders of a model for images, videos or audio, without its text model; None if it has none.
 
     Encoders are never quantized. See `load_model`.
     """
+    if implementation(path, model_impl) == "transformers":
+        from paceline.models.transformers_backend.images import load_images
+
+        return load_images(path, dtype, kernels, device, trust_remote_code)
     config = read_encoders(path)
     if config is None:
         return None
@@ -180,8 +190,11 @@ class Checkpoint:
         tensor = self.take_table(name, size, dtypes=(torch.int64, torch.int32))
         return tensor if tensor.is_meta else tensor.to(self._device, torch.int64, copy=True)
 
-    def has(self, name: str) -> bool:
-        return name in self._file_of
+    def has(self, name: str, *shape: int) -> bool:
+        if name not in self._file_of or not shape:
+            return name in self._file_of
+        _, handle = self._file_of[name]
+        return tuple(handle.get_slice(name).get_shape()) == shape
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)

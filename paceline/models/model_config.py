@@ -40,6 +40,10 @@ class Rope:
     """Whether the pairs with `beta_fast` and `beta_slow` turns are rounded to whole numbers, for kind "yarn"."""
     attention_factor: float = 1.0
     """Factor on rotated queries and keys."""
+    sections: tuple[int, int, int] | None = None
+    """Pairs of dimensions that turn by a token's frame, row and column, if positions have three dimensions (M-RoPE).
+    Pairs 0, 1, 2, 3, … turn by frame, row, column, frame, …; pairs after the last of a row or a column turn by frame.
+    None if positions have one dimension."""
     query_growth: float = 0.0
     """A rotated query is multiplied by 1 + query_growth * log(1 + position // original_max_position)."""
 
@@ -134,6 +138,10 @@ class ModelFacts(Protocol):
     @property
     def whole_media(self) -> frozenset[MediaKind]:
         """Kinds of media whose tokens attend to each other, so that one step must compute all tokens of a span."""
+
+    @property
+    def has_grids(self) -> bool:
+        """Whether spans of media have a grid, because positions have three dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +241,9 @@ class ModelConfig:
     """None if the model does not read a target's keys and values."""
     kv_sources: Mapping[int, int] = field(default_factory=dict)
     """For each layer without KV of its own, the layer whose KV it reads."""
+    deepstack_layers: int = 0
+    """Number of layers, from the first, after which a further part of an encoding's row is added to a placeholder
+    token (deepstack, https://arxiv.org/abs/2406.04334)."""
     mlp_bias: bool = False
     logit_softcap: float = 0.0
     """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""
@@ -250,6 +261,16 @@ class ModelConfig:
         """See `ModelFacts`."""
         looks_ahead = any(own.looks_ahead for own in self.attention.values())
         return frozenset({MediaKind.IMAGE, MediaKind.VIDEO_FRAME} if looks_ahead else ())
+
+    @property
+    def has_grids(self) -> bool:
+        """See `ModelFacts`."""
+        return any(own.rope is not None and own.rope.sections is not None for own in self.attention.values())
+
+    @property
+    def encoding_size(self) -> int:
+        """Elements of a row of an encoding: a part in place of the embedding, and one for each layer that adds one."""
+        return self.hidden_size * (1 + self.deepstack_layers)
 
     @property
     def num_layers(self) -> int:

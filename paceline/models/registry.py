@@ -17,6 +17,7 @@ from paceline.models.mixtral import Mixtral
 from paceline.models.model_config import ModelConfig
 from paceline.models.qwen3_moe import Qwen3Moe
 from paceline.models.qwen3_next import Qwen3Next
+from paceline.models.qwen3_vl import Qwen3VL, Qwen3VLMoe
 
 MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = {
     "LlamaForCausalLM": Llama,
@@ -45,4 +46,6 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = 
     "Qwen3_5MoeForCausalLM": Qwen3Next,
     "Qwen3_5ForConditionalGeneration": Qwen3Next,
     "Qwen3_5MoeForConditionalGeneration": Qwen3Next,
+    "Qwen3VLForConditionalGeneration": Qwen3VL,
+    "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoe,
 }

@@ -43,12 +43,35 @@ class Rotary:
         found = {own: self._rotation(positions, own[0], each) for own, each in self._frequencies.items()}
         return {kind: found[own] for kind, own in self._ropes.items()}
 
+    def of_grids(self, positions: Tensor) -> Rotation:
+        """Return the angles of tokens that have three positions, in a model with one rotary embedding.
+
+        A token with three equal positions has the bits of the angles that `__call__` returns.
+
+        Args:
+            positions: int64 [3, tokens]: frames, rows and columns.
+        """
+        (((rope, size), frequencies),) = self._frequencies.items()
+        tokens = positions.shape[1]
+        turned_by = section_axes(rope, size // 2).repeat(2).to(positions.device).expand(1, tokens, size)
+        angles = self._kernels.rotation(positions.flatten(), frequencies, rope.attention_factor)
+        cos, sin = (own.view(3, tokens, size).gather(0, turned_by)[0] for own in angles)
+        return Rotation(cos, sin)
+
     def _rotation(self, positions: Tensor, rope: Rope, frequencies: Tensor) -> Rotation:
         rotation, scale, growth = self._kernels.rotation, rope.attention_factor, rope.query_growth
         of_queries = None
         if growth:
             of_queries = Rotation(*rotation(positions, frequencies, scale, growth, rope.original_max_position))
         return Rotation(*rotation(positions, frequencies, scale), of_queries)
+
+
+def section_axes(rope: Rope, pairs: int) -> Tensor:
+    """Return which position turns each pair of dimensions: 0 frame, 1 row, 2 column. int64 [pairs]; see `Rope`."""
+    assert rope.sections is not None
+    pair = torch.arange(pairs)
+    axis = pair % 3
+    return torch.where(pair < 3 * torch.tensor(rope.sections)[axis], axis, 0)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

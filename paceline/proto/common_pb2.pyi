@@ -328,11 +328,16 @@ class MediaSpan(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    GRID_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     length: _builtins.int
     digest: _builtins.bytes
     """Name of the encoder's input."""
     kind: Global___MediaKind.ValueType
+    @_builtins.property
+    def grid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Frames, rows and columns of the tokens; empty if the model's positions have one dimension."""
+
     def __init__(
         self,
         *,
@@ -340,10 +345,11 @@ class MediaSpan(_message.Message):
         length: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         kind: Global___MediaKind.ValueType = ...,
+        grid: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kind", b"kind", "length", b"length", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "grid", b"grid", "kind", b"kind", "length", b"length", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,6 +408,7 @@ class Work(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
     MEDIA_INPUT_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
     prompt_tokens: _builtins.int
@@ -414,6 +421,8 @@ class Work(_message.Message):
     priority: _builtins.int
     """Lower is more urgent. Some cache policies keep the blocks of urgent requests longer."""
     kind: Global___WorkKind.ValueType
+    background: _builtins.bool
+    """Whether nobody waits for the work, such as a line of a batch. It is computed in time that other work leaves."""
     @_builtins.property
     def key(self) -> Global___Key: ...
     @_builtins.property
@@ -444,10 +453,11 @@ class Work(_message.Message):
         kind: Global___WorkKind.ValueType = ...,
         media: _abc.Iterable[Global___MediaSpan] | None = ...,
         media_input: Global___MediaInput | None = ...,
+        background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "media_input", b"media_input", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,7 @@ class Member(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """gateway, prefill, decode, encode or kvtransfer."""
@@ -94,6 +95,10 @@ class Member(_message.Message):
     def numerics(self) -> Global___Numerics:
         """Only prefill, decode and encode workers have it."""
 
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyUse]:
+        """For sharing the limits of API keys among gateways. Only gateways have it."""
+
     def __init__(
         self,
         *,
@@ -112,14 +117,57 @@ class Member(_message.Message):
         host: Global___HostReport | None = ...,
         metrics: _abc.Iterable[Global___MetricFamily] | None = ...,
         numerics: Global___Numerics | None = ...,
+        keys: _abc.Iterable[Global___KeyUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class KeyUse(_message.Message):
+    """What one gateway knows of the use of one API key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WANTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    WANTED_TOKENS_FIELD_NUMBER: _builtins.int
+    WANTED_RUNNING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the key."""
+    requests: _builtins.int
+    """Requests and tokens of the last minute, and requests that run or wait now."""
+    tokens: _builtins.int
+    running: _builtins.int
+    wanted_requests: _builtins.float
+    """The same that the key wants: what it uses and what was refused lately."""
+    wanted_tokens: _builtins.float
+    wanted_running: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        running: _builtins.int = ...,
+        wanted_requests: _builtins.float = ...,
+        wanted_tokens: _builtins.float = ...,
+        wanted_running: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "requests", b"requests", "running", b"running", "tokens", b"tokens", "wanted_requests", b"wanted_requests", "wanted_running", b"wanted_running", "wanted_tokens", b"wanted_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyUse: _TypeAlias = KeyUse  # noqa: Y015
 
 @_typing.final
 class Numerics(_message.Message):

@@ -1345,23 +1345,117 @@ class ResetCacheReply(_message.Message):
 Global___ResetCacheReply: _TypeAlias = ResetCacheReply  # noqa: Y015
 
 @_typing.final
+class ExpectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def expectations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Expectation]: ...
+    def __init__(
+        self,
+        *,
+        expectations: _abc.Iterable[Global___Expectation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expectations", b"expectations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectRequest: _TypeAlias = ExpectRequest  # noqa: Y015
+
+@_typing.final
+class Expectation(_message.Message):
+    """What is expected of one context."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    HINTS_FIELD_NUMBER: _builtins.int
+    hashes: _builtins.bytes
+    """Hash chain of the context, as in Reserve, concatenated."""
+    @_builtins.property
+    def hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hint]: ...
+    def __init__(
+        self,
+        *,
+        hashes: _builtins.bytes = ...,
+        hints: _abc.Iterable[Global___Hint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "hints", b"hints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Expectation: _TypeAlias = Expectation  # noqa: Y015
+
+@_typing.final
+class Hint(_message.Message):
+    """The blocks of the context's first tokens will probably be requested again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WITHIN_MS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    within_ms: _builtins.int
+    """Time within which they are expected."""
+    source: _builtins.bytes
+    """Names who says so and why, in at most 16 bytes. The hints of a source count as much as its earlier ones were worth."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        within_ms: _builtins.int = ...,
+        source: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "tokens", b"tokens", "within_ms", b"within_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hint: _TypeAlias = Hint  # noqa: Y015
+
+@_typing.final
+class ExpectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectReply: _TypeAlias = ExpectReply  # noqa: Y015
+
+@_typing.final
 class LedgerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WITH_LEASES_FIELD_NUMBER: _builtins.int
     MAX_LEASES_FIELD_NUMBER: _builtins.int
+    BRIEF_FIELD_NUMBER: _builtins.int
     with_leases: _builtins.bool
     max_leases: _builtins.int
     """Return at most this many leases, oldest first; 0 returns all."""
+    brief: _builtins.bool
+    """Return only the counts by state and by owner, without checking the ledger: `balanced` is the last check's outcome."""
     def __init__(
         self,
         *,
         with_leases: _builtins.bool = ...,
         max_leases: _builtins.int = ...,
+        brief: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_leases", b"max_leases", "with_leases", b"with_leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["brief", b"brief", "max_leases", b"max_leases", "with_leases", b"with_leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1430,6 +1524,10 @@ class LedgerReply(_message.Message):
     CACHED_BY_GROUP_FIELD_NUMBER: _builtins.int
     ENCODING_QUERIES_ROWS_FIELD_NUMBER: _builtins.int
     ENCODING_HITS_ROWS_FIELD_NUMBER: _builtins.int
+    HINTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HINTED_KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    HINTED_WASTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     total: _builtins.int
     free: _builtins.int
@@ -1449,6 +1547,12 @@ class LedgerReply(_message.Message):
     encoding_queries_rows: _builtins.int
     """Rows of encodings that workers looked up before they computed them, and the rows that were found."""
     encoding_hits_rows: _builtins.int
+    hinted_blocks: _builtins.int
+    """Blocks about which there were hints: all, those that were requested again while they were cached, and those that
+    were evicted before.
+    """
+    hinted_kept_blocks: _builtins.int
+    hinted_wasted_blocks: _builtins.int
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseInfo]:
         """Oldest first. The sum of blocks - shared_blocks over all of them, plus blocks_left_out, is held + in_flight."""
@@ -1461,6 +1565,10 @@ class LedgerReply(_message.Message):
 
     @_builtins.property
     def cached_by_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnedBlocks]:
+        """Who has the blocks that are held or in flight, most blocks first. Their sum is held + in_flight."""
+
     def __init__(
         self,
         *,
@@ -1483,14 +1591,48 @@ class LedgerReply(_message.Message):
         cached_by_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         encoding_queries_rows: _builtins.int = ...,
         encoding_hits_rows: _builtins.int = ...,
+        hinted_blocks: _builtins.int = ...,
+        hinted_kept_blocks: _builtins.int = ...,
+        hinted_wasted_blocks: _builtins.int = ...,
+        owners: _abc.Iterable[Global___OwnedBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "cached_by_group", b"cached_by_group", "encoding_hits_rows", b"encoding_hits_rows", "encoding_queries_rows", b"encoding_queries_rows", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "free", b"free", "held", b"held", "host_id", b"host_id", "in_flight", b"in_flight", "leases", b"leases", "leases_left_out", b"leases_left_out", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total", "used_by_group", b"used_by_group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "blocks_left_out", b"blocks_left_out", "cached", b"cached", "cached_by_group", b"cached_by_group", "encoding_hits_rows", b"encoding_hits_rows", "encoding_queries_rows", b"encoding_queries_rows", "evicted_blocks", b"evicted_blocks", "expired_leases", b"expired_leases", "free", b"free", "held", b"held", "hinted_blocks", b"hinted_blocks", "hinted_kept_blocks", b"hinted_kept_blocks", "hinted_wasted_blocks", b"hinted_wasted_blocks", "host_id", b"host_id", "in_flight", b"in_flight", "leases", b"leases", "leases_left_out", b"leases_left_out", "owners", b"owners", "prefix_hits_tokens", b"prefix_hits_tokens", "prefix_queries_tokens", b"prefix_queries_tokens", "slot_bytes", b"slot_bytes", "total", b"total", "used_by_group", b"used_by_group"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LedgerReply: _TypeAlias = LedgerReply  # noqa: Y015
+
+@_typing.final
+class OwnedBlocks(_message.Message):
+    """The blocks of an owner's leases in one state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Id of a worker; "kvtransfer" if the service itself moves the blocks; "gone" if the worker has left."""
+    state: _builtins.str
+    """State of the leases: reserved, filling, filled, active or draining."""
+    blocks: _builtins.int
+    """A block that several leases share is counted for the oldest of them."""
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        state: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "owner", b"owner", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnedBlocks: _TypeAlias = OwnedBlocks  # noqa: Y015
 
 @_typing.final
 class LeaseInfo(_message.Message):

@@ -54,6 +54,11 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheReply.FromString,
                 _registered_method=True)
+        self.Expect = channel.unary_unary(
+                '/paceline.v1.KVTransfer/Expect',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExpectRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExpectReply.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_unary(
                 '/paceline.v1.KVTransfer/Fetch',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.FetchRequest.SerializeToString,
@@ -110,6 +115,14 @@ class KVTransferServicer:
 
     def ResetCache(self, request, context):
         """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Expect(self, request, context):
+        """Says which cached blocks are expected to be requested again, so that the cache policy may keep them. Called by
+        gateways after requests have ended. Blocks that are not here are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +191,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.ResetCache,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheReply.SerializeToString,
+            ),
+            'Expect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Expect,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExpectRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExpectReply.SerializeToString,
             ),
             'Fetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Fetch,
@@ -313,6 +331,33 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/ResetCache',
             paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.ResetCacheReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Expect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Expect',
+            paceline_dot_proto_dot_kvtransfer__pb2.ExpectRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.ExpectReply.FromString,
             options,
             channel_credentials,
             insecure,

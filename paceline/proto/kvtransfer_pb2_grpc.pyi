@@ -46,6 +46,10 @@ class KVTransferStub:
     """Returns the block ledger with the owner of every lease."""
     ResetCache: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.ResetCacheRequest, _kvtransfer_pb2.ResetCacheReply]
     """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways."""
+    Expect: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.ExpectRequest, _kvtransfer_pb2.ExpectReply]
+    """Says which cached blocks are expected to be requested again, so that the cache policy may keep them. Called by
+    gateways after requests have ended. Blocks that are not here are ignored.
+    """
     Fetch: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]
     """Reads the blocks of a context that is being computed on another host into a reserved lease. The call ends when all
     blocks are here and verified and the lease is filled. Cancelling the call ends the transfer. If the transfer does
@@ -84,6 +88,10 @@ class KVTransferAsyncStub(KVTransferStub):
     """Returns the block ledger with the owner of every lease."""
     ResetCache: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.ResetCacheRequest, _kvtransfer_pb2.ResetCacheReply]  # type: ignore[assignment]
     """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways."""
+    Expect: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.ExpectRequest, _kvtransfer_pb2.ExpectReply]  # type: ignore[assignment]
+    """Says which cached blocks are expected to be requested again, so that the cache policy may keep them. Called by
+    gateways after requests have ended. Blocks that are not here are ignored.
+    """
     Fetch: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.FetchRequest, _kvtransfer_pb2.FetchReply]  # type: ignore[assignment]
     """Reads the blocks of a context that is being computed on another host into a reserved lease. The call ends when all
     blocks are here and verified and the lease is filled. Cancelling the call ends the transfer. If the transfer does
@@ -143,6 +151,16 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvtransfer_pb2.ResetCacheReply, _abc.Awaitable[_kvtransfer_pb2.ResetCacheReply]]:
         """Forgets all cached blocks that no lease uses, in the arena and in the disk tier. Called by gateways."""
+
+    @_abc_1.abstractmethod
+    def Expect(
+        self,
+        request: _kvtransfer_pb2.ExpectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.ExpectReply, _abc.Awaitable[_kvtransfer_pb2.ExpectReply]]:
+        """Says which cached blocks are expected to be requested again, so that the cache policy may keep them. Called by
+        gateways after requests have ended. Blocks that are not here are ignored.
+        """
 
     @_abc_1.abstractmethod
     def Fetch(

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from bench.media_hostile import Attacks
+from bench.hostile_media import DEAD, MAYBE, READABLE, REFUSED, Attacks
+
+URLS = {"http://media.test/slow": DEAD}
 
 
 def test_attacks_are_of_all_kinds_and_come_from_the_seed() -> None:
-    one, same, other = Attacks(1), Attacks(1), Attacks(2)
-    sent = [one.next() for _ in range(100)]
-    assert sent == [same.next() for _ in range(100)] != [other.next() for _ in range(100)]
-    assert len({kind for kind, _ in sent}) > 8
-    assert {part["type"] for _, part in sent} == {"image_url", "video_url", "audio_url"}
+    one, same, other = Attacks(1, URLS), Attacks(1, URLS), Attacks(2, URLS)
+    sent = [one.next() for _ in range(200)]
+    assert sent == [same.next() for _ in range(200)] != [other.next() for _ in range(200)]
+    assert len({attack.name for attack in sent}) > 10
+    assert {attack.kind for attack in sent} == {"image", "video", "audio"}
+    assert {attack.answers for attack in sent} >= {DEAD, MAYBE, READABLE, REFUSED}

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ADMIN = {"Authorization": f"Bearer {os.environ.get('PACELINE_ADMIN_KEY', '')}"}
 
 
 class Stack:
@@ -47,7 +48,8 @@ class Stack:
         self.compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"{service}={count}", service)
 
     def fleet(self) -> Any:
-        return httpx.get(f"{self.url}/fleet", timeout=10.0, trust_env=False).raise_for_status().json()
+        answer = httpx.get(f"{self.url}/fleet", headers=ADMIN, timeout=10.0, trust_env=False)
+        return answer.raise_for_status().json()
 
     def workers(self, role: str) -> list[Any]:
         """Return the workers of a role that the gateway sees as ready."""

@@ -49,7 +49,7 @@ def test_services_ask_each_other_for_a_secret_that_is_theirs_alone(stack: Stack)
     assert seen.pop().startswith("0o100600 10001 ")
     ask = (
         "import subprocess, sys; print([subprocess.run([sys.executable, '-m', 'paceline.services.common.healthcheck', "
-        "'127.0.0.1:7300', *token]).returncode for token in ([], ['/auth/token'])])"
+        "'127.0.0.1:7300', *config]).returncode for config in ([], ['/etc/paceline.toml'])])"
     )
     for service in ("kvtransfer", "prefill", "decode"):
         assert stack.python(service, ask) == "[2, 0]"

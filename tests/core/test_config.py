@@ -20,7 +20,7 @@ from paceline.core.config import (
 )
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError
-from paceline.core.options import flag, parse_bytes, range_of
+from paceline.core.options import flag, listed, parse_bytes, range_of, secrets_of
 
 CONFIGS: list[type[Any]] = [GatewayConfig, WorkerConfig, KVTransferConfig, ServeConfig]
 
@@ -182,6 +182,25 @@ def test_a_file_of_an_earlier_release_without_pools_goes_on_to_work(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (GatewayConfig, {"ssl_certfile": "c"}, "--ssl-certfile needs --ssl-keyfile"),
+        (ServeConfig, {"ssl_keyfile": "k"}, "--ssl-keyfile needs --ssl-certfile"),
+        (GatewayConfig, {"ssl_ca_certs": "a"}, "--ssl-ca-certs needs --ssl-certfile"),
+        (ServeConfig, {"ssl_cert_reqs": 2, "ssl_certfile": "c", "ssl_keyfile": "k"}, "2 needs --ssl-ca-certs"),
+        (GatewayConfig, {"ssl_ca_certs": "a", "ssl_certfile": "c", "ssl_keyfile": "k"}, "--ssl-cert-reqs 1 or 2"),
+        (WorkerConfig, {"cluster_certfile": "c"}, "--cluster-certfile needs --cluster-keyfile"),
+        (KVTransferConfig, {"cluster_certfile": "c", "cluster_keyfile": "k"}, "needs --cluster-ca-certs"),
+        (GatewayConfig, {"cluster_ca_certs": "a"}, "--cluster-ca-certs needs --cluster-certfile"),
+        (WorkerConfig, {"cluster_cert_name": "n"}, "--cluster-cert-name needs --cluster-certfile"),
+    ],
+)
+def test_half_a_certificate_is_refused(cls: type[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cls(**options)
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("4GiB", 4 * GIB),
@@ -207,3 +226,17 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 @given(st.integers(0, 1 << 20), st.sampled_from(["", "K", "M", "G"]))
 def test_units_are_powers_of_1024(amount: int, unit: str) -> None:
     assert parse_bytes(f"{amount}{unit}") == amount * 1024 ** ["", "K", "M", "G"].index(unit)
+
+
+def test_options_with_secrets_do_not_show_them() -> None:
+    assert secrets_of(GatewayConfig) == {"api_key", "admin_key", "redis", "store"}
+    for cls in (GatewayConfig, ServeConfig):
+        config = cls(**dict.fromkeys(secrets_of(cls), "do-not-show"))
+        assert "do-not-show" not in f"{config!r} {config}"
+        with pytest.raises(ConfigError) as caught:
+            cls(api_key=["do-not-show"])
+        assert "do-not-show" not in str(caught.value)
+
+
+def test_lists_are_separated_by_commas() -> None:
+    assert listed(" a, b c ,,") == ("a", "b c")

@@ -90,6 +90,16 @@ def test_links_of_the_same_tokens_differ_from_the_first_one_with_a_token_of_anot
         assert same == [index < first // BASE_TOKENS for index in range(len(seen))]
 
 
+def test_names_depend_on_the_grid_of_an_image_because_positions_do() -> None:
+    def links(grid: tuple[int, int, int] | None) -> list[bytes]:
+        image = MediaSpan(20, 6, bytes(16), MediaKind.IMAGE, grid)
+        return list(Context([7] * 64, media=[image]).links("model"))
+
+    own = [links(grid) for grid in (None, (1, 2, 3), (1, 3, 2), (2, 1, 3))]
+    assert {names[0] for names in own} == {own[0][0]}
+    assert all(len({names[index] for names in own}) == len(own) for index in range(1, 4))
+
+
 def test_an_image_within_a_base_block_is_in_the_names_of_partial_blocks() -> None:
     image = MediaSpan(3, 2, bytes(16), MediaKind.IMAGE)
     with_image, without = Context([7] * 10, media=[image]), Context([7] * 10)

@@ -23,11 +23,12 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, 
 
 
 @pytest.mark.parametrize(("value", "keys"), [("", ()), (" , ", ()), ("one", ("one",)), (" one, two ,", ("one", "two"))])
-def test_api_keys(monkeypatch: pytest.MonkeyPatch, value: str, keys: tuple[str, ...]) -> None:
-    monkeypatch.setenv("PACELINE_API_KEY", value)
-    assert env.api_keys() == keys
-    monkeypatch.delenv("PACELINE_API_KEY")
-    assert env.api_keys() == ()
+def test_keys(monkeypatch: pytest.MonkeyPatch, value: str, keys: tuple[str, ...]) -> None:
+    for variable, read in (("PACELINE_API_KEY", env.api_keys), ("PACELINE_ADMIN_KEY", env.admin_keys)):
+        monkeypatch.setenv(variable, value)
+        assert read() == keys
+        monkeypatch.delenv(variable)
+        assert read() == ()
 
 
 def test_traces_go_where_the_standard_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:

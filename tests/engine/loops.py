@@ -35,6 +35,7 @@ from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.loader import load_model
 from paceline.models.model_config import ModelConfig
+from paceline.models.transformers_backend.model import TransformersModel
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 256
@@ -109,7 +110,7 @@ class Loop:
         probabilistic: bool = False,
     ) -> None:
         shapes = model.group_shapes
-        layers = model.config.num_layers
+        layers = len(model.layer_groups)
         if draft_model is not None:
             shapes += tuple(shape.of_drafter(layers) for shape in draft_model.group_shapes)
         drafts = 0 if drafter == "none" else DRAFTS
@@ -218,7 +219,10 @@ class Encodings:
 
     def __init__(self, model: Model, slots: torch.Tensor) -> None:
         self._slots = slots
-        self._hidden = model.config.hidden_size if isinstance(model.config, ModelConfig) else 1
+        # A model that runs in transformers has no ModelConfig, and rows as large as hidden states.
+        own = model._own_config.get_text_config() if isinstance(model, TransformersModel) else None
+        size = getattr(own, "hidden_size", 1)
+        self._hidden = model.config.encoding_size if isinstance(model.config, ModelConfig) else size
         self._room = slots.shape[1] // self._hidden
 
     def write(self, rows: torch.Tensor, free: list[int]) -> list[int]:
@@ -230,7 +234,10 @@ class Encodings:
 
     def read(self, slots: Sequence[int], start: int, end: int) -> torch.Tensor:
         blocks = self._slots[list(slots), : self._room * self._hidden]
-        return blocks.reshape(-1, self._hidden)[start:end]
+        rows = blocks.reshape(-1, self._hidden)[start:end]
+        was_written = rows.isfinite() & (rows != FOREIGN)
+        assert was_written.any(dim=1).all(), "an encoding is read that was not written, or was taken back"
+        return rows
 
 
 class _Given:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,19 @@ from paceline.core.media import MediaKind, MediaSpan
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
+from paceline.models.model_config import ModelConfig
 from tests.engine.loops import CPU, Media
-from tests.tiny_checkpoints import write_gemma3_with_vision, write_gemma4_unified, write_gemma4_with_media
+from tests.tiny_checkpoints import (
+    write_gemma3_with_vision,
+    write_gemma4_unified,
+    write_gemma4_with_media,
+    write_llava,
+    write_qwen3_vl,
+)
 
-KINDS = ("gemma3", "edge", "experts", "unified")
-"""Gemma 3 looks ahead in all layers, Gemma 4 E2B in none, and Gemma 4 26B and 12B in sliding ones."""
+KINDS = ("gemma3", "edge", "experts", "unified", "qwen3_vl", "qwen3_vl_moe", "llava")
+"""Gemma 3 looks ahead in all layers, Gemma 4 E2B in none, and Gemma 4 26B and 12B in sliding ones. Qwen 3-VL has
+positions with three dimensions, and adds parts of a row in several layers. LLaVA runs in `transformers`."""
 
 
 @dataclass
@@ -31,10 +40,7 @@ class Prompt:
         """Return a prompt with the same tokens and other encodings."""
         return Prompt(
             self.token_ids,
-            [
-                (MediaSpan(span.start, span.length, b"other" + span.digest[5:], span.kind), rows.flip(0) + 1)
-                for span, rows in self.media
-            ],
+            [(replace(span, digest=b"other" + span.digest[5:]), rows.flip(0) + 1) for span, rows in self.media],
         )
 
 
@@ -44,16 +50,35 @@ class MediaModel:
     reference: Any
     kind: str
 
+    @property
+    def row_size(self) -> int:
+        """Elements of a row of an encoding."""
+        config = self.model.config
+        if isinstance(config, ModelConfig):
+            return config.encoding_size
+        return int(self.reference.config.get_text_config().hidden_size)
+
     def placeholder(self, kind: MediaKind) -> int:
         config = self.reference.config
         return int({MediaKind.IMAGE: config.image_token_id}.get(kind) or config.video_token_id)
 
+    @property
+    def has_grids(self) -> bool:
+        return self.kind.startswith("qwen3_vl")
+
     def tower_rows(self, seed: int) -> torch.Tensor:
-        """Return the rows of a random image: [length, hidden]."""
+        """Return the rows of a random image: [length, size]."""
         generator, core = torch.Generator().manual_seed(seed), self.reference.model
         with torch.inference_mode():
+            if self.has_grids:
+                patches = torch.randn(8 * 12, 3 * 2 * 16**2, generator=generator)
+                found = core.get_image_features(patches, torch.tensor([[1, 8, 12]]), return_dict=True)
+                return torch.cat([own for (own,) in (found.pooler_output, *found.deepstack_features)], dim=1)
             if self.kind == "gemma3":
                 pixels = torch.randn(1, 3, 56, 56, generator=generator)
+                return core.get_image_features(pixels, return_dict=True).pooler_output[0]
+            if self.kind == "llava":
+                pixels = torch.randn(1, 3, 28, 28, generator=generator)
                 return core.get_image_features(pixels, return_dict=True).pooler_output[0]
             side = 7 if self.kind == "unified" else 18
             grid = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1)
@@ -71,7 +96,8 @@ class MediaModel:
                 tokens += torch.randint(3, 90, (part,), generator=generator).tolist()
                 continue
             kind, rows = part
-            media.append((MediaSpan(len(tokens), len(rows), bytes([len(media), seed] * 8), kind), rows))
+            grid = _grid(len(rows)) if self.has_grids else None
+            media.append((MediaSpan(len(tokens), len(rows), bytes([len(media), seed] * 8), kind, grid), rows))
             tokens += [self.placeholder(kind)] * len(rows)
         return Prompt(tokens, media)
 
@@ -92,6 +118,11 @@ class MediaModel:
         if self.kind == "gemma3":
             rows = torch.cat([rows for _, rows in prompt.media])[None]
             return {"token_type_ids": types, "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=rows)}}
+        if self.kind == "llava":
+            rows_of_images = SimpleNamespace(pooler_output=[rows for _, rows in prompt.media])
+            return {"mm_encoder_outputs": {"image": rows_of_images}}
+        if self.has_grids:
+            return {"mm_token_type_ids": types, **_qwen3_vl_inputs(prompt)}
         names = {MediaKind.IMAGE: "image", MediaKind.VIDEO_FRAME: "video"}
         outputs = {
             name: SimpleNamespace(pooler_output=[rows for span, rows in prompt.media if span.kind == kind])
@@ -108,12 +139,35 @@ class MediaModel:
         return inputs
 
 
+def _grid(length: int) -> tuple[int, int, int]:
+    """Return the grid of this length that is nearest to a square, with at least as many columns as rows."""
+    rows = next(rows for rows in range(math.isqrt(length), 0, -1) if length % rows == 0)
+    return 1, rows, length // rows
+
+
+def _qwen3_vl_inputs(prompt: Prompt) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"mm_encoder_outputs": {}}
+    for kind, name in {MediaKind.IMAGE: "image", MediaKind.VIDEO_FRAME: "video"}.items():
+        own = [(span.grid, rows) for span, rows in prompt.media if span.kind == kind and span.grid is not None]
+        if not own:
+            continue
+        # transformers has a grid of patches, of which 2 x 2 become a token.
+        inputs[f"{name}_grid_thw"] = torch.tensor([(grid[0], 2 * grid[1], 2 * grid[2]) for grid, _ in own])
+        first, *added = zip(*(rows.split(48, dim=1) for _, rows in own))
+        inputs["mm_encoder_outputs"][name] = SimpleNamespace(pooler_output=first, deepstack_features=added)
+    return inputs
+
+
 def media_model(kind: str, folder: Path, kernels: str = "native") -> MediaModel:
     """Make a random model of one of KINDS, and save it to a folder."""
     if kind == "gemma3":
         reference = write_gemma3_with_vision(folder)
     elif kind == "unified":
         reference = write_gemma4_unified(folder)
+    elif kind == "llava":
+        reference = write_llava(folder, max_position_embeddings=4096)
+    elif kind.startswith("qwen3_vl"):
+        reference = write_qwen3_vl(folder, experts=kind == "qwen3_vl_moe")
     else:
         whole = {"use_bidirectional_attention": "vision"} if kind == "experts" else {}
         reference = write_gemma4_with_media(folder, kind, **whole)

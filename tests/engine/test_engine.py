@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from paceline.core.turns import Turns
+from paceline.core.turns import PAGE_BYTES, Turns
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Limits, Scheduler
@@ -53,7 +53,7 @@ class Recorder(ToyDevice):
 class TurnsOfOthers:
     """Turns that go to other workers after each step, until the test ends these turns."""
 
-    page, slot = memoryview(b""), 0
+    page, slot = memoryview(bytearray(PAGE_BYTES)), 0
 
     def __init__(self) -> None:
         self.began: queue.Queue[None] = queue.Queue()

@@ -27,10 +27,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def prompts(made: MediaModel) -> list[Prompt]:
     """Return prompts whose spans are longer than a step and than a window, or short, and at both ends of a prompt."""
     generator = torch.Generator().manual_seed(3)
-    other = IMAGE if made.kind == "gemma3" else FRAME
+    other = IMAGE if made.kind in ("gemma3", "llava") else FRAME
 
     def rows(count: int) -> torch.Tensor:
-        return torch.randn(count, made.model.config.hidden_size, generator=generator)
+        return torch.randn(count, made.row_size, generator=generator)
 
     tower = made.tower_rows(0)
     return [
@@ -49,6 +49,8 @@ def check_all(made: MediaModel, asked: list[Prompt], outputs: list[list[int]]) -
 @pytest.mark.parametrize("drafter", ["none", "lookup", "early", "model"])
 @pytest.mark.parametrize("on_device", [None, 1.5])
 def test_tokens_are_those_of_transformers(made: MediaModel, drafter: str, on_device: float | None) -> None:
+    if (made.kind, drafter) == ("llava", "early"):
+        pytest.skip("a model that runs in transformers cannot stop after some layers")
     draft_model = made.model if drafter == "model" else None
     loop = Loop(made.model, 2, drafter, draft_model, contexts_on_device=on_device)
     asked = prompts(made)
@@ -69,7 +71,7 @@ def test_tokens_do_not_depend_on_chunks(made: MediaModel, budget: int) -> None:
 
 def test_a_reused_prefix_may_end_inside_a_span(made: MediaModel) -> None:
     host = MediaHost(made.model, 500)
-    rows = torch.randn(45, made.model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    rows = torch.randn(45, made.row_size, generator=torch.Generator().manual_seed(4))
     prompt = made.prompt(29, (IMAGE, rows), 40, seed=4)
     whole = host.run([prompt])
     check_all(made, [prompt], whole)
@@ -118,13 +120,13 @@ def test_a_recorded_step_gives_the_same_tokens_over_the_same_memory(made: MediaM
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
 @pytest.mark.parametrize("kernels", ["reference", "triton-invariant"])
-@pytest.mark.parametrize("kind", ["edge", "experts"])
+@pytest.mark.parametrize("kind", ["edge", "experts", "qwen3_vl"])
 def test_other_kernels_read_encodings_too(tmp_path: Path, kind: str, kernels: str) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     made = media_model(kind, tmp_path, kernels)
-    rows = torch.randn(20, 40, generator=torch.Generator().manual_seed(5))
+    rows = torch.randn(20, made.row_size, generator=torch.Generator().manual_seed(5))
     asked = [made.prompt(3, (IMAGE, rows), 2, (FRAME, rows[:4]), 2, seed=5)]
-    # Some steps are small enough to be recorded. With "edge", rows of encodings are among them.
+    # Some steps are small enough to be recorded. With "edge" and "qwen3_vl", rows of encodings are among them.
     host = MediaHost(made.model, 24, max_tokens=3)
     for prompt, output in zip(asked, host.run(asked)):
         made.check(prompt, output)

@@ -14,8 +14,8 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from paceline.proto import common_pb2, kvtransfer_pb2, worker_pb2
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import open_channel
-from paceline.services.common.secret import Secret
 from tests.fuzz.messages import Method, break_bytes, methods, mutate, random_message
 
 _CALL_SECONDS = 0.5
@@ -137,12 +137,12 @@ class Valid:
 
 @dataclass
 class Caller:
-    """One channel to one address. With the secret it is a faulty service of the cluster, without it a stranger."""
+    """One channel to one address. With credentials it is a faulty service of the cluster, without them a stranger."""
 
     role: str
     """Role of the service. Its own methods are called most often."""
     address: str
-    secret: Secret
+    credentials: Credentials
     valid: Valid
     rng: random.Random
     codes: Counter[str] = field(default_factory=Counter)
@@ -151,7 +151,7 @@ class Caller:
     def __post_init__(self) -> None:
         self._methods = methods()
         self._own = [method for method in self._methods if method.service == self.role]
-        self._channel = open_channel(self.address, self.secret)
+        self._channel = open_channel(self.address, self.credentials)
 
     async def close(self) -> None:
         await self._channel.close(None)
@@ -160,7 +160,7 @@ class Caller:
         """Make one call."""
         method = self.rng.choice(self._own if self.rng.random() < 0.85 else self._methods)
         path = method.path if self.rng.random() < 0.97 else self.rng.choice(("/", "//", "/a/b", method.path + "x"))
-        metadata = () if self.secret else self.rng.choice(_STRANGERS)
+        metadata = () if self.credentials else self.rng.choice(_STRANGERS)
         call = self._channel.stream_stream(path)(timeout=_CALL_SECONDS, metadata=metadata)
         try:
             for message in self._messages(method):
@@ -170,7 +170,7 @@ class Caller:
             if self.rng.random() < 0.1:
                 if self.rng.random() < 0.2:  # close the whole connection too
                     await self._channel.close(None)
-                    self._channel = open_channel(self.address, self.secret)
+                    self._channel = open_channel(self.address, self.credentials)
                 return  # the cancellation below cuts the call off
             if self.rng.random() < 0.6:
                 await call.done_writing()

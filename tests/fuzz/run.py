@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from tests.fuzz import raw
 from tests.fuzz.calls import Caller, Valid
@@ -88,7 +88,9 @@ class Sight:
 _COUNTS = ("total", "free", "held", "in_flight", "cached")
 
 
-async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seconds: float, seed: str) -> Counter[str]:
+async def attack(
+    stack: FuzzStack, role: str, credentials: Credentials, valid: Valid, seconds: float, seed: str
+) -> Counter[str]:
     """Attack one port. Return the number of each kind of attack, and the number of calls by their status."""
     end = time.monotonic() + seconds
     done: Counter[str] = Counter()
@@ -96,7 +98,7 @@ async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seco
 
     async def one(number: int) -> None:
         rng = random.Random(f"{seed}-{role}-{number}")
-        caller = Caller(role, stack.addresses[role], secret, valid, rng)
+        caller = Caller(role, stack.addresses[role], credentials, valid, rng)
         while time.monotonic() < end:
             kind = rng.choice(("noise", "http1", "http2", "calls", "calls", "calls", "calls"))
             if role == "gateway":
@@ -121,8 +123,8 @@ async def attack(stack: FuzzStack, role: str, secret: Secret, valid: Valid, seco
 async def neighbour(stack: FuzzStack, valid: Valid) -> AsyncIterator[Valid]:
     """Open a session with kvtransfer and a stream of events, as a faulty worker and a faulty gateway have them."""
     async with (
-        open_channel(stack.addresses["kvtransfer"], stack.secret) as channel,
-        open_channel(stack.addresses["decode"], stack.secret) as to_decode,
+        open_channel(stack.addresses["kvtransfer"], stack.credentials) as channel,
+        open_channel(stack.addresses["decode"], stack.credentials) as to_decode,
     ):
         request = kvtransfer_pb2.AttachRequest(worker_id="mad", role="decode", layout=valid.layout, context_tokens=64)
         call = kvtransfer_pb2_grpc.KVTransferStub(channel).Attach(request)
@@ -162,7 +164,7 @@ async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str]
     valid = stack.valid()
     wrong: list[str] = []
     for role in roles:  # memory for imports and caches at the first error is not a leak
-        await attack(stack, role, Secret(), valid, WARM_UP_SECONDS / len(roles), f"warm {seed}")
+        await attack(stack, role, Credentials(), valid, WARM_UP_SECONDS / len(roles), f"warm {seed}")
     before = await Sight.of(stack)
     for who, trusted in (("strangers", False), ("neighbours", True)):
         start = await Sight.of(stack)
@@ -171,9 +173,9 @@ async def fuzz(stack: FuzzStack, seconds: float, seed: int, roles: Sequence[str]
             async with watched(stack, f"{who} at {role}"):
                 if trusted:
                     async with neighbour(stack, valid) as known:
-                        done += await attack(stack, role, stack.secret, known, seconds / 2, f"neighbour {seed}")
+                        done += await attack(stack, role, stack.credentials, known, seconds / 2, f"neighbour {seed}")
                 else:
-                    done += await attack(stack, role, Secret(), valid, seconds / 2, f"stranger {seed}")
+                    done += await attack(stack, role, Credentials(), valid, seconds / 2, f"stranger {seed}")
         print(f"{who}: {dict(sorted(done.items()))}")
         ended = {name.split()[1] for name in done if " " in name}
         if not trusted and (heard := ended - _STRANGERS_GET):

@@ -20,9 +20,10 @@ from bench.services import Process, free_port
 from paceline.core.model_folder import model_digest
 from paceline.engine.loading import load
 from paceline.kernels import select_kernels
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import is_serving, open_channel
-from paceline.services.common.secret import Secret, make_secret, read_secret
+from paceline.services.common.secret import make_secret, read_secret
 from tests.fuzz.calls import Valid
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.tiny_checkpoints import write_tiny
@@ -49,7 +50,7 @@ class FuzzStack:
         self.model = write_toy_model(folder / "model")
         write_tiny(self.model, "llama", vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=512)
         make_secret(folder / "secret")
-        self.secret: Secret = read_secret(str(folder / "secret"))
+        self.credentials = Credentials(read_secret(str(folder / "secret")))
         self.addresses = {role: f"127.0.0.1:{free_port()}" for role in ROLES}
         self.processes: dict[str, Process] = {}
         self.folder = folder
@@ -114,7 +115,7 @@ class FuzzStack:
     async def healthy(self) -> bool:
         """Return whether every service is healthy. The gateway is not if failed workers are set aside."""
         for role in ROLES[:-1]:
-            async with open_channel(self.addresses[role], self.secret) as channel:
+            async with open_channel(self.addresses[role], self.credentials) as channel:
                 if not await is_serving(channel, timeout=10):
                     return False
         async with self._http() as client:

@@ -17,7 +17,12 @@ from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.models.encoders.base import Encoders
 from paceline.models.loader import load_encoders
-from tests.tiny_checkpoints import write_gemma3_with_vision, write_gemma4_unified, write_gemma4_with_media
+from tests.tiny_checkpoints import (
+    write_gemma3_with_vision,
+    write_gemma4_unified,
+    write_gemma4_with_media,
+    write_qwen3_vl,
+)
 
 CPU = torch.device("cpu")
 WRITERS: dict[str, Callable[[Path], Any]] = {
@@ -25,6 +30,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "unified": write_gemma4_unified,
     "edge": lambda folder: write_gemma4_with_media(folder, "edge"),
     "dense": lambda folder: write_gemma4_with_media(folder, "dense"),
+    "qwen3_vl": write_qwen3_vl,
 }
 """Functions that save a model to a folder and return that of `transformers`."""
 
@@ -38,7 +44,7 @@ def load(folder: Path, kernels: Kernels | None = None, dtype: torch.dtype = torc
 def encode(encoders: Encoders, kind: MediaKind, tensor: Tensor) -> Tensor:
     with torch.inference_mode():
         found = encoders.encode(kind, tensor)
-    assert found.shape == (encoders.rows(kind, tensor.shape), encoders.hidden_size)
+    assert found.shape == (encoders.rows(kind, tensor.shape), encoders.row_size)
     assert found.dtype == encoders.dtype
     return found
 
@@ -60,6 +66,10 @@ INPUTS = {
     "edge": [(MediaKind.IMAGE, image(48, 96)), (MediaKind.AUDIO, sound(50, 8))],
     "unified": [(MediaKind.IMAGE, image(24, 36)), (MediaKind.AUDIO, sound(100))],
     "gemma3": [(MediaKind.IMAGE, image(56, 56))],
+    "qwen3_vl": [
+        (MediaKind.IMAGE, image(64, 96)),
+        (MediaKind.VIDEO_FRAME, torch.stack([image(32, 64), image(32, 64).flip(0)])),
+    ],
 }
 """A small input for each encoder of some of the models."""
 

@@ -18,7 +18,7 @@ from tests.models.encoder_cases import CPU, INPUTS, change, encode, load
 from tests.tiny_checkpoints import write_tiny
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "unified", "edge"])
+@pytest.mark.parametrize("kind", ["gemma3", "unified", "edge", "qwen3_vl"])
 @pytest.mark.parametrize("outer", ["", "model."])
 def test_spellings_of_names(encoder_checkpoint: Any, tmp_path: Path, kind: str, outer: str) -> None:
     folder, _ = encoder_checkpoint(kind)
@@ -35,7 +35,7 @@ def test_spellings_of_names(encoder_checkpoint: Any, tmp_path: Path, kind: str, 
         if outer and kind != "edge":
             for before, after in other:
                 name = name.replace(before, after)
-        return outer + name
+        return name if name.startswith("lm_head") else outer + name
 
     changed = change(folder, tmp_path, lambda own: {renamed(name): tensor for name, tensor in own.items()})
     for media, tensor in INPUTS[kind]:
@@ -105,6 +105,11 @@ def test_between_is_called_before_each_layer(encoder_checkpoint: Any) -> None:
         ("unified", MediaKind.AUDIO, (20, 8), "samples [samples], not [20, 8]"),
         ("gemma3", MediaKind.IMAGE, (56, 28, 3), "must be [56, 56, 3], not [56, 28, 3]"),
         ("gemma3", MediaKind.AUDIO, (20,), "does not read inputs of kind audio; it reads: image"),
+        ("qwen3_vl", MediaKind.IMAGE, (32, 48, 3), "multiples of 32, not [32, 48, 3]"),
+        ("qwen3_vl", MediaKind.IMAGE, (0, 32, 3), "multiples of 32"),
+        ("qwen3_vl", MediaKind.IMAGE, (3,), "[height, width, 3]"),
+        ("qwen3_vl", MediaKind.VIDEO_FRAME, (3, 32, 32, 3), "frames [2, height, width, 3]"),
+        ("qwen3_vl", MediaKind.VIDEO_FRAME, (2, 32, 32, 4), "frames [2, height, width, 3]"),
         ("dense", MediaKind.AUDIO, (20, 8), "does not read inputs of kind audio; it reads: image, video_frame"),
     ],
 )

@@ -21,6 +21,7 @@ from tests.tiny_checkpoints import (
     write_gemma3_with_vision,
     write_mistral3_with_vision,
     write_qwen3_5_with_vision,
+    write_qwen3_vl,
     write_tiny,
 )
 
@@ -263,6 +264,19 @@ def test_delta_nets_with_vision(tmp_path: Path, paged_contexts: Any, experts: bo
     changes = {} if experts else {"rope_parameters": MROPE}
     reference = write_qwen3_5_with_vision(tmp_path, experts, tied, **changes)
     check_against_reference(reference, load(tmp_path), paged_contexts, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "released-experts"])
+def test_qwen3_vl(tmp_path: Path, paged_contexts: Any, kind: str, load: Load) -> None:
+    reference = write_qwen3_vl(tmp_path, experts=kind != "dense")
+    if kind == "released-experts":  # matrices [in, out], which transformers turns
+        file = tmp_path / "model.safetensors"
+        tensors = {
+            name: own.transpose(1, 2).contiguous() if ".experts." in name else own
+            for name, own in load_file(file).items()
+        }
+        save_file(tensors, file, {"format": "pt"})
+    check_against_reference(reference, load(tmp_path), paged_contexts)
 
 
 @pytest.mark.parametrize("name", DEEPSEEKS)

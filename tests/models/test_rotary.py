@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from paceline.kernels.interface import Kernels
+from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.config.fields import read_rope
 from paceline.models.model_config import Rope
-from paceline.models.rotary import inverse_frequencies, rotary_order
+from paceline.models.rotary import Rotary, inverse_frequencies, rotary_order
+from tests.models.configs import QWEN3_VL, read
 
 
 @given(
@@ -55,6 +59,24 @@ def test_yarn_is_that_of_transformers_bit_for_bit(changes: dict[str, Any]) -> No
     rope = read_rope(parameters, 10_000.0, 65_536)
     assert torch.equal(inverse_frequencies(rope, 64), frequencies)
     assert rope.attention_factor == factor
+
+
+@pytest.mark.parametrize("kernels", [NativeKernels(2), ReferenceKernels()], ids=["native", "reference"])
+def test_three_equal_positions_have_the_bits_of_one(tmp_path: Path, kernels: Kernels) -> None:
+    rotary = Rotary(read(tmp_path, QWEN3_VL), torch.device("cpu"), kernels)
+    positions = torch.tensor([0, 5, 7, 100_000])
+    grids = positions.repeat(3, 1)
+    grids[1:, 2] = torch.tensor([90, 3])
+    found, text = rotary.of_grids(grids), rotary(positions)["full"]
+    rows, columns = (rotary(own)["full"] for own in grids[1:])
+    others = [0, 1, 3]
+    for own, one, row, column in zip(*((each.cos, each.sin) for each in (found, text, rows, columns))):
+        assert torch.equal(own[others], one[others])
+        assert torch.equal(own[2, 0:60:3], one[2, 0:60:3])
+        assert torch.equal(own[2, 1:60:3], row[2, 1:60:3])
+        assert torch.equal(own[2, 2:60:3], column[2, 2:60:3])
+        assert torch.equal(own[2, 60:64], one[2, 60:64])
+        assert torch.equal(own[:, :64], own[:, 64:])
 
 
 def test_a_proportional_embedding_turns_the_first_pairs_of_both_halves() -> None:

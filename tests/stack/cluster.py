@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 
 from bench.namespaces import Host
 from bench.services import PACELINE, Services, role_of
+from paceline.services.common.certificates import CertificateFiles
 from tests.stack.processes import HAND_OVER, SETTLE_SECONDS, is_settled
 
 PROMPT = "Once upon a time there was a"
@@ -27,6 +29,8 @@ class Cluster(Services):
         hosts: each host has its own arena. Workers of different hosts share no memory, as on two machines.
         lease_seconds: see --lease-seconds.
         transport: see --transport.
+        kv_memory: of each host.
+        certificates: for TLS between all services and for HTTPS; without them, all is in the clear.
     """
 
     def __init__(
@@ -36,14 +40,27 @@ class Cluster(Services):
         hosts: Sequence[Host] = (Host(),),
         lease_seconds: float = 10.0,
         transport: str = "auto",
+        kv_memory: str = "512MiB",
+        certificates: CertificateFiles | None = None,
     ) -> None:
         worker, gateway = ("--threads=1",), ("--served-model-name=m", HAND_OVER)
-        kvtransfer = ("--kv-memory=512MiB", f"--lease-seconds={lease_seconds}", f"--transport={transport}")
+        kvtransfer = (f"--kv-memory={kv_memory}", f"--lease-seconds={lease_seconds}", f"--transport={transport}")
+        if certificates is not None:
+            between, https = _flags("cluster", certificates), _flags("ssl", certificates)[:2]
+            worker, gateway, kvtransfer = (*worker, *between), (*gateway, *between, *https), (*kvtransfer, *between)
         super().__init__(
             folder, str(model), hosts, prefill=worker, decode=worker, kvtransfer=kvtransfer, gateway=gateway
         )
+        self.authority = "" if certificates is None else certificates.ca_certs
+        if self.authority:
+            self.url = self.url.replace("http:", "https:")
         for host in range(len(hosts)):
             self.start_kvtransfer(host)
+
+    def client(self, timeout: float) -> httpx.AsyncClient:
+        """Return a client of the first gateway."""
+        verify = ssl.create_default_context(cafile=self.authority or None)
+        return httpx.AsyncClient(base_url=self.url, headers=self.admin, timeout=timeout, verify=verify)
 
     async def wait_workers(self, count: int) -> None:
         """Wait until the gateway sees exactly `count` ready prefill and decode workers."""
@@ -59,7 +76,7 @@ class Cluster(Services):
                 await asyncio.sleep(0.1)
 
     async def fleet(self) -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
+        async with self.client(10) as client:
             return dict((await client.get("/fleet")).json())
 
     async def settled(self) -> None:
@@ -81,8 +98,9 @@ class Cluster(Services):
             await asyncio.sleep(0.25)
 
     def family(self) -> list[psutil.Process]:
-        """Return all running processes."""
-        return [psutil.Process(process.popen.pid) for process in self.processes.values() if process.alive]
+        """Return all running processes, with those that they have started."""
+        roots = [psutil.Process(process.popen.pid) for process in self.processes.values() if process.alive]
+        return [each for root in roots for each in (root, *root.children(recursive=True))]
 
     async def stream(
         self,
@@ -103,7 +121,7 @@ class Cluster(Services):
         }
         text, count = "", 0
         async with (
-            httpx.AsyncClient(base_url=self.url, timeout=120) as client,
+            self.client(120) as client,
             client.stream("POST", "/v1/completions", json=body, headers=headers) as response,
         ):
             assert response.status_code == 200, await response.aread()
@@ -118,13 +136,19 @@ class Cluster(Services):
 
     async def decodes(self, request_id: str) -> str:
         """Return the id of the worker that decodes a running request."""
-        async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
+        async with self.client(10) as client:
             told = (await client.get(f"/trace/{request_id}")).json()
         return str(told["parts"][0]["attempts"][-1]["admission"]["decode"]["worker"])
 
     async def trace(self, request_id: str) -> list[str]:
         """Return the lines that `paceline trace` prints for a request."""
-        command = [*PACELINE, "trace", request_id, "--url", self.url]
+        command = [*PACELINE, "trace", request_id, "--url", self.url, "--ssl-ca-certs", self.authority]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
+
+
+def _flags(prefix: str, files: CertificateFiles) -> tuple[str, ...]:
+    names = ("certfile", "keyfile", "ca-certs")
+    paths = (files.certfile, files.keyfile, files.ca_certs)
+    return tuple(f"--{prefix}-{name}={path}" for name, path in zip(names, paths, strict=True))

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from bench.namespaces import NoNamespacesError
-from tests.stack.chaos import Client, Plan, Report, attempts, chaos, one_host, two_hosts
+from tests.stack.chaos import Plan, chaos, one_host, two_hosts
+from tests.stack.chaos_clients import Client, Question, Report, attempts, completions
 from tests.stack.processes import Stack, arenas
 from tests.stack.reference import PROMPTS
 from tests.stack.stacks import on
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
     kills = {"prefill": 1, "decode": 1, "kvtransfer": 1, "redis": 1}
-    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.0), prompts=PROMPTS[:6])
+    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.0), questions=completions(PROMPTS[:6]))
     report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
     assert report.wrong == []
     assert report.leftovers == []
@@ -32,7 +33,7 @@ async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
 async def test_streams_survive_cuts_of_the_link_between_two_hosts(tmp_path: Path) -> None:
     kills = {"prefill": 1, "decode": 1, "kvtransfer": 1, "redis": 1}
     cuts = ((0.1, 1.0), (3.0, 4.0), (3.0, 4.0))
-    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.5), prompts=PROMPTS[:6], cuts=cuts)
+    plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.5), questions=completions(PROMPTS[:6]), cuts=cuts)
     try:
         report = await chaos(plan, seed=1, starting=two_hosts(plan, tmp_path, lease_seconds=2.0))
     except NoNamespacesError as error:
@@ -46,31 +47,31 @@ async def test_streams_survive_cuts_of_the_link_between_two_hosts(tmp_path: Path
 
 @on("default")
 async def test_the_arena_survives_its_service(stack: Stack) -> None:
-    plan = Plan({}, streams=4, tokens=100, pause=(0, 0), prompts=PROMPTS[:4])
+    questions = completions(PROMPTS[:4])
     async with httpx.AsyncClient(base_url=stack.url, timeout=120) as http:
-        client = Client(http, plan, Report())
-        await client.learn()
+        client = Client(http, questions, tokens=100, report=Report())
+        await client.learn(len(questions))
         before, shared, workers = await attempts(http), arenas(stack.family()), stack.living("decode")
         begun = asyncio.Semaphore(0)
 
-        async def read(prompt: str) -> list[int]:
+        async def read(question: Question) -> list[int]:
             tokens = []
-            async for token in client.stream(prompt):
+            async for token in client.stream(question):
                 tokens.append(token)
                 if len(tokens) == 5:
                     begun.release()
             return tokens
 
-        reading = {prompt: asyncio.create_task(read(prompt)) for prompt in plan.prompts}
+        reading = {question: asyncio.create_task(read(question)) for question in questions}
         for _ in reading:
             await begun.acquire()
         (service,) = stack.living("kvtransfer")
         os.kill(service, signal.SIGKILL)
         await asyncio.gather(*reading.values())
-        assert {prompt: task.result() for prompt, task in reading.items()} == client.expected
+        assert {question: task.result() for question, task in reading.items()} == client.expected
         assert await attempts(http) == before + len(reading)
         await stack.settled()
-        assert [token async for token in client.stream(PROMPTS[0])] == client.expected[PROMPTS[0]]
+        assert [token async for token in client.stream(questions[0])] == client.expected[questions[0]]
     assert stack.living("decode") == workers
     assert stack.living("kvtransfer") != [service]
     assert arenas(stack.family()) == shared

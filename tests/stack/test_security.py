@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import psutil
 import pytest
 import redis
+from grpc_health.v1 import health_pb2
 
 from bench.services import Process
 from paceline.core.errors import RefusedError
+from paceline.proto import kvtransfer_pb2, worker_pb2
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
 from tests.fuzz.run import fuzz
@@ -23,6 +29,14 @@ from tests.stack.processes import arenas
 pytestmark = pytest.mark.stack
 
 PROMPT = list(range(80))
+METHODS = [
+    f"/{service.full_name}/{method.name}"
+    for file in (kvtransfer_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+]
+"""Every gRPC method of every service."""
+NO_METHOD = "/paceline.v1.Nothing/Nothing"
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +65,36 @@ async def test_a_tenant_finds_its_own_blocks_alone(stack: FuzzStack) -> None:
 
 @pytest.mark.parametrize("role", ROLES[:-1])
 async def test_every_service_refuses_who_lacks_the_secret(stack: FuzzStack, role: str) -> None:
-    async with open_channel(stack.addresses[role], Secret()) as channel:
+    async with open_channel(stack.addresses[role], Credentials()) as channel:
         with pytest.raises(RefusedError, match="--auth-token-file"):
             await is_serving(channel, timeout=10)
-    async with open_channel(stack.addresses[role], stack.secret) as channel:
+    async with open_channel(stack.addresses[role], stack.credentials) as channel:
         assert await is_serving(channel, timeout=10)
 
 
+async def code_of(address: str, method: str, credentials: Credentials, message: bytes | None) -> grpc.StatusCode:
+    """Call a method with a message, or with none yet, and return the status. A call that goes on is ended soon."""
+    async with open_channel(address, credentials) as channel:
+        if message is None:
+            return await channel.stream_stream(method)(timeout=3.0).code()
+        return await channel.unary_unary(method)(message, timeout=3.0).code()
+
+
+@pytest.mark.parametrize("method", [*METHODS, NO_METHOD])
+async def test_every_method_needs_the_secret(stack: FuzzStack, method: str) -> None:
+    addresses = [stack.addresses[role] for role in ROLES[:-1]]
+    # Nothing is sent: whoever lacks the secret is refused before a message is read.
+    strangers = Credentials(), Credentials(Secret("0123456789abcdef"))
+    refused = [code_of(address, method, stranger, None) for address in addresses for stranger in strangers]
+    assert set(await asyncio.gather(*refused)) == {grpc.StatusCode.UNAUTHENTICATED}
+    codes = await asyncio.gather(*(code_of(address, method, stack.credentials, b"") for address in addresses))
+    assert grpc.StatusCode.UNAUTHENTICATED not in codes
+    is_served = any(code is not grpc.StatusCode.UNIMPLEMENTED for code in codes)
+    assert is_served == (method not in (NO_METHOD, "/grpc.health.v1.Health/List"))
+
+
 def test_the_secret_is_nowhere_but_in_its_file(stack: FuzzStack) -> None:
-    secret = stack.secret.reveal().encode()
+    secret = stack.credentials.secret.reveal().encode()
     for role, process in stack.processes.items():
         assert secret not in process.log.read_bytes(), role
         assert secret not in Path(f"/proc/{process.popen.pid}/cmdline").read_bytes(), role

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
-Name = tuple[int, bytes]
-"""(group, hash) of a block's content."""
-
-
-class Place(NamedTuple):
-    """The position of a block in its context."""
-
-    parent: Name | None = None
-    """The block without which this one cannot be reused. It is never evicted before this one."""
-    end_tokens: int = 0
-    """Tokens of the context up to the end of the block. Recomputing the block costs more the more there are."""
-    priority: int = 0
-    """Priority of the request; lower is more urgent, as in the API."""
-
-
-NOWHERE = Place()
+from paceline.core.cache_policy.hints import Hint
+from paceline.core.cache_policy.ranking import NOWHERE, Block, Name, Place, Ranking
 
 
 @dataclass(slots=True)
-class Block:
-    """A reusable block. A policy reads these fields and does not write them."""
+class HintCounts:
+    """Numbers of blocks about which there were hints."""
 
-    name: Name
-    parent: Name | None
-    end_tokens: int
-    priority: int
-    """The most urgent priority of the requests that used the block."""
-    used: int
-    """When the block was last inserted, touched or released, on a clock that counts these events."""
-    touches: int = 0
-    """Number of requests that found the block here."""
-    evictable: bool = False
-    offered: bool = False
+    hinted: int = 0
+    kept: int = 0
+    """Blocks that were requested again while they were here."""
+    wasted: int = 0
+    """Blocks that were evicted before anyone requested them."""
 
 
-class CachePolicy(ABC):
+class CachePolicy(Ranking):
     """Knows the reusable blocks of one memory, and chooses the blocks to evict when room is needed.
 
     A block is *not yet readable* until it is inserted, *in use* from then on, and *evictable* from `release` until
@@ -52,50 +31,20 @@ class CachePolicy(ABC):
     that need it.
 
     A subclass only ranks blocks. It is offered the blocks that may be evicted, which are evictable and needed by no
-    other evictable block, and chooses among them. It reads no clock and no random numbers: equal calls have equal
-    results.
+    other evictable block, and chooses among them.
 
     Args:
         slots: number of blocks that the memory can hold.
     """
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
+        super().__init__(slots)
+        self.hint_counts = HintCounts()
         self._blocks: dict[Name, Block] = {}
         self._dependents: defaultdict[Name, int] = defaultdict(int)  # evictable children, by parent
         self._lost: dict[Name, None] = {}  # offered blocks whose parent is not here: they are evicted first
         self._evictable = 0
         self._clock = 0
-
-    # ---- what a subclass decides
-
-    @abstractmethod
-    def choose(self) -> Name:
-        """Return the offered block to evict next. At least one is on offer. A call of `withdraw` follows."""
-
-    @abstractmethod
-    def offer(self, block: Block) -> None:
-        """Add a block to those on offer: it may be evicted from now on."""
-
-    @abstractmethod
-    def withdraw(self, block: Block) -> None:
-        """Take a block off offer, because it is in use, needed by another block, protected, or about to be removed."""
-
-    def inserted(self, block: Block) -> None:  # noqa: B027 (most policies need not know)
-        """Note that a block is new. It is in use."""
-
-    def touched(self, block: Block) -> None:  # noqa: B027
-        """Note that a request has found a block. The block is not on offer during this call."""
-
-    def released(self, block: Block) -> None:  # noqa: B027
-        """Note that no request uses a block any more. It has not been offered yet."""
-
-    def gone(self, block: Block, evicted: bool) -> None:  # noqa: B027
-        """Note that a block is not here any more.
-
-        Args:
-            evicted: whether it was removed because room was needed.
-        """
 
     # ---- operations on blocks
 
@@ -103,11 +52,6 @@ class CachePolicy(ABC):
     def get(self, name: Name) -> Block | None:
         """Return the block with this name, or None."""
         return self._blocks.get(name)
-
-    @final
-    def is_needed(self, block: Block) -> bool:
-        """Return whether an evictable block needs this one."""
-        return block.name in self._dependents
 
     @final
     @property
@@ -146,8 +90,24 @@ class CachePolicy(ABC):
             if priority is not None and priority < block.priority:
                 block.priority = priority
             self.touched(block)
+            if block.hint is not None:
+                self.hint_counts.kept += 1
+                block.hint = None
             if offered:
                 self._offer(block)
+
+    @final
+    def expect(self, name: Name, hint: Hint) -> None:
+        """Note a hint about a block, in place of an earlier one. Nothing happens if the block is not here."""
+        block = self._blocks.get(name)
+        if block is None:
+            return
+        self.hint_counts.hinted += block.hint is None
+        offered = self._withdraw(block)
+        block.hint = hint
+        self.hinted(block)
+        if offered:
+            self._offer(block)
 
     @final
     def hold(self, name: Name) -> None:
@@ -163,6 +123,7 @@ class CachePolicy(ABC):
         if not block.evictable:
             self._clock += 1
             block.used = self._clock
+            block.is_end = block.name not in self._dependents
             self.released(block)
             self._unpin(block)
 
@@ -217,6 +178,7 @@ class CachePolicy(ABC):
         self._pin(block)
         del self._blocks[name]
         self.gone(block, evicted=True)
+        self.hint_counts.wasted += block.hint is not None
         return name
 
     def _first_lost(self) -> Name | None:
@@ -254,7 +216,7 @@ class CachePolicy(ABC):
             parent = self._blocks.get(block.parent)
             if parent is not None:
                 self._withdraw(parent)
-        if not self.is_needed(block):
+        if block.name not in self._dependents:
             self._offer(block)
 
     def _offer(self, block: Block) -> None:

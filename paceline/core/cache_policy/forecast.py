@@ -5,12 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from paceline.core.cache_policy.base import Block, CachePolicy, Name
+from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.hazard import BINS, EDGES, HORIZON, Hazards, bin_of
+from paceline.core.cache_policy.ranking import Block, Name
+from paceline.core.cache_policy.sources import LEVELS, Sources
 
-_REMEMBERED = 1 << 16
+REMEMBERED = 1 << 16
 """Least number of block uses to remember. A small cache must know, too, how long blocks wait that it cannot keep."""
 _RANK_EPOCHS = 8
+_FIRST_RANKS = (1, 2, 4)
+"""Earlier epochs after which blocks are ranked, because much is learned in the first ones."""
 
 _KINDS = (0, 3, 4, 5, 5, 6, 6, 6, 6, 7)
 """The class of a block by the number of requests for it after the first. Larger numbers have the last class."""
@@ -19,7 +23,20 @@ _END = 1
 in a context that continues an earlier one has class _END + 1."""
 _FEW = 2
 """A block that more requests than this asked for again begins many contexts, which need not be continued."""
-_CLASSES = 8
+_BACKGROUND = 8
+"""A block that only one request has used, which was less urgent than usual."""
+_HINTED = 9
+"""The first class of blocks with a hint. There are two for each range of times and level of belief in the source: one
+of blocks that few requests used, and one of others."""
+_TIMES = (60.0, 900.0)
+"""Seconds of a hint above which another range begins: the next call of an agent, the next turn of a chat, and later."""
+_TRUSTED = 0.125
+"""Share of hinted blocks that are assumed to be requested in an epoch, before any were observed."""
+_ASSUMED = (*[None] * _BACKGROUND, 0.0, *[None, None, *[_TRUSTED] * 2 * (LEVELS - 1)] * (len(_TIMES) + 1))
+"""For each class, the argument of `Hazards`."""
+
+_LAPSE = 64
+"""Age in epochs at which a hint counts as wrong."""
 
 
 @dataclass(slots=True)
@@ -34,6 +51,8 @@ class _Memory:
     goes_on: bool = False
     """Whether the block was new in a context that continues an earlier one."""
     here: bool = True
+    source: bytes | None = None
+    """The source of a hint of which it is not known yet whether it comes true."""
 
 
 class Forecast(CachePolicy):
@@ -44,7 +63,10 @@ class Forecast(CachePolicy):
 
     - Blocks that were requested again stay longer than blocks that were not.
     - If blocks are requested in a cycle, the newest are evicted.
-    - Before anything is known, the least often used blocks are evicted, and among them the least recently used.
+    - Blocks with a hint form classes of their own, by the time that the hint promises and by how often other hints of
+      its source came true. So a hint is worth as much as what it was worth before.
+    - Before anything is known, blocks with a hint are evicted last. Among the others, the least often used blocks are
+      evicted first, and among them the least recently used.
 
     Time is measured in epochs, each a fixed number of block uses. Blocks of one class and epoch have the same worth.
     The oldest of the blocks with the least worth are evicted first.
@@ -54,15 +76,16 @@ class Forecast(CachePolicy):
         remembered: least number of block uses to remember.
     """
 
-    def __init__(self, slots: int, remembered: int = _REMEMBERED) -> None:
+    def __init__(self, slots: int, remembered: int = REMEMBERED) -> None:
         super().__init__(slots)
         self._epoch_uses = max(4 * slots, remembered) // HORIZON
         self._uses = 0  # uses in this epoch
-        self._hazards = Hazards(_CLASSES)
+        self._hazards = Hazards(_ASSUMED)
+        self._sources = Sources()
         self._memory: dict[Name, _Memory] = {}
         self._used: list[list[Name]] = [[] for _ in range(HORIZON)]  # names by epoch, a ring
-        self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(_CLASSES)]  # by class and epoch
-        self._epochs: list[list[int]] = [[] for _ in range(_CLASSES)]  # epochs with blocks on offer, ascending
+        self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(len(_ASSUMED))]  # by class and epoch
+        self._epochs: list[list[int]] = [[] for _ in range(len(_ASSUMED))]  # epochs with blocks on offer, ascending
         self._rank()
 
     # ---- events of blocks
@@ -73,7 +96,7 @@ class Forecast(CachePolicy):
             memory = self._memory[block.name] = _Memory(0, self._hazards.now)
             if block.parent is not None and (parent := self._memory.get(block.parent)) is not None:
                 memory.goes_on = parent.again <= _FEW if parent.again else parent.goes_on
-            self._use(block.name, memory, _KINDS[0])
+            self._use(block.name, memory, _BACKGROUND if block.priority > 0 else _KINDS[0])
         else:
             memory.here = True
             self._use_again(block.name, memory)
@@ -85,9 +108,19 @@ class Forecast(CachePolicy):
 
     def released(self, block: Block) -> None:
         memory = self._memory[block.name]
-        if memory.kind == _KINDS[0] and not self.is_needed(block):
+        if memory.kind == _KINDS[0] and block.is_end:
             self._hazards.discard(memory.kind, memory.epoch)
             self._use(block.name, memory, _END + memory.goes_on)
+
+    def hinted(self, block: Block) -> None:
+        assert block.hint is not None
+        memory = self._memory[block.name]
+        self._hazards.discard(memory.kind, memory.epoch)
+        level = self._sources.level(block.hint.source)
+        trust = LEVELS * bisect_left(_TIMES, block.hint.seconds) + level
+        memory.kind = _HINTED + 2 * trust + (memory.again > _FEW)
+        memory.source = block.hint.source
+        self._hazards.add(memory.kind, memory.epoch)
 
     def gone(self, block: Block, evicted: bool) -> None:
         memory = self._memory[block.name]
@@ -95,13 +128,19 @@ class Forecast(CachePolicy):
         self._forget(block.name, memory)
 
     def _use_again(self, name: Name, memory: _Memory) -> None:
+        self._judge_hint(memory, came_true=True)
         self._hazards.ask(memory.kind, memory.epoch)
         memory.again += 1
         self._use(name, memory, _KINDS[min(memory.again, len(_KINDS) - 1)])
 
+    def _judge_hint(self, memory: _Memory, came_true: bool) -> None:
+        if memory.source is not None:
+            self._sources.count(memory.source, came_true)
+            memory.source = None
+
     def _use(self, name: Name, memory: _Memory, kind: int) -> None:
         memory.kind, memory.epoch = kind, self._hazards.now
-        self._hazards.add(kind)
+        self._hazards.add(kind, memory.epoch)
         self._used[memory.epoch % HORIZON].append(name)
 
     # ---- time
@@ -117,7 +156,10 @@ class Forecast(CachePolicy):
         for name in names:
             if (memory := self._memory.get(name)) is not None:
                 self._forget(name, memory)
-        if now % _RANK_EPOCHS == 0:
+        for name in self._used[(now - _LAPSE) % HORIZON]:
+            if (memory := self._memory.get(name)) is not None and memory.epoch <= now - _LAPSE:
+                self._judge_hint(memory, came_true=False)
+        if now % _RANK_EPOCHS == 0 or now in _FIRST_RANKS:
             self._rank()
         self._cell = 0
 
@@ -128,8 +170,8 @@ class Forecast(CachePolicy):
     def _rank(self) -> None:
         """Sort the cells, each a pair of class and age bin, by the order in which their blocks are to be evicted."""
         worth = self._hazards.worth()
-        cells = [(kind, age) for kind in range(_CLASSES) for age in range(BINS)]
-        self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], -cell[1]))
+        cells = [(kind, age) for kind in range(len(_ASSUMED)) for age in range(BINS)]
+        self._order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], cell[0] != _BACKGROUND, -cell[1]))
         self._place = {cell: place for place, cell in enumerate(self._order)}
         self._cell = 0  # no block of the cells before this index is on offer
 

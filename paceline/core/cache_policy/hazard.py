@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 EDGES = (0, 1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 45, 64, 90, 128, 181)
 """Ages, in epochs, at which the bins of ages begin."""
@@ -15,7 +16,7 @@ _BIN = [bisect_right(EDGES, age) - 1 for age in range(HORIZON)]
 _DECAY = 0.9
 _DECAY_EPOCHS = 32
 _PRIOR = 30.0
-"""Weight of the rate of all classes together at an age, in observations of the class itself."""
+"""Weight of the assumed rate of a class at an age, in observations of the class itself."""
 
 
 def bin_of(age: int) -> int:
@@ -29,10 +30,13 @@ class Hazards:
     Older counts weigh less: a count is halved about every 200 epochs.
 
     Args:
-        kinds: number of classes.
+        assumed: for each class, the share of its blocks that are assumed to be requested in an epoch before any were
+            observed. None assumes the share of all classes together.
     """
 
-    def __init__(self, kinds: int) -> None:
+    def __init__(self, assumed: Sequence[float | None]) -> None:
+        kinds = len(assumed)
+        self._assumed = assumed
         self.now = 0
         """The current epoch."""
         self._waiting = [[0] * HORIZON for _ in range(kinds)]  # blocks by the epoch of their last use, a ring
@@ -40,10 +44,12 @@ class Hazards:
         self._asked = [[0.0] * BINS for _ in range(kinds)]
         self._waited = [[0.0] * BINS for _ in range(kinds)]  # blocks x epochs
 
-    def add(self, kind: int) -> None:
-        """Count a block that is used now; it waits for its next request."""
-        self._waiting[kind][self.now % HORIZON] += 1
-        self._population[kind][0] += 1
+    def add(self, kind: int, epoch: int) -> None:
+        """Count a block that was last used in `epoch` and waits for its next request."""
+        age = self.now - epoch
+        if age < HORIZON:
+            self._waiting[kind][epoch % HORIZON] += 1
+            self._population[kind][_BIN[age]] += 1
 
     def discard(self, kind: int, epoch: int) -> None:
         """Stop counting a block that was last used in `epoch`."""
@@ -84,7 +90,9 @@ class Hazards:
         usual = [a / (a + w) if a else 0.0 for a, w in zip(asked, waited)]
         return [self._worth(kind, usual) for kind in range(len(self._asked))]
 
-    def _worth(self, kind: int, usual: list[float]) -> list[float]:
+    def _worth(self, kind: int, usual: Sequence[float]) -> list[float]:
+        if (assumed := self._assumed[kind]) is not None:
+            usual = [assumed] * BINS
         rates = [
             (asked + rate * _PRIOR) / (asked + waited + _PRIOR)
             for asked, waited, rate in zip(self._asked[kind], self._waited[kind], usual)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.core.cache_policy.base import Block, CachePolicy, Name
+from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.queue import RankedQueue
+from paceline.core.cache_policy.ranking import Block, Name
 
 
 class LRU(CachePolicy):

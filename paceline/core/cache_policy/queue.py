@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from paceline.core.cache_policy.base import Name
+from paceline.core.cache_policy.ranking import Name
 
 
 class RankedQueue:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
+from paceline.core.cache_policy.adaptive import Adaptive
 from paceline.core.cache_policy.arc import ARC
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.forecast import Forecast
 from paceline.core.cache_policy.lru import LRU
-from paceline.core.cache_policy.priority import Priority
 from paceline.core.errors import ConfigError
 
 ENTRY_POINTS = "paceline.cache_policies"
 """Entry point group for third-party subclasses of `CachePolicy`; each is constructed with the number of slots."""
 
-POLICIES: dict[str, type[CachePolicy]] = {"forecast": Forecast, "lru": LRU, "arc": ARC, "priority": Priority}
+POLICIES: dict[str, type[CachePolicy]] = {"adaptive": Adaptive, "forecast": Forecast, "arc": ARC, "lru": LRU}
 
 
 def find_policy(name: str) -> type[CachePolicy]:

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
-from paceline.models.config.encoders import gemma3_encoders, gemma4_encoders, gemma4_unified_encoders
+from paceline.models.config.encoders import gemma3_encoders, gemma4_encoders, gemma4_unified_encoders, qwen3_vl_encoders
 from paceline.models.config.fields import Fields, Json, NotNativeError
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.gemma4 import gemma4
@@ -28,7 +28,8 @@ from paceline.models.config.mixtral import mixtral
 from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
-from paceline.models.config.transformers import read_transformers
+from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
+from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
 from paceline.models.model_config import ModelConfig, ModelFacts
 
@@ -61,12 +62,16 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3_5MoeForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5,
+    "Qwen3VLForConditionalGeneration": qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe,
 }
 
 _ENCODERS: Mapping[str, Callable[[Fields], EncodersConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3_encoders,
     "Gemma4ForConditionalGeneration": gemma4_encoders,
     "Gemma4UnifiedForConditionalGeneration": gemma4_unified_encoders,
+    "Qwen3VLForConditionalGeneration": qwen3_vl_encoders,
+    "Qwen3VLMoeForConditionalGeneration": qwen3_vl_encoders,
 }
 
 _ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
@@ -129,10 +134,17 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
 
 
 def encoding_size(folder: Path, model_impl: ModelImpl) -> int:
-    """Return the elements of a row of an encoding; 0 if the model has no encoders, or is computed by its own code."""
-    if implementation(folder, model_impl) != "native" or (encoders := read_encoders(folder)) is None:
-        return 0
-    return encoders.hidden_size
+    """Return the elements of a row of an encoding; 0 if the model has no encoders that we can use."""
+    if implementation(folder, model_impl) != "native":
+        raw = _read_json(folder / "config.json")
+        return image_row_size(raw, _architecture(raw))
+    encoders = read_encoders(folder)
+    return 0 if encoders is None else encoders.row_size
+
+
+def has_native_encoders(folder: Path, model_impl: ModelImpl) -> bool:
+    """Return whether the model of a folder has encoders that a worker can load without the text model."""
+    return implementation(folder, model_impl) == "native" and read_encoders(folder) is not None
 
 
 def read_assistant(folder: Path) -> ModelConfig:

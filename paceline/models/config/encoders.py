@@ -8,11 +8,13 @@ from paceline.core.errors import ModelError
 from paceline.models.config.fields import Fields
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.gemma4 import gemma4
+from paceline.models.config.qwen3_vl import shown_layers
 from paceline.models.encoder_config import (
     EncodersConfig,
     Gemma4AudioConfig,
     Gemma4VisionConfig,
     PatchEmbedderConfig,
+    Qwen3VisionConfig,
     SampleEmbedderConfig,
     SiglipConfig,
 )
@@ -45,6 +47,43 @@ def gemma4_unified_encoders(fields: Fields) -> EncodersConfig:
         vision=None if vision is None else _patch_embedder(vision),
         audio=None if audio is None else SampleEmbedderConfig(audio.size("audio_embed_dim", 640), _eps(audio)),
         frames=True,
+    )
+
+
+def qwen3_vl_encoders(fields: Fields) -> EncodersConfig:
+    hidden_size, vision = fields.text_part().size("hidden_size"), fields.part("vision_config")
+    return EncodersConfig(
+        hidden_size=hidden_size,
+        vision=None if vision is None else _qwen3_vision(vision, hidden_size),
+        audio=None,
+        frames=True,
+    )
+
+
+def _qwen3_vision(fields: Fields, text_size: int) -> Qwen3VisionConfig:
+    _need(fields, "hidden_act", "gelu_pytorch_tanh")
+    if (found := fields.size("out_hidden_size", 3584)) != text_size:
+        raise ModelError(f"vision_config: out_hidden_size is {found}, and the text model's hidden_size {text_size}")
+    hidden, heads, layers = fields.size("hidden_size", 1152), fields.size("num_heads", 16), fields.size("depth", 27)
+    if hidden % heads or hidden // heads % 4:
+        raise ModelError(f"vision_config: hidden_size {hidden} must be a multiple of four times {heads} heads")
+    positions = fields.size("num_position_embeddings", 2304)
+    if (side := math.isqrt(positions)) ** 2 != positions:
+        raise ModelError(f"vision_config: num_position_embeddings must be the square of a number, not {positions}")
+    shown = shown_layers(fields)
+    if len(set(shown)) < len(shown) or not all(0 <= layer < layers for layer in shown):
+        raise ModelError(f"vision_config: deepstack_visual_indexes must be different layers of {layers}, not {shown}")
+    return Qwen3VisionConfig(
+        layers=layers,
+        hidden_size=hidden,
+        inner_size=fields.size("intermediate_size", 4304),
+        heads=heads,
+        patch_side=fields.size("patch_size", 16),
+        patch_frames=fields.size("temporal_patch_size", 2),
+        merged_side=fields.size("spatial_merge_size", 2),
+        positions_side=side,
+        shown_layers=shown,
+        rope_theta=float((fields.raw.get("rope_parameters") or {}).get("rope_theta") or 10_000.0),
     )
 
 

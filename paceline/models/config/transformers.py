@@ -9,6 +9,8 @@ from paceline.core.errors import ModelError
 from paceline.core.media import MediaKind
 from paceline.models.config.fields import Json
 
+IMAGE_ARCHITECTURES = ("LlavaForConditionalGeneration",)
+"""Architectures whose encoders of images run in `transformers`, too."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -23,7 +25,8 @@ class TransformersConfig:
     """0 if config.json does not say it; after loading it is known."""
     dtype: str
     whole_media: frozenset[MediaKind] = frozenset()
-    """Empty, because such a model reads no media."""
+    """Empty: tokens of an image see only those before them."""
+    has_grids: bool = False
 
 
 def read_transformers(raw: Json, architecture: str) -> TransformersConfig:
@@ -32,8 +35,7 @@ def read_transformers(raw: Json, architecture: str) -> TransformersConfig:
     Raises:
         ModelError: the weights are quantized, or have a dtype that no code here computes with.
     """
-    nested = raw.get("text_config")
-    text = {**raw, **nested} if isinstance(nested, Mapping) else raw
+    text = _text_fields(raw)
     if text.get("quantization_config"):
         raise ModelError("quantized checkpoints are not supported; use the bf16 one")
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32")
@@ -46,3 +48,16 @@ def read_transformers(raw: Json, architecture: str) -> TransformersConfig:
         max_position=longest if isinstance(longest, int) else 0,
         dtype=dtype,
     )
+
+
+def image_row_size(raw: Json, architecture: str) -> int:
+    """Return the elements of a row of an encoding; 0 if the model reads no images."""
+    if architecture not in IMAGE_ARCHITECTURES:
+        return 0
+    # Older configs leave out what is the default of Llama and Mistral.
+    return int(_text_fields(raw).get("hidden_size", 4096))
+
+
+def _text_fields(raw: Json) -> Json:
+    nested = raw.get("text_config")
+    return {**raw, **nested} if isinstance(nested, Mapping) else raw

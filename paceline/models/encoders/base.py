@@ -29,26 +29,26 @@ class Encoder(Protocol):
         """
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
-        """Return the encoding [rows, hidden] of an input whose dtype and shape were checked."""
+        """Return the encoding [rows, row_size] of an input whose dtype and shape were checked."""
 
 
 class Encoders:
     """The encoders of a model. Call it under `torch.inference_mode()`.
 
     Args:
-        hidden_size: elements of a row of an encoding.
+        row_size: elements of a row of an encoding.
         dtype: of encodings.
         device: of encodings; inputs are on the CPU.
     """
 
     def __init__(
-        self, by_kind: Mapping[MediaKind, Encoder], hidden_size: int, dtype: torch.dtype, device: torch.device
+        self, by_kind: Mapping[MediaKind, Encoder], row_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._by_kind = by_kind
         self._device = device
         self.kinds = frozenset(by_kind)
         """The kinds of media inputs that the model reads."""
-        self.hidden_size = hidden_size
+        self.row_size = row_size
         self.dtype = dtype
 
     def rows(self, kind: MediaKind, shape: Sequence[int]) -> int:
@@ -59,11 +59,12 @@ class Encoders:
         return self._encoder(kind).rows(shape)
 
     def encode(self, kind: MediaKind, tensor: Tensor, between: Between = lambda: None) -> Tensor:
-        """Compute the encoding of a media input: [rows, hidden_size] in `dtype`, on the encoders' device.
+        """Compute the encoding of a media input: [rows, row_size] in `dtype`, on the encoders' device.
 
         Args:
-            tensor: on the CPU. An image or a frame is uint8 [height, width, 3]. Audio is fp32: log-mel features
-                [frames, features], or samples [samples], as the model's encoder takes it.
+            tensor: on the CPU. An image or a frame is uint8 [height, width, 3]; if the model's encoder reads several
+                frames at once, they are [frames, height, width, 3]. Audio is fp32: log-mel features [frames, features],
+                or samples [samples], as the model's encoder takes it.
             between: is called between layers.
 
         Raises InvalidRequestError like `rows`, or if the dtype is another one.

@@ -15,6 +15,7 @@ from paceline.models.encoder_config import (
     Gemma4AudioConfig,
     Gemma4VisionConfig,
     PatchEmbedderConfig,
+    Qwen3VisionConfig,
     SampleEmbedderConfig,
     SiglipConfig,
 )
@@ -22,6 +23,7 @@ from paceline.models.encoders.base import Encoder, Encoders
 from paceline.models.encoders.gemma4_audio import Gemma4Audio
 from paceline.models.encoders.gemma4_unified import PatchEmbedder, SampleEmbedder
 from paceline.models.encoders.gemma4_vision import Gemma4Vision
+from paceline.models.encoders.qwen3_vision import Qwen3Vision
 from paceline.models.encoders.siglip import Siglip
 
 _ENCODERS: Mapping[type, Callable[[Any, int, Weights, Kernels], Encoder]] = {
@@ -30,6 +32,7 @@ _ENCODERS: Mapping[type, Callable[[Any, int, Weights, Kernels], Encoder]] = {
     PatchEmbedderConfig: PatchEmbedder,
     SampleEmbedderConfig: SampleEmbedder,
     SiglipConfig: Siglip,
+    Qwen3VisionConfig: Qwen3Vision,
 }
 
 
@@ -44,4 +47,4 @@ def make_encoders(
         by_kind |= dict.fromkeys(kinds, vision)
     if config.audio is not None:
         by_kind[MediaKind.AUDIO] = _ENCODERS[type(config.audio)](config.audio, config.hidden_size, weights, kernels)
-    return Encoders(by_kind, config.hidden_size, dtype, device)
+    return Encoders(by_kind, config.row_size, dtype, device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError, ModelError
+from paceline.models.config.transformers import IMAGE_ARCHITECTURES
 from paceline.models.folder import weight_files
 from paceline.models.transformers_backend.attention import NAME, register
 
@@ -56,24 +57,26 @@ def check_config(folder: Path, trust_remote_code: bool) -> None:
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if getattr(kind, "_is_stateful", False):
             raise ModelError(f"{folder}: {kind.__name__} keeps states besides keys and values, which is not supported")
-    elif not trust_remote_code:
+    elif not trust_remote_code and not reads_images(config):
         raise ModelError(f"{folder}: {_name(config)} is no causal language model of transformers")
 
 
 def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    """Return the `PreTrainedModel` of a folder, with our attention. Its weights are mapped if they have this dtype.
+    """Return the `PreTrainedModel` of a folder, with our attention in its text model.
+
+    Its weights are mapped if they have this dtype.
 
     Raises:
         ModelError: `transformers` has no causal model of this kind or cannot load it, or weights are missing.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     weight_files(folder)
     register()
     config.use_cache = False
     config.return_dict = True
     with _loading(folder, trust_remote_code):
-        auto: Any = AutoModelForCausalLM
+        auto: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
         causal, report = auto.from_pretrained(
             folder,
             config=config,
@@ -84,10 +87,15 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-        causal.set_attn_implementation(NAME)
+        (causal.get_decoder() if reads_images(config) else causal).set_attn_implementation(NAME)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder}: the weights do not fit config.json: missing tensors: {', '.join(missing[:5])}")
     return causal.requires_grad_(False).eval().to(device)
+
+
+def reads_images(config: Any) -> bool:
+    """Return whether the model of a config has an encoder of images that we use."""
+    return _name(config) in IMAGE_ARCHITECTURES
 
 
 def longest_context(config: Any) -> int:

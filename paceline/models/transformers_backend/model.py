@@ -16,13 +16,20 @@ from paceline.core.kv_layout import GroupShape
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.interface import Kernels, Logits, Taps
-from paceline.models.base import EncodedRows
+from paceline.models.base import PADDING, EncodedRows
 from paceline.models.compiled import wanted_rows
 from paceline.models.config.transformers import TransformersConfig
 from paceline.models.packed import Pack
 from paceline.models.transformers_backend.attention import NAME, PagedAttention
+from paceline.models.transformers_backend.images import keep_children
 from paceline.models.transformers_backend.linear import pack_linears
-from paceline.models.transformers_backend.loading import foreign_code, load_config, load_module, longest_context
+from paceline.models.transformers_backend.loading import (
+    foreign_code,
+    load_config,
+    load_module,
+    longest_context,
+    reads_images,
+)
 from paceline.models.transformers_backend.self_test import check_results
 from paceline.models.transformers_backend.structure import find_decoder, kv_groups
 
@@ -51,6 +58,8 @@ class TransformersModel:
     ) -> None:
         own = load_config(folder, trust_remote_code)
         causal = load_module(folder, own, dtype, device, trust_remote_code)
+        if reads_images(own):
+            keep_children(causal.base_model, [causal.get_decoder()])
         pack_linears(causal, kernels, pack)
         self.config = TransformersConfig(
             architecture=type(causal).__name__,
@@ -89,14 +98,12 @@ class TransformersModel:
         wanted: Sequence[int] | None = None,
         encoded: EncodedRows | None = None,
     ) -> Tensor:
-        if encoded is not None:
-            raise ConfigError("a model that runs in transformers cannot read encodings of images or audio")
         if layers is not None or (taps is not None and taps.depths):
             raise ConfigError("a model that runs in transformers cannot show states between its layers")
         if not len(token_ids):  # a step whose requests had all ended, which other code does not expect
             return self._no_hidden
         with self._attention.over(cast(Sequence[LayerCache], caches), batch, self.layer_groups):
-            hidden = self._hidden(token_ids, positions)
+            hidden = self._hidden(token_ids, positions, encoded)
         return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
 
     def logits(self, hidden: Tensor) -> Logits:
@@ -123,15 +130,22 @@ class TransformersModel:
         self._attention.number(calls)
         with self._attention.watching():
             output = self._run(tokens, tokens)
+            if reads_images(self._own_config):  # then the decoder is a part of what stands before the head
+                place = self._causal.base_model_prefix
+                output = self._causal.base_model(input_ids=tokens[None], position_ids=tokens[None], use_cache=False)
         self._no_hidden: Tensor = output.last_hidden_state[0, :0]
         self._given = _Given(type(output))
         self._causal.set_submodule(place, self._given)
 
-    def _run(self, token_ids: Tensor, positions: Tensor) -> Any:
-        return self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    def _run(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows | None = None) -> Any:
+        own: dict[str, Tensor] = {"input_ids": token_ids[None]}
+        if encoded is not None:
+            embedded = self._decoder.get_input_embeddings()(token_ids.index_fill(0, encoded.places, PADDING))
+            own = {"inputs_embeds": embedded.index_copy(0, encoded.places, encoded.values)[None]}
+        return self._decoder(**own, position_ids=positions[None], use_cache=False)
 
-    def _hidden(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden: Tensor = self._run(token_ids, positions).last_hidden_state[0]
+    def _hidden(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows | None = None) -> Tensor:
+        hidden: Tensor = self._run(token_ids, positions, encoded).last_hidden_state[0]
         return hidden
 
     def _own_hidden(self, token_ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from paceline.core.config import ServiceConfig
 from paceline.core.errors import ConfigError
+from paceline.services.common.registry import without_password
 
 UNDO_SECONDS = 5.0
 """Time that a cancelled start has to undo what it has done, in seconds."""
@@ -109,8 +110,8 @@ def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
     try:
         url = urlsplit(redis)
         redis_place = url.hostname or "localhost", url.port or _ANY_PORT  # a Unix socket has neither
-    except ValueError as error:
-        raise ConfigError(f"--redis {redis} is not a URL: {error}") from error
+    except ValueError:
+        raise ConfigError(f"--redis {without_password(redis)} is not a URL") from None
     addresses = []
     for host, port in (redis_place, *((host, _ANY_PORT) for host in _ANYWHERE)):
         with contextlib.suppress(OSError):  # no such name, or no route

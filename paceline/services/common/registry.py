@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, cast, get_args
 
@@ -22,7 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.metrics import Family, MetricKind, Sample
 from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
-from paceline.proto.fleet_pb2 import HostReport, LoadReport, MetricFamily
+from paceline.proto.fleet_pb2 import HostReport, KeyUse, LoadReport, MetricFamily
 from paceline.services.common.tasks import end_tasks
 
 HEARTBEAT_SECONDS = 1.0
@@ -59,6 +60,8 @@ class Member:
     host: HostReport = dataclasses.field(default_factory=HostReport)
     """Set by kvtransfer services only."""
     metrics: Sequence[MetricFamily] = ()
+    keys: Sequence[KeyUse] = ()
+    """Set by gateways only."""
     numerics: Numerics | None = None
     """None if unknown: the member is no worker, is starting, or is of an earlier release."""
 
@@ -110,12 +113,23 @@ def metrics_to_pb(samples: Iterable[Sample]) -> list[pb.MetricFamily]:
 
 
 def connect(url: str) -> redis.Redis:
-    """Return a client whose calls time out soon, so that a dead Redis delays nobody. Raises ConfigError."""
+    """Return a client whose calls time out soon, so that a dead Redis delays nobody.
+
+    With TLS (rediss://), options of the URL name files, such as ssl_ca_certs. Raises ConfigError.
+    """
     try:
         client: redis.Redis = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
-    except ValueError as error:
-        raise ConfigError(f"--redis {url} is not a URL of Redis: {error}") from error
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # checks the options only
+    except (ValueError, TypeError, RedisError) as error:
+        # The text of a ValueError may have a part of the password in it.
+        reason = "write redis:// or rediss://HOST:PORT/0, or unix://PATH" if isinstance(error, ValueError) else error
+        raise ConfigError(f"--redis {without_password(url)} is not a URL of Redis: {reason}") from None
     return client
+
+
+def without_password(url: str) -> str:
+    """Return a URL of Redis for messages. Users and passwords are left out, in its options, too."""
+    return re.sub(r"(password=)[^&#]*", r"\1…", re.sub("//.*@", "//…@", url))
 
 
 def _prefix(cluster: str) -> str:

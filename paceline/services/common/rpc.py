@@ -24,16 +24,18 @@ from paceline.core.errors import (
     StaleError,
     TransferError,
     UnavailableError,
+    UntrustedError,
 )
 from paceline.services.common.auth import ChannelWithSecret, RequireSecret
-from paceline.services.common.secret import Secret
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.tls_channel import TlsChannel, tls_problem
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 << 20
-"""Size of the largest message. A million token ids fit; a larger message is an attack or a bug."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Size of the largest message. An image of 16 Mi pixels for an encoder fits; a larger message is an attack or a bug."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -59,8 +61,8 @@ _PARAM = "paceline-param"
 """Key of the trailing metadata that names the invalid field of an INVALID_ARGUMENT."""
 
 
-def open_channel(address: str, secret: Secret) -> grpc.aio.Channel:
-    """Return a channel that sends `secret` with every call, and reconnects within a second when the peer is back."""
+def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
+    """Return a channel that shows `credentials`, and reconnects within a second when the peer is back."""
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
         # This is also the deadline of one attempt to connect. It is long because the other side may be busy.
@@ -69,26 +71,32 @@ def open_channel(address: str, secret: Secret) -> grpc.aio.Channel:
     )
     # Channels must not share a connection, and services of one cluster need no proxy.
     private = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-    channel = grpc.aio.insecure_channel(address, options=_OPTIONS + backoff + private)
-    return ChannelWithSecret(channel, secret) if secret else channel
+    options: tuple[tuple[str, int | str], ...] = _OPTIONS + backoff + private
+    channel: grpc.aio.Channel
+    if (tls := credentials.tls) is None:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        options += (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
+        channel = TlsChannel(tls, lambda own: grpc.aio.secure_channel(address, own, options=options))
+    return ChannelWithSecret(channel, credentials.secret) if credentials.secret else channel
 
 
 class RpcServer:
     """A gRPC server with the standard health service.
 
     Its health is reported under "" and under its own name. If there is a secret, all calls without it are refused,
-    health checks included.
+    health checks included. With TLS, a connection without a certificate of the cluster ends before any call.
 
     Register servicers on `server`, then call `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
     """
 
-    def __init__(self, host: str, port: int, secret: Secret, name: str = "") -> None:
-        guards = (RequireSecret(secret),) if secret else ()
+    def __init__(self, host: str, port: int, credentials: Credentials, name: str = "") -> None:
+        guards = (RequireSecret(credentials.secret),) if credentials.secret else ()
         # Without so_reuseport a second start on a taken port fails. A connection without a handshake is closed in 10 s.
         own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
         self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
-        self._guarded = bool(guards)
+        self._credentials = credentials
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._host = host
@@ -98,7 +106,7 @@ class RpcServer:
 
     def bind(self) -> int:
         """Take the port and return it. Calls wait until `start`. Raises ConfigError if the port cannot be used."""
-        if not self._guarded and not is_loopback(self._host):
+        if not self._credentials and not is_loopback(self._host):
             log.warning(
                 "anybody who can connect to %s:%d can use this service: name a file with a secret in --auth-token-file "
                 "here and in all services of the cluster; `paceline token FILE` makes one",
@@ -107,7 +115,10 @@ class RpcServer:
             )
         target = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         try:
-            self._port = self.server.add_insecure_port(target)
+            if (tls := self._credentials.tls) is None:
+                self._port = self.server.add_insecure_port(target)
+            else:
+                self._port = self.server.add_secure_port(target, tls.server_credentials())
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {target}: is the port taken? choose another with --port") from error
         self._bound = True
@@ -154,14 +165,16 @@ def is_cancelled() -> bool:
 async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0) -> bool:
     """Ask the standard health service whether the service with this name takes requests.
 
-    Returns False if another service is at the address. Raises RefusedError if the service does not accept our secret.
+    Returns False if another service is at the address. Raises RefusedError if the service does not accept our secret,
+    and UntrustedError if TLS fails.
     """
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         reply = await heeding_cancellation(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout))
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise unmapped_error(error, name or "the service") from None
+        reason = unmapped_error(error, name or "the service")
+        if isinstance(reason, RefusedError | UntrustedError):
+            raise reason from None
         return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -215,6 +228,8 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         return TransferError(details)
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return RefusedError(f"{who} refuses us: {details}")
+    if problem := tls_problem(details):
+        return UntrustedError(f"no connection to {who} can be trusted: {problem} ({details})")
     return UnavailableError(f"{who}: {details}")
 
 

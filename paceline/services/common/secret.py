@@ -1,9 +1,10 @@
-"""The secret that the services of a cluster share: one line of a file that only its owner may read."""
+"""Secrets: the one that the services of a cluster share, in a file that only its owner may read, and new keys."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import re
 import secrets
@@ -14,7 +15,7 @@ from paceline.core.errors import ConfigError
 
 _SECRET = re.compile(r"[\x21-\x7e]{16,1024}")
 _MOST_BYTES = 4096
-"""Bytes that are read of the file. A larger file was named by mistake."""
+"""Size of the largest file that can hold a secret."""
 
 
 class Secret:
@@ -26,7 +27,7 @@ class Secret:
 
     def __init__(self, text: str = "") -> None:
         self._text = text
-        self._digest = _digest(text)
+        self._digest = digest_of(text)
 
     def __bool__(self) -> bool:
         return bool(self._text)
@@ -37,7 +38,7 @@ class Secret:
 
     def matches(self, text: str) -> bool:
         """Return whether `text` is the secret. Digests of equal length are compared, so the time reveals nothing."""
-        return hmac.compare_digest(_digest(text), self._digest)
+        return hmac.compare_digest(digest_of(text), self._digest)
 
 
 def read_secret(file: str) -> Secret:
@@ -47,25 +48,40 @@ def read_secret(file: str) -> Secret:
     """
     if not file:
         return Secret()
-    try:
-        # O_NONBLOCK: a pipe that was named by mistake would make `open` wait for its other end.
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise ConfigError(f"cannot read --auth-token-file {file}: {error.strerror}; {_ADVICE}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"--auth-token-file {file} is not a regular file; {_ADVICE}")
-        if status.st_mode & 0o077:
-            raise ConfigError(f"other users may open --auth-token-file {file}: chmod 600 it, and change the secret")
-        text = os.read(descriptor, _MOST_BYTES).decode("latin-1").strip()
-    finally:
-        os.close(descriptor)
+    text = read_private(file, "--auth-token-file", _MOST_BYTES, _ADVICE).strip()
     if _SECRET.fullmatch(text) is None:
         raise ConfigError(
             f"--auth-token-file {file} must hold one line of 16 to 1024 visible ASCII characters; {_ADVICE}"
         )
     return Secret(text)
+
+
+def read_private(file: str, option: str, most_bytes: int, advice: str) -> str:
+    """Return the text of a file that only its owner may open.
+
+    Args:
+        option: the option that names the file.
+        most_bytes: size of the largest file that makes sense. A larger one was named by mistake.
+        advice: how to make such a file.
+
+    Raises ConfigError if the file cannot be read, or if other users may open it.
+    """
+    try:
+        # O_NONBLOCK: a pipe that was named by mistake would make `open` wait for its other end.
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(f"cannot read {option} {file}: {error.strerror}; {advice}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{option} {file} is not a regular file; {advice}")
+        if status.st_mode & 0o077:
+            raise ConfigError(f"other users may open {option} {file}: chmod 600 it, and change what it holds")
+        if status.st_size > most_bytes:
+            raise ConfigError(f"{option} {file} has more than {most_bytes} bytes; {advice}")
+        return os.read(descriptor, most_bytes).decode("utf-8", "surrogateescape")
+    finally:
+        os.close(descriptor)
 
 
 def make_secret(file: Path) -> None:
@@ -81,7 +97,14 @@ def make_secret(file: Path) -> None:
         opened.write(f"{secrets.token_urlsafe(32)}\n")
 
 
-def _digest(text: str) -> bytes:
+def new_key(name: str) -> str:
+    """Return a new random key, and below it a table for --api-keys-file by which a gateway recognises it."""
+    key = f"pl-{secrets.token_urlsafe(32)}"
+    return f'{key}\n\n[{json.dumps(name)}]\nsha256 = "{digest_of(key).hex()}"'
+
+
+def digest_of(text: str) -> bytes:
+    """Return the SHA-256 of a secret."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -19,8 +19,9 @@ from typing import cast
 from google.protobuf.message import Message
 
 from paceline.core.errors import ConfigError
-from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 
+MAX_MESSAGE_BYTES = 16 << 20
+"""Size of the largest message. The hashes of ten million tokens fit; a larger message is an attack or a bug."""
 _LENGTH_BYTES = 4
 
 

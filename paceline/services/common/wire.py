@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from paceline.core.context import Context
 from paceline.core.errors import ConstraintError, InvalidRequestError
-from paceline.core.media import DIGEST_BYTES, MediaInput, MediaKind, MediaSpan
+from paceline.core.media import DIGEST_BYTES, Grid, MediaInput, MediaKind, MediaSpan
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
 
@@ -137,17 +138,31 @@ def scores_to_pb(first: int, tokens: Sequence[Token]) -> Iterator[pb.PromptLogpr
 
 
 def span_to_pb(span: MediaSpan) -> pb.MediaSpan:
-    return pb.MediaSpan(start=span.start, length=span.length, digest=span.digest, kind=_MEDIA_KINDS[span.kind])
+    kind = _MEDIA_KINDS[span.kind]
+    return pb.MediaSpan(start=span.start, length=span.length, digest=span.digest, kind=kind, grid=span.grid)
 
 
 def spans_from_pb(messages: Sequence[pb.MediaSpan]) -> tuple[MediaSpan, ...]:
-    """Return the spans of a context. Raises InvalidRequestError if they are not in order and apart from each other."""
-    spans = tuple(MediaSpan(own.start, own.length, own.digest, _media_kind(own.kind)) for own in messages)
+    """Return the spans of a context. Raises InvalidRequestError if they are not in order and apart from each other, or
+    if one has a grid of another size."""
+    spans = tuple(
+        MediaSpan(own.start, own.length, own.digest, _media_kind(own.kind), _grid(own.grid, own.length))
+        for own in messages
+    )
     if any(len(span.digest) != DIGEST_BYTES or span.length < 1 for span in spans):
         raise InvalidRequestError(f"a span of media has no token or a digest that is not of {DIGEST_BYTES} bytes")
     if any(after.start < before.end for before, after in pairwise(spans)):
         raise InvalidRequestError("spans of media are not in order and apart from each other")
     return spans
+
+
+def _grid(sizes: Sequence[int], length: int) -> Grid | None:
+    if not sizes:
+        return None
+    if len(sizes) != 3 or math.prod(sizes) != length:
+        raise InvalidRequestError(f"a span of media with {length} tokens has the grid {list(sizes)}")
+    frames, rows, columns = sizes
+    return frames, rows, columns
 
 
 def context_from_pb(work: pb.Work) -> Context:

@@ -69,7 +69,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
                 # Mapped within the span, so that the log line of an unexpected error has the ids of the request.
-                async with mapped_errors(context), self._worker.admission.admit():
+                async with mapped_errors(context), self._worker.admission.admit(work.background):
                     self._worker.check(work)
                     events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
                     async with outbox.member(number, events.put):
@@ -213,7 +213,7 @@ class _Attempt:
 
     async def _reserve_again(self) -> Reservation:
         """Wait after a preemption until blocks are free, and reserve them. Blocks that are still cached are reused."""
-        with self._worker.admission.waiting_for_blocks(self._key) as is_first:
+        with self._worker.admission.waiting_for_blocks(self._key, self._work.background) as is_first:
             while True:
                 give_up = time.monotonic() + ALIVE_SECONDS
                 while time.monotonic() < give_up:

@@ -21,6 +21,9 @@ ASIDE_SECONDS = 0.2
 """Seconds after which the next request in the queue may try although an earlier one still waits for its answer. Most
 answers come within milliseconds; they take longer if a prefix is fetched to the worker's host first."""
 
+IDLE_SECONDS = (0.2, 0.6)
+"""Seconds between two tries of a patient sequence of the background."""
+
 T = TypeVar("T")
 
 
@@ -60,12 +63,19 @@ class AdmissionQueue:
         self._tickets = itertools.count()
         self._line: list[_Turn] = []
         self._turn_of_patient = asyncio.Lock()
+        self.on_wait: Callable[[], object] = lambda: None
+        """Called when a request begins to wait."""
         self._waiting = 0
         self._ordinary = 0
 
     def __len__(self) -> int:
         """Return the number of waiting requests, with the patient ones that have not joined the queue yet."""
         return self._waiting
+
+    @property
+    def deferred(self) -> int:
+        """Number of patient entries that have not joined the queue, because an earlier one stands in it."""
+        return self._waiting - len(self._line)
 
     async def admit(
         self,
@@ -74,6 +84,7 @@ class AdmissionQueue:
         priority: int = 0,
         first: bool = False,
         patient: bool = False,
+        background: bool = False,
     ) -> T:
         """Call `attempt` each time it is this request's turn, until there is room, and return its result.
 
@@ -82,10 +93,14 @@ class AdmissionQueue:
             priority: the request's priority; lower is more urgent.
             first: whether the request had been admitted and lost its worker.
             patient: whether the sequence's client is already being served; then it waits without a time limit.
+            background: whether nobody waits for the request. Then it is never in the queue: it is refused if others
+                wait or if there is no room, and its caller tries again later. A patient one tries until there is room.
 
         Raises:
-            BusyError: the queue is full, or `queue_seconds` are over.
+            BusyError: the queue is full, `queue_seconds` are over, or no room is idle for the background.
         """
+        if background:
+            return await self._use_idle_room(attempt, patient)
         ticket = next(self._tickets)
         if not self._waiting and (admitted := await attempt()) is not None:
             return admitted
@@ -94,6 +109,7 @@ class AdmissionQueue:
             raise BusyError("the server is busy and its queue is full; try again later")
         self._waiting += 1
         self._ordinary += ordinary
+        self.on_wait()
         try:
             async with self._turn_of_patient if patient else contextlib.nullcontext():
                 turn = _Turn((not first, 0, next(self._tickets)) if patient else (not first, priority, ticket))
@@ -104,6 +120,14 @@ class AdmissionQueue:
         finally:
             self._waiting -= 1
             self._ordinary -= ordinary
+
+    async def _use_idle_room(self, attempt: Callable[[], Awaitable[T | None]], patient: bool) -> T:
+        while True:
+            if not self._waiting and (admitted := await attempt()) is not None:
+                return admitted
+            if not patient:
+                raise BusyError("no worker is idle; work of the background is tried again later")
+            await asyncio.sleep(random.uniform(*IDLE_SECONDS))
 
     def wake(self) -> None:
         """Let the request at the head of the queue try again, because there may be room now."""

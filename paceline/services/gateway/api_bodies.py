@@ -35,6 +35,8 @@ class PromptTokensDetails(BaseModel):
     """Numbers of tokens. Those of media are there only if the prompt has such media."""
 
     cached_tokens: int
+    cache_creation_tokens: int = 0
+    """Tokens before the last cache breakpoint that were not cached. Only there if the request has breakpoints."""
     image_tokens: int = 0
     video_tokens: int = 0
     audio_tokens: int = 0

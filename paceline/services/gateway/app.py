@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import paceline
 from paceline.core import env
+from paceline.core.config import GatewayConfig
+from paceline.core.options import parse_bytes
+from paceline.services.gateway.access.cors import cors_options
+from paceline.services.gateway.access.decisions import check_decided
+from paceline.services.gateway.access.guard import Guard
 from paceline.services.gateway.api import make_api
 from paceline.services.gateway.api_schema import ERRORS, add_chunks
+from paceline.services.gateway.batch_api.routes import make_batches
 from paceline.services.gateway.cache_reset import make_cache_reset
 from paceline.services.gateway.chat_batch import make_chat_batch
+from paceline.services.gateway.console.routes import make_console
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.messages_api.routes import make_messages
-from paceline.services.gateway.middleware import ApiKeyMiddleware, BodyLimitMiddleware, RequestIdMiddleware
+from paceline.services.gateway.middleware import BodyLimitMiddleware, RequestIdMiddleware
 from paceline.services.gateway.operations import make_operations
 from paceline.services.gateway.render_api import make_render_api
+from paceline.services.gateway.response_count import CountResponsesMiddleware
 from paceline.services.gateway.responses_api.routes import make_responses
+from paceline.services.gateway.root_path import RootPathMiddleware
 from paceline.services.gateway.scaling import make_scaling
 from paceline.services.gateway.score_api import make_score_api
+from paceline.services.gateway.store.database import open_database
+from paceline.services.gateway.store.store import Store
 from paceline.services.gateway.token_api import make_token_api
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    """Return an application that starts `gateway` when it starts, and closes it when it ends."""
+    """Return an application that starts `gateway` when it starts, and closes it when it ends.
+
+    Raises:
+        ConfigError: there is no driver for the database of the store, or the options about other origins contradict
+            each other.
+        LookupError: there is a route and no decision who may call it.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -35,8 +54,11 @@ def create_app(gateway: Gateway) -> FastAPI:
             yield
         finally:
             await gateway.close()
+            if store is not None:
+                await asyncio.to_thread(store.close)
 
     config = gateway.config
+    store = _open_store(config)
     app = FastAPI(
         title="Paceline",
         version=paceline.__version__,
@@ -44,6 +66,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        servers=[{"url": config.root_path}] if config.root_path else None,
         responses=ERRORS,
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
@@ -55,18 +78,29 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(make_chat_batch(gateway))
     app.include_router(make_token_api(gateway))
     app.include_router(make_render_api(gateway))
-    app.include_router(make_responses(gateway))
+    app.include_router(make_responses(gateway, store))
     app.include_router(make_operations(gateway))
     app.include_router(make_score_api(gateway))
     app.include_router(make_scaling(gateway))
     app.include_router(make_cache_reset(gateway))
+    app.include_router(make_console(gateway))
+    app.include_router(make_batches(gateway, store, app))
+    check_decided(app.routes)
     # The middleware that is added last sees a request first.
-    if keys := _keys(config.api_key) or env.api_keys():
-        app.add_middleware(ApiKeyMiddleware, keys=keys)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
+    app.add_middleware(Guard, book=gateway.keys, limiter=gateway.limiter)
+    app.add_middleware(
+        BodyLimitMiddleware, max_bytes=config.max_body_bytes, max_upload_bytes=parse_bytes(config.max_file_size)
+    )
+    if (cors := cors_options(config)) is not None:
+        app.add_middleware(CORSMiddleware, **cors)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(CountResponsesMiddleware, count=gateway.metrics.count_response)
+    if config.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=config.root_path)
     return app
 
 
-def _keys(listed: str) -> tuple[str, ...]:
-    return tuple(key.strip() for key in listed.split(",") if key.strip())
+def _open_store(config: GatewayConfig) -> Store | None:
+    if config.store == "none":
+        return None
+    return Store(open_database(config.store or str(env.default_cache_dir() / "store.db")))

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.chat_prompt import media_of, render_chat
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.prompt import Prompt
-from paceline.services.gateway.middleware import owner_of
 from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
 from paceline.services.gateway.schemas import ChatFields, ChatRequest

@@ -24,6 +24,13 @@ _TEXT_PARTS = {
 """Types of parts of a message's content that are texts, and the field with the text."""
 
 
+class CacheControl(Body):
+    """A cache breakpoint: the prompt up to here will be sent again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
 class TextPart(Body):
     """A part of a message's content. All kinds of text are read as `text`."""
 
@@ -31,6 +38,7 @@ class TextPart(Body):
 
     type: str
     text: str
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +52,7 @@ class TextPart(Body):
             message = "content of type {kind} is not supported; send text, images, videos or audio"
             raise PydanticCustomError("unsupported", message, {"kind": repr(kind)[:80]})
         field = _TEXT_PARTS[kind]
-        return {"type": kind, "text": data[field]} if field in data else data
+        return {**data, "text": data[field]} if field in data else data
 
     def for_template(self) -> Json:
         return {"type": "text", "text": self.text}
@@ -123,6 +131,8 @@ class ChatMessage(Body):
     content: str | list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    cache_control: CacheControl | None = None
+    """A breakpoint at the end of the content."""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,6 +178,7 @@ class ToolDefinition(Body):
 
     type: Literal["function"] = "function"
     function: Function
+    cache_control: CacheControl | None = Field(None, exclude=True)
 
     def for_template(self) -> Json:
         return self.model_dump(exclude_none=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.types import Token
 from paceline.services.gateway.answers.parser import AnswerParser
-from paceline.services.gateway.answers.parts import Content, Part, join_parts
+from paceline.services.gateway.answers.parts import CallBegin, Content, Part, join_parts
 from paceline.services.gateway.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.detokenizer import Detokenizer
 from paceline.services.gateway.plan import Plan
@@ -70,6 +70,8 @@ class Choice:
         self.why = ""
         """A detail of the outcome, for people."""
         self.tokens = 0
+        self.calls_tools = False
+        """Whether the answer has begun a tool call."""
         self.ended_by_text = False
         """Whether the text itself has ended the choice, by a stop string or a repetition. Workers do not know this."""
         self._index = index
@@ -144,6 +146,7 @@ class Choice:
         was_thinking = parser.is_thinking
         if parts := parser.push(text):
             delta.add_parts(parts)
+            self.calls_tools |= any(isinstance(part, CallBegin) for part in parts)
         if was_thinking or parser.is_thinking:
             self._undecided.clear()
             return
@@ -162,7 +165,9 @@ class Choice:
             delta.text += text
         else:
             is_cut_off = reason != "stop" or isinstance(self._detokenizer.stop_reason, str)
-            delta.add_parts(self._parser.finish(text, is_cut_off, self._detokenizer.cut_off))
+            parts = self._parser.finish(text, is_cut_off, self._detokenizer.cut_off)
+            delta.add_parts(parts)
+            self.calls_tools |= any(isinstance(part, CallBegin) for part in parts)
             if not self._parser.is_thinking:
                 delta.answer_tokens += self._undecided
             delta.has_open_call = self._parser.has_open_call

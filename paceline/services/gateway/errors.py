@@ -92,6 +92,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.headers: dict[str, str] = {}
+        """Headers of the answer, besides those that its status needs."""
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
     def response(self) -> ErrorResponse:
@@ -104,9 +106,7 @@ class ApiError(Exception):
     def silent_response(self) -> ErrorResponse:
         """Return the answer without logging it, because probes ask again and again."""
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return ErrorResponse(self, headers)
+        return ErrorResponse(self, headers | self.headers)
 
 
 class ErrorResponse(JSONResponse):

@@ -10,18 +10,18 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from paceline.core.errors import RefusedError
+from paceline.core.errors import RefusedError, UntrustedError
 from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.avoid import Avoided
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving
-from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Candidate, Link
@@ -44,21 +44,24 @@ class Fleet:
 
     Args:
         model: the digest of this gateway's model. Workers with another model are shown, but get no requests.
-        secret: the secret with which this gateway identifies itself to the members.
+        credentials: what this gateway shows to the members, and wants to see of them.
     """
 
-    def __init__(self, redis: Redis, cluster: str, model: str, secret: Secret) -> None:
+    def __init__(self, redis: Redis, cluster: str, model: str, credentials: Credentials) -> None:
         self._redis = redis
         self._cluster = cluster
         self.model = model
         self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
         self._failed_workers: Avoided[str] = Avoided(PROBE_SECONDS)
         """Ids of failed workers for which it is too early for a health check."""
-        self._secret = secret
+        self._credentials = credentials
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._redis_answers = True
+        self.redis_answers = True
+        """Whether Redis has answered the last time."""
+        self.gateways: list[Member] = []
+        """The gateways of the cluster, as Redis listed them last."""
         self.on_refresh: Callable[[], object] = lambda: None
         """A function that is called after each refresh."""
         self.has_served = asyncio.Event()
@@ -93,6 +96,11 @@ class Fleet:
     def host(self, host_id: str) -> RemoteWorker | None:
         """Return the kvtransfer service of a host; None if it is not known."""
         return next((host for host in self.hosts() if host.member.host_id == host_id), None)
+
+    def hosts_of(self, worker_ids: Iterable[str]) -> set[str]:
+        """Return the ids of the hosts of workers. Unknown workers are left out."""
+        known = (self._workers.get(worker_id) for worker_id in worker_ids)
+        return {worker.member.host_id for worker in known if worker is not None}
 
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
@@ -173,13 +181,13 @@ class Fleet:
         try:
             async with asyncio.timeout(1.0):
                 self._merge(await read_members(self._redis, self._cluster))
-            if not self._redis_answers:
+            if not self.redis_answers:
                 log.info("Redis answers again")
-            self._redis_answers = True
+            self.redis_answers = True
         except (RedisError, OSError, TimeoutError) as error:
-            if self._redis_answers:
+            if self.redis_answers:
                 log.warning("Redis does not answer (%s); routing uses the last known state", error)
-            self._redis_answers = False
+            self.redis_answers = False
         too_early = self._failed_workers.now()
         for worker in self.workers():
             in_place = worker.available or worker.refuses_us
@@ -189,6 +197,7 @@ class Fleet:
         self.on_refresh()
 
     def _merge(self, members: list[Member]) -> None:
+        self.gateways = [member for member in members if member.role == "gateway"]
         listed = {member.worker_id: member for member in members if member.role != "gateway"}
         for name, member in listed.items():
             worker = self._workers.get(name)
@@ -198,7 +207,7 @@ class Fleet:
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     self._drop(worker)
-                self._workers[name] = RemoteWorker(member, self._secret)
+                self._workers[name] = RemoteWorker(member, self._credentials)
                 _spawn(self._first_check(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
                 if member.role in ("prefill", "decode", "encode") and member.model != self.model:
@@ -210,13 +219,14 @@ class Fleet:
             self.has_served.set()
 
     async def _first_check(self, worker: RemoteWorker) -> None:
-        """Find out before the first request whether a new worker accepts our secret. Ignore its health."""
+        """Find out before the first request whether a new worker trusts us and we trust it. Ignore its health."""
         await self._is_serving(worker)
 
     async def _probe(self, worker: RemoteWorker) -> None:
         """Send one health check, and then use a doubtful worker again, set it aside, or drop it."""
         try:
             if await self._is_serving(worker):
+                worker.is_untrusted = False
                 worker.set_aside, worker.failed_probes = False, 0
                 return
         finally:
@@ -235,6 +245,12 @@ class Fleet:
             if not worker.refuses_us:
                 log.error("%s gets no requests: %s", worker, error)
             worker.refuses_us = True
+            return False
+        except UntrustedError as error:
+            if not worker.is_untrusted:
+                log.error("%s gets no requests for now: %s", worker, error)
+            worker.is_untrusted = True
+            self.set_aside(worker)
             return False
 
     def _drop(self, worker: RemoteWorker) -> None:

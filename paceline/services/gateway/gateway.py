@@ -8,16 +8,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
+from paceline.core.options import listed
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
-from paceline.services.common.secret import read_secret
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.access.book import AccessBook
+from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
+from paceline.services.gateway.console.feed import Feed
 from paceline.services.gateway.errors import ApiError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.kinds import KINDS
@@ -48,6 +54,10 @@ class Gateway:
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, address: str = "") -> None:
         self.config = config
         self.tokenizer = tokenizer
+        client_keys = listed(config.api_key) or env.api_keys()
+        self.keys = AccessBook(client_keys, listed(config.admin_key) or env.admin_keys(), config.api_keys_file)
+        self.limiter = Limiter(self.keys, self._gateways)
+        self._watch: asyncio.Task[None] | None = None
         self.forms = choose_forms(
             config.tool_call_parser,
             config.reasoning_parser,
@@ -61,18 +71,18 @@ class Gateway:
         self.draining = False
         """Whether new requests are refused."""
         self._redis = connect(config.redis)
-        self.fleet = Fleet(
-            self._redis, config.cluster, model_digest(Path(config.model)), read_secret(config.auth_token_file)
-        )
+        self.fleet = Fleet(self._redis, config.cluster, model_digest(Path(config.model)), read_credentials(config))
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
-        self.media = MediaService(config)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
+        self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
         self.requests = RunningRequests()
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner)
+        about = {"model": self.model, "media": sorted(self.media_preparer.kinds)}
+        self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
         self._worker_id = unique_name("gateway")
         self._epoch = time.time_ns()
         self._address = address
@@ -80,18 +90,25 @@ class Gateway:
 
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""
+        self._watch = asyncio.create_task(self.keys.watch(), name="keys")
         await self.fleet.start()
         if self.config.router_mode == "kv":
             self._block_feed.start()
         self._placements.start()
+        self.runner.hints.start()
+        self.console.start()
         await self._registrar.start()
 
     async def close(self) -> None:
         """End all requests and release everything that the gateway owns."""
         self.runner.abort()
+        await self.console.close()
+        if self._watch is not None:
+            await end_tasks(self._watch)
         await self.media.close()
         await self._registrar.stop()
         await self._placements.close()
+        await self.runner.hints.close()
         await self._block_feed.close()
         await self.fleet.close()
         await self._redis.aclose()
@@ -100,6 +117,7 @@ class Gateway:
         """Refuse new requests and let running ones end. Requests that still run after `seconds` fail."""
         self.draining = True
         self._registrar.announce()
+        self.console.end_streams()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.runner.sequences.wait_until_idle()
@@ -151,9 +169,19 @@ class Gateway:
                 code="model_not_found",
             )
 
+    def waiting_requests(self) -> int:
+        """Return how many sequences wait for a worker, at all gateways. What others say is up to a second old."""
+        members = (worker.member for worker in self.fleet.workers())
+        others = (each for each in members if each.role == "gateway" and each.worker_id != self._worker_id)
+        return len(self.runner.queue) + sum(other.load.waiting for other in others)
+
     def _check_stays(self) -> None:
         if self.draining:
             raise UnavailableError("this gateway is shutting down; try another one")
+
+    def _gateways(self) -> Gateways:
+        uses = {member.worker_id: member.keys for member in self.fleet.gateways}
+        return Gateways(self._worker_id, uses, self.fleet.redis_answers)
 
     def _describe(self) -> Member:
         waiting = len(self.runner.queue)
@@ -165,6 +193,7 @@ class Gateway:
             host_id="",
             state="draining" if self.draining else "ready",
             load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
+            keys=self.limiter.report(),
         )
 
 

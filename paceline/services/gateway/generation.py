@@ -10,8 +10,10 @@ import time
 from collections.abc import AsyncIterator
 
 from paceline.core.telemetry import request_span
+from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Event
+from paceline.services.gateway.cache_hints import OPEN_CALL, hints_after
 from paceline.services.gateway.choice import Choice, Delta
 from paceline.services.gateway.event_feed import Mailbox
 from paceline.services.gateway.media.budget import MemoryBudget
@@ -36,6 +38,7 @@ class Generation:
         requests: where the generation can be found by the request's id while it runs.
         media_memory: counts the inputs of encoders, which stay in memory until the request ends.
         resources: what the request holds until the generation runs, such as the memory of its media.
+        admission: counts what the request uses of its key's limits.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Generation:
         requests: RunningRequests,
         media_memory: MemoryBudget,
         resources: contextlib.ExitStack,
+        admission: Admission,
     ) -> None:
         self.plan = plan
         self.completion_tokens = 0
@@ -59,6 +63,8 @@ class Generation:
         self._requests = requests
         self._media_memory = media_memory
         self._resources = resources
+        self._admission = admission
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
         self._runner = runner
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -71,14 +77,23 @@ class Generation:
         self._media_tokens = media_tokens([span for prompt in plan.prompts for span in prompt.media])
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _cache_creation(self) -> dict[str, int]:
+        """Return the tokens before the last cache breakpoint that were computed; {} if there is no breakpoint."""
+        marked = [max((mark.tokens for mark in prompt.marks), default=0) for prompt in self.plan.prompts]
+        created = sum(max(0, tokens - cached) for tokens, cached in zip(marked, self._cached_tokens))
+        return {"cache_creation_tokens": created} if any(marked) else {}
+
     def usage(self) -> dict[str, object]:
         """Return the `usage` object of a response, with the counts up to now."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
         return {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens), **self._media_tokens},
+            "total_tokens": self._prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self._cached_tokens),
+                **self._cache_creation(),
+                **self._media_tokens,
+            },
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
@@ -93,18 +108,23 @@ class Generation:
             for prompt in self.plan.prompts
             for span, own in zip(prompt.media, prompt.inputs, strict=True)
         }
+        self._admission.run()
         # Nothing runs in between, so no other request gets the memory.
         self._resources.close()
-        with self._media_memory.hold(sum(inputs.values())):
-            async with self._running():
-                yield
+        try:
+            with self._admission, self._media_memory.hold(sum(inputs.values())):
+                async with self._running():
+                    yield
+        finally:
+            is_computed = any(record.attempts for record in self._trace.records)
+            self._admission.settle(self._prompt_tokens if is_computed else 0)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
         self._traces.open(self._trace)
         try:
-            with self._requests.running(self._trace.request_id, self.abort):
+            with self._requests.running(self._trace.request_id, self._trace.owner, self.abort):
                 yield
         finally:
             for task in self._tasks:
@@ -169,7 +189,9 @@ class Generation:
         begun = self._has_begun[which]
 
         def take(event: Event) -> None:
+            before = choice.tokens
             delta = choice.take(event)
+            self._admission.spend(choice.tokens - before, self._prompt_tokens)
             if not begun.is_set():
                 self._cached_tokens[which] = record.cached_tokens
             if delta is not None:
@@ -190,19 +212,24 @@ class Generation:
                     media=prompt.media,
                     media_inputs=prompt.inputs,
                     priority=self.plan.priority,
+                    background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,
                     trace=record,
                 )
                 with contextlib.suppress(_TextEndedError):
                     await self._runner.run(sequence, take)
+                learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
+                length = len(sequence.context)
+                hints = hints_after(prompt.marks, self.plan.retention, learnt, length, self.plan.owner)
+                self._runner.expect(sequence, hints)
                 self._came.put(None)
             except Exception as error:
                 error = name_client_field(error, prompt.sampling.constraint)
                 choice.outcome, choice.why = "error", str(error)
                 self._came.put(error)
             finally:
-                self._metrics.observe(record, choice.tokens, choice.outcome)
+                self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice)
                 record.end(choice.outcome, choice.why, choice.tokens)

@@ -12,9 +12,11 @@ import uvicorn
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
-from paceline.services.common.lifecycle import announce_ready, reachable_address, start_unless_stopped, stop_on_signals
+from paceline.core.machine import give_back_large_memory
+from paceline.services.common.lifecycle import announce_ready, start_unless_stopped, stop_on_signals
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_tokenizer
+from paceline.services.gateway.listener import Listener, listen
 from paceline.services.gateway.middleware import BoundedHttp
 
 LAST_WORDS_SECONDS = 5
@@ -27,15 +29,14 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
     """Serve until `stop` is set, then drain and return. By default SIGTERM and SIGINT set `stop`.
 
     Raises:
-        ConfigError: the port is taken, or the configuration is invalid.
+        ConfigError: the address is in use, or the configuration is invalid.
         ModelError: the model's folder holds no usable tokenizer.
     """
     stop = stop or stop_on_signals()
-    listener = _listen(config.host, config.port)
-    with contextlib.closing(listener):
-        address = reachable_address(config, listener.getsockname()[1])
+    give_back_large_memory()  # files of media, and what is decoded of them, are large
+    with listen(config) as listener:
         tokenizer = await start_unless_stopped(asyncio.to_thread(load_tokenizer, config), stop)
-        gateway = Gateway(config, tokenizer, address)
+        gateway = Gateway(config, tokenizer, listener.address)
         server = _Server(
             uvicorn.Config(
                 create_app(gateway),
@@ -48,9 +49,10 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
                 # client sends, that request is lost.
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=LAST_WORDS_SECONDS,
-            )
+            ),
+            listener,
         )
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve())
         # The wait below must end even if the server fails before it calls startup().
         serving.add_done_callback(lambda _: server.tried_to_start.set())
         stopping = asyncio.create_task(stop.wait())
@@ -58,8 +60,8 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
             await server.tried_to_start.wait()
             if not server.started:
                 raise ConfigError("the gateway could not start; its log says why")
-            log.info("serving %s at http://%s", gateway.model, address)
-            announce_ready(config, address)
+            log.info("serving %s at %s", gateway.model, listener.url)
+            announce_ready(config, listener.address)
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 log.info("draining for up to %g seconds", config.drain_seconds)
@@ -76,8 +78,9 @@ class _Server(uvicorn.Server):
     `tried_to_start` is set when startup has succeeded or failed.
     """
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, listener: Listener) -> None:
         super().__init__(config)
+        self._listener = listener
         self.tried_to_start = asyncio.Event()
 
     @contextlib.contextmanager
@@ -86,23 +89,11 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
-            await super().startup(sockets)
+            # uvicorn starts the application but opens no socket: it neither renews certificates nor bounds handshakes.
+            await super().startup([])
+            self.servers.append(await self._listener.serve(self._make_protocol))
         finally:
             self.tried_to_start.set()
 
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio's own loop disables Nagle's algorithm on accepted connections only if the protocol is named here.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        # Binding alone does not claim the port: another socket with SO_REUSEADDR may bind it too.
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another port with --port"
-        ) from error
-    return listener
+    def _make_protocol(self) -> asyncio.Protocol:
+        return BoundedHttp(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)

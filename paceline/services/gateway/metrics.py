@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paceline.core.block_pool import KV_USAGE
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
+from paceline.services.gateway.console.history import History
+from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.repetition import REPETITION
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.traces import SequenceTrace
+from paceline.services.gateway.vllm_metrics import FIRST_TOKEN_BOUNDS, LATENCY_BOUNDS, TOKEN_BOUNDS, VllmNames
 
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_SHORT = tuple(sorted({0.001, 0.0025, 0.005, 0.02, 0.04, 0.06, 0.08, *TOKEN_BOUNDS}))
+_FIRST = tuple(sorted({*_SHORT, *FIRST_TOKEN_BOUNDS}))
+_LONG = tuple(sorted({0.01, 0.025, 0.05, 0.1, 0.25, *LATENCY_BOUNDS}))
 _KINDS = {
     fleet_pb2.METRIC_KIND_COUNTER: "counter",
     fleet_pb2.METRIC_KIND_GAUGE: "gauge",
@@ -30,10 +36,25 @@ _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class Metrics:
-    """The metrics of one gateway, in a registry of their own."""
+    """The metrics of one gateway, in a registry of their own.
 
-    def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]], runner: SequenceRunner) -> None:
+    Args:
+        vllm_names: whether `render` adds vLLM's names for the metrics that vLLM has, too.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        workers: Callable[[], Iterable[RemoteWorker]],
+        runner: SequenceRunner,
+        vllm_names: bool = False,
+    ) -> None:
         self.registry = CollectorRegistry()
+        self._with_vllm_names = CollectorRegistry()
+        if vllm_names:
+            self._with_vllm_names.register(VllmNames(model, self.registry))
+        self.history = History()
+        """The last hour, for the console."""
         self._model = model
 
         def counter(name: str, help: str) -> Counter:
@@ -52,6 +73,17 @@ class Metrics:
         running = gauge("num_requests_running", "Sequences that are being generated")
         running.set_function(lambda: runner.sequences.count - len(runner.queue))
         gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: len(runner.queue))
+        help = (
+            "Waiting sequences; capacity: no worker has room; deferred: they wait for other sequences of their request"
+        )
+        by_reason = Gauge(
+            "paceline:num_requests_waiting_by_reason", help, ["model_name", "reason"], registry=self.registry
+        )
+        by_reason.labels(model, "capacity").set_function(lambda: len(runner.queue) - runner.queue.deferred)
+        by_reason.labels(model, "deferred").set_function(lambda: runner.queue.deferred)
+        help = "HTTP responses by route and status"
+        labels = ["handler", "method", "status"]
+        self._responses = Counter("paceline:http_responses", help, labels, registry=self.registry)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
             model
         )
@@ -70,8 +102,10 @@ class Metrics:
         self._max_tokens = histogram("request_params_max_tokens", "Limit of tokens per choice, by prompt", _COUNTS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS)
         self._request_generation = histogram("request_generation_tokens", "Generated tokens of a sequence", _COUNTS)
-        self._ttft = seconds("time_to_first_token", "From arrival to the first token", (*_SHORT, 20, 40, 80, 160))
+        self._ttft = seconds("time_to_first_token", "From arrival to the first token", _FIRST)
         self._itl = seconds("inter_token_latency", "Between messages with tokens", _SHORT)
+        help = "From the first token to the last one, divided by the tokens after the first"
+        self._per_token = seconds("request_time_per_output_token", help, _SHORT)
         self._e2e = seconds("e2e_request_latency", "From arrival to the end", _LONG)
         self._queue = seconds("request_queue_time", "From arrival to admission by a worker", _LONG)
         self._inference = seconds("request_inference_time", "From admission to the end", _LONG)
@@ -80,7 +114,13 @@ class Metrics:
         help = "From the first token until the decode worker knows of the prompt's blocks"
         self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
-        self.registry.register(_FleetCollector(model, workers))
+        self.media = MediaMetrics(self.registry)
+        self._fleet = _FleetCollector(model, workers)
+        self.registry.register(self._fleet)
+
+    def count_response(self, handler: str, method: str, status: int) -> None:
+        """Count an HTTP response of a route."""
+        self._responses.labels(handler, method, str(status)).inc()
 
     def observe_params(self, plan: Plan) -> None:
         """Count the parameters of a request that is about to run."""
@@ -88,29 +128,42 @@ class Metrics:
             self._n.observe(plan.n)
             self._max_tokens.observe(prompt.sampling.max_tokens)
 
-    def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str) -> None:
-        """Count a sequence that has ended. `outcome` is its finish reason, "abort" or "error"."""
+    def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str, *, background: bool = False) -> None:
+        """Count a sequence that has ended.
+
+        Args:
+            outcome: its finish reason, "abort" or "error".
+            background: whether nobody waited for it. Then its times say nothing about the service and do not count.
+        """
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
         self._attempts.inc(record.attempts)
         self._numerics_changes.inc(record.numerics_changes)
+        if record.admitted is not None:
+            self._request_prompt.observe(record.prompt_tokens)
+            self._request_generation.observe(generated_tokens)
+            self._prompt_tokens.inc(record.prompt_tokens)
+            self._prefix_queries.inc(record.prompt_tokens)
+            self._prefix_hits.inc(record.cached_tokens)
+            self._generation_tokens.inc(generated_tokens)
+        if not background:
+            self._observe_times(record, generated_tokens, now)
+            self.history.observe(record.arrived, record.token_times, now, outcome == "error")
+
+    def _observe_times(self, record: SequenceTrace, generated_tokens: int, now: float) -> None:
         self._e2e.observe(now - record.arrived)
         if record.admitted is None:
             return
         self._queue.observe(record.admitted - record.arrived)
         self._inference.observe(now - record.admitted)
-        self._request_prompt.observe(record.prompt_tokens)
-        self._request_generation.observe(generated_tokens)
-        self._prompt_tokens.inc(record.prompt_tokens)
-        self._prefix_queries.inc(record.prompt_tokens)
-        self._prefix_hits.inc(record.cached_tokens)
-        self._generation_tokens.inc(generated_tokens)
         times = record.token_times
         if not times:
             return
         self._ttft.observe(times[0] - record.arrived)
         self._prefill.observe(times[0] - record.admitted)
         self._decode.observe(now - times[0])
+        if generated_tokens > 1:
+            self._per_token.observe((times[-1] - times[0]) / (generated_tokens - 1))
         for earlier, later in itertools.pairwise(times):
             self._itl.observe(later - earlier)
         if record.handed_over is not None and record.attempts == 1:
@@ -118,9 +171,14 @@ class Metrics:
             if len(times) > 1:
                 self._handoff.observe(times[1] - times[0])
 
-    def render(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)
+    def render(self, kv_usage: Mapping[str, float] = MappingProxyType({})) -> bytes:
+        """Return all metrics in the text format of Prometheus.
+
+        Args:
+            kv_usage: shares of KV blocks that are in use now, by host. Reported ones can be a second old.
+        """
+        self._fleet.kv_usage = kv_usage
+        return generate_latest(self.registry) + generate_latest(self._with_vllm_names)
 
 
 def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
@@ -134,6 +192,8 @@ class _FleetCollector(Collector):
     def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]]) -> None:
         self._model = model
         self._workers = workers
+        self.kv_usage: Mapping[str, float] = {}
+        """See `Metrics.render`."""
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
@@ -165,4 +225,7 @@ class _FleetCollector(Collector):
         if not family.has_role:
             del identity["role"]
         for sample in family.samples:
-            families[name].add_sample(name + sample.suffix, identity | dict(sample.labels), sample.value)
+            value = sample.value
+            if family.name == KV_USAGE.name:
+                value = self.kv_usage.get(identity["worker"], value)
+            families[name].add_sample(name + sample.suffix, identity | dict(sample.labels), value)

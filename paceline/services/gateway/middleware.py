@@ -1,4 +1,4 @@
-"""HTTP limits and the middlewares for request ids, body sizes and API keys.
+"""HTTP limits and the middlewares for request ids and body sizes.
 
 With this parser uvicorn limits neither the size of a request's head nor the time that it takes. One connection could
 fill the memory, and many could stay open for ever, before our code sees a request. BoundedHttp limits heads;
@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import re
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -81,9 +77,14 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 BODY_SECONDS = 60.0
+UPLOAD_PATH = "/v1/files"
+UPLOAD_SECONDS = 1800.0
+"""Longest time for the body of a file to arrive."""
+FORM_BYTES = 64 << 10
+"""Bytes that the body of an upload may have beside its file."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_PREFIXES = {
+ID_PREFIXES = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
     "/v1/chat/completions/batch": "chatcmpl-",
@@ -96,20 +97,7 @@ _ID_PREFIXES = {
     "/v1/rerank": "rerank-",
     "/v2/rerank": "rerank-",
 }
-_PROTECTED = (
-    "/v1/",
-    "/v2/",
-    "/inference/",
-    "/tokenize",
-    "/detokenize",
-    "/score",
-    "/rerank",
-    "/abort_requests",
-    "/reset_prefix_cache",
-    "/server_info",
-    "/fleet",
-    "/trace",
-)
+"""The routes whose answers workers compute, and the beginning of their requests' ids."""
 
 
 def is_valid_id(text: str) -> bool:
@@ -137,14 +125,14 @@ class RequestIdMiddleware:
         state = scope.setdefault("state", {})
         state["arrived"], state["send"] = time.monotonic(), send
         state["client_chose_id"] = is_valid_id(given)
-        own = _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
+        own = ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
         state["request_id"] = given if state["client_chose_id"] else own
         # The server runs each request in a task of its own, so the id need not be reset.
         set_request_id(state["request_id"])
         begun = False
         # Only generation requests get a trace; probes get none.
         span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if scope["path"] in _ID_PREFIXES:
+        if scope["path"] in ID_PREFIXES:
             span = request_span("http", state["request_id"], Headers(scope=scope))
 
         async def send_with_id(message: Message) -> None:
@@ -171,24 +159,35 @@ class BodyLimitMiddleware:
     """Middleware that refuses bodies of more than `max_bytes` with 413, and bodies slower than `max_seconds` with 408.
 
     The size is checked in Content-Length and again while the body arrives.
+
+    Args:
+        max_upload_bytes: largest file that may be uploaded. Uploads have limits of their own, because the gateway does
+            not keep them in memory.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float = BODY_SECONDS) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_seconds: float = BODY_SECONDS, max_upload_bytes: int = 0
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
+        self._max_upload_bytes = max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"the body is larger than {self._max_bytes} bytes, the --max-body-bytes of the gateway"
+        most, seconds = self._max_bytes, self._max_seconds
+        message = f"the body is larger than {most} bytes, the --max-body-bytes of the gateway"
+        if scope["path"] == UPLOAD_PATH:
+            most, seconds = self._max_upload_bytes + FORM_BYTES, UPLOAD_SECONDS
+            message = f"the file is larger than {self._max_upload_bytes} bytes, the --max-file-size of the gateway"
         announced = Headers(scope=scope).get("content-length", "0")
-        if not announced.isdecimal() or int(announced) > self._max_bytes:
+        if not announced.isdecimal() or int(announced) > most:
             await ApiError(413, message).response()(scope, receive, send)
             return
         received, complete = 0, False
-        deadline = asyncio.get_running_loop().time() + self._max_seconds
+        deadline = asyncio.get_running_loop().time() + seconds
 
         async def limited_receive() -> Message:
             nonlocal received, complete
@@ -197,49 +196,11 @@ class BodyLimitMiddleware:
                 async with asyncio.timeout_at(None if complete else deadline):
                     event = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not come within {self._max_seconds:g} seconds") from None
+                raise HTTPException(408, f"the body did not come within {seconds:g} seconds") from None
             received += len(event.get("body", b""))
             complete = not event.get("more_body", False)
-            if received > self._max_bytes:
+            if received > most:
                 raise HTTPException(413, message)
             return event
 
         await self._app(scope, limited_receive, send)
-
-
-def owner_of(request: Request) -> str:
-    """Return the digest of the API key that let the request in; "" if the gateway needs none."""
-    return str(getattr(request.state, "key_digest", ""))
-
-
-class ApiKeyMiddleware:
-    """Middleware that requires one of `keys` for all routes but probes and metrics.
-
-    The request's state gets `key_digest`, the hexadecimal digest of the key that was accepted.
-    """
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [_digest(key) for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_PROTECTED):
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        # Anthropic's clients send their key in a header of its own.
-        keys = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
-        given = [_digest(key.strip()) for key in keys]
-        # Compare with all keys, as digests of equal length, so that the time taken reveals nothing.
-        matches = [digest for one in given for digest in self._digests if hmac.compare_digest(one, digest)]
-        if matches:
-            scope.setdefault("state", {})["key_digest"] = matches[0].hex()
-            await self._app(scope, receive, send)
-            return
-        message = "a valid API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"
-        await ApiError(401, message, code="invalid_api_key").response()(scope, receive, send)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -66,6 +66,14 @@ class Lease(BaseModel):
     expires_in_ms: int
 
 
+class OwnedBlocks(BaseModel):
+    """Blocks of an owner's leases in one state."""
+
+    owner: str
+    state: str
+    blocks: int
+
+
 class FleetHost(BaseModel):
     worker_id: str
     address: str
@@ -90,6 +98,12 @@ class HostLedger(FleetHost):
     balanced: bool
     expired_leases: int
     evicted_blocks: int
+    hinted_blocks: int
+    """Blocks about which there were hints that requests need them again."""
+    hinted_kept_blocks: int
+    """Number of these that were requested again while they were cached."""
+    hinted_wasted_blocks: int
+    """Number of these that were evicted before."""
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     encoding_queries_rows: int
@@ -103,6 +117,8 @@ class HostLedger(FleetHost):
     """Blocks that are cached and could be evicted. Their sum is cached."""
     blocks_of_leases: int
     adds_up: bool
+    owners: list[OwnedBlocks]
+    """Blocks that are held or in flight, by owner and state. Their sum is held + in_flight."""
     leases: list[Lease]
 
 
@@ -126,6 +142,29 @@ class Trace(BaseModel):
     sequences: int
     parts: list[Json]
     parts_left_out: int
+
+
+class RequestLine(BaseModel):
+    request_id: str
+    own_id: str
+    state: Literal["running", "finished", "failed", "aborted", "client gone"]
+    arrived: datetime
+    ms: float
+    ttft_ms: float | None
+    endpoint: str
+    streamed: bool
+    sequences: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    attempts: int
+    workers: list[str]
+    """Workers that took part last, by name."""
+
+
+class RequestList(BaseModel):
+    requests: list[RequestLine]
+    """The newest first."""
 
 
 class RoleState(BaseModel):

@@ -7,33 +7,29 @@ import time
 from collections import Counter
 from typing import Annotated, Any
 
-import grpc.aio
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 import paceline
+from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
-from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc
-from paceline.services.common.rpc import is_cancelled
+from paceline.core.options import secrets_of
+from paceline.proto import kvtransfer_pb2
+from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.api_schema import TEXT, answers
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.ledgers import rate, read_ledger
 from paceline.services.gateway.metrics import figures
 from paceline.services.gateway.operation_bodies import FleetState, Load, ServerInfo, Trace, Version
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.trace_book import KEPT, describe
 
-LEDGER_SECONDS = 1.0
-"""Deadline of one host's answer."""
-
 LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
-
-_SECRETS = {"api_key", "redis", "response_store"}
-"""Options that may hold a password."""
 
 
 def make_operations(gateway: Gateway) -> APIRouter:
@@ -69,7 +65,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
             "max_model_len": gateway.fleet.max_model_len(),
             "started": gateway.started,
             "members": dict(roles),
-            "options": gateway.config.model_dump(exclude=_SECRETS),
+            "options": gateway.config.model_dump(exclude=secrets_of(GatewayConfig)),
         }
 
     @router.get("/load", response_model=None, responses=answers(Load))
@@ -78,7 +74,14 @@ def make_operations(gateway: Gateway) -> APIRouter:
 
     @router.get("/metrics", response_class=Response, responses=TEXT)
     async def metrics() -> Response:
-        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        hosts = [host for host in gateway.fleet.hosts() if host.available]
+        ledgers = await asyncio.gather(*(_ledger(host, 1) for host in hosts))
+        kv_usage = {
+            host.member.worker_id: (ledger["held"] + ledger["in_flight"]) / ledger["total"]
+            for host, ledger in zip(hosts, ledgers)
+            if ledger.get("total")
+        }
+        return Response(gateway.metrics.render(kv_usage), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.get("/fleet", response_model=None, responses=answers(FleetState))
     async def fleet(
@@ -98,15 +101,16 @@ def make_operations(gateway: Gateway) -> APIRouter:
         }
 
     @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
-    async def trace(request_id: str) -> dict[str, Any]:
-        known = gateway.traces.find(request_id)
+    async def trace(request_id: str, request: Request) -> dict[str, Any]:
+        may_see = caller_of(request).may_see
+        known = gateway.traces.find(request_id, may_see)
         if known is None:
             message = (
                 f"this gateway does not know the request {request_id[:128]!r}: ask the one that served it; or it was "
-                f"refused before it began, or {KEPT} newer ones have ended since"
+                f"refused before it began, {KEPT} newer ones have ended since, or another key sent it"
             )
             raise ApiError(404, message, code="unknown_request")
-        return describe(known, gateway.traces.earlier(known), time.monotonic())
+        return describe(known, gateway.traces.earlier(known, may_see), time.monotonic())
 
     return router
 
@@ -119,7 +123,7 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
         "epoch": member.epoch,
         "address": member.address,
         "host_id": member.host_id,
-        "state": "refuses us" if worker.refuses_us else member.state if worker.available else "unreachable",
+        "state": worker.state,
         "model": member.model,
         "max_model_len": member.max_model_len,
         "max_seqs": member.max_seqs,
@@ -133,34 +137,24 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
 
 async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
     """Ask a host for its block ledger and return it, or return the error if the host does not answer."""
-    stub = kvtransfer_pb2_grpc.KVTransferStub(host.channel)
-    request = kvtransfer_pb2.LedgerRequest(with_leases=True, max_leases=most_leases)
     try:
-        reply = await stub.Ledger(request, timeout=LEDGER_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        return {"host_id": host.member.host_id, "error": error.details() or error.code().name}
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        # The gateway closes the channel of a member that leaves, which cancels its calls.
-        return {"host_id": host.member.host_id, "error": "it has left"}
+        reply = await read_ledger(host, kvtransfer_pb2.LedgerRequest(with_leases=True, max_leases=most_leases))
+    except UnavailableError as error:
+        return {"host_id": host.member.host_id, "error": str(error)}
     owned = sum(lease.blocks - lease.shared_blocks for lease in reply.leases) + reply.blocks_left_out
     return {
         "host_id": reply.host_id,
-        "hit_rate": _rate(reply.prefix_hits_tokens, reply.prefix_queries_tokens),
-        "encoding_hit_rate": _rate(reply.encoding_hits_rows, reply.encoding_queries_rows),
+        "hit_rate": rate(reply.prefix_hits_tokens, reply.prefix_queries_tokens),
+        "encoding_hit_rate": rate(reply.encoding_hits_rows, reply.encoding_queries_rows),
         **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if not field.is_repeated},
         "used_by_group": dict(reply.used_by_group),
         "cached_by_group": dict(reply.cached_by_group),
         # Every block is free, cached or owned by a lease. These sums check `balanced` without trusting the host.
         "blocks_of_leases": owned,
         "adds_up": reply.total == reply.free + reply.cached + owned and owned == reply.held + reply.in_flight,
+        "owners": [{"owner": each.owner, "state": each.state, "blocks": each.blocks} for each in reply.owners],
         "leases": [_lease(lease) for lease in reply.leases],
     }
-
-
-def _rate(hits: int, queries: int) -> float | None:
-    return hits / queries if queries else None
 
 
 def _lease(lease: kvtransfer_pb2.LeaseInfo) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.gateway.answer_plan import AnswerPlan, answer_constraint, plan_answer
 from paceline.services.gateway.answers.registry import AnswerForms
+from paceline.services.gateway.cache_hints import LATER_TURN, Learnt, Mark, text_marks, token_marks
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
@@ -54,6 +55,8 @@ class PromptPlan:
     """Runs of placeholder tokens, in order."""
     inputs: tuple[MediaInput, ...] = ()
     """The encoder's input for each of `media`."""
+    marks: tuple[Mark, ...] = ()
+    """The client's cache breakpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +69,12 @@ class Plan:
     include_stop: bool
     skip_special_tokens: bool
     cache_salt: str
+    wanted_priority: int | None = None
+    """The priority that the client wants; None if it does not say."""
     priority: int = 0
-    """Lower is more urgent."""
+    """The priority with which the request runs, which depends on the caller; lower is more urgent."""
+    background: bool = False
+    """Whether nobody waits for the answer, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
     repetition: RepetitionDetection | None = None
@@ -76,6 +83,12 @@ class Plan:
     """Whether logprobs name tokens by their ids."""
     session_id: str = ""
     """The client's name of the conversation; "" if there is none."""
+    retention: str | None = None
+    """How long the client wants the prompt to be cached, a key of RETENTION_SECONDS; None if it does not say."""
+    learnt: Learnt | None = None
+    """An expectation of the gateway's own about the next use of the contexts."""
+    owner: str = ""
+    """Digest of the client's key."""
 
 
 def kind_of(request: GenerationRequest) -> Kind:
@@ -142,7 +155,12 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
     sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
     answer = plan_answer(request, forms, tokenizer, text)
     prompt = dataclasses.replace(prompt, sampling=sampling, answer=answer, media=encoded.media, inputs=encoded.inputs)
-    return _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
+    found = text_marks(text, request.messages, request.tools or (), request.cache_control)
+    if found and request.truncate_prompt_tokens is None:
+        prompt = dataclasses.replace(prompt, marks=token_marks(found, text, len(prompt.token_ids), tokenizer))
+    plan = _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
+    is_later = any(message.role == "assistant" for message in request.messages)
+    return dataclasses.replace(plan, learnt=LATER_TURN) if is_later else plan
 
 
 def plan_chats(requests: Sequence[ChatRequest], model: ServedModel, media: Expansions = NO_ITEMS) -> Plan:
@@ -167,7 +185,7 @@ def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
         )
         prompt = _plan_prompt(params, model, "token_ids", None, list(request.token_ids), wanted)
         plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
-    return dataclasses.replace(plan, cache_salt=request.cache_salt or "", priority=request.priority)
+    return dataclasses.replace(plan, cache_salt=request.cache_salt or "", wanted_priority=request.priority)
 
 
 def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], model: ServedModel) -> Plan:
@@ -223,11 +241,12 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rul
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         cache_salt=request.cache_salt or "",
-        priority=request.priority,
+        wanted_priority=request.priority,
         kind=kind,
         repetition=repetition if repetition is not None and repetition.max_pattern_size else None,
         logprobs_as_ids=rules.as_ids if as_ids is None else as_ids,
         session_id=request.session_id or "",
+        retention=request.retention,
     )
 
 

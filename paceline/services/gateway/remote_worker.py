@@ -10,9 +10,9 @@ from typing import NamedTuple
 import grpc.aio
 
 from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import HEARTBEAT_SECONDS, Member
 from paceline.services.common.rpc import open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.gateway.router import Candidate
 
@@ -48,9 +48,9 @@ class DecayingSum:
 class RemoteWorker:
     """A member, the channel to it, and this gateway's own counts of its calls and failures."""
 
-    def __init__(self, member: Member, secret: Secret) -> None:
+    def __init__(self, member: Member, credentials: Credentials) -> None:
         self.member = member
-        self.channel: grpc.aio.Channel = open_channel(member.address, secret)
+        self.channel: grpc.aio.Channel = open_channel(member.address, credentials)
         self.feed = EventFeed(self.channel, str(self), member.events)
         self.feed.on_draining = self._note_draining
         self.in_flight = 0
@@ -76,6 +76,8 @@ class RemoteWorker:
         self.gone = False
         self.refuses_us = False
         """Whether the member refuses our secret. It gets no more calls, because only a restart can change this."""
+        self.is_untrusted = False
+        """Whether the last health checks failed because a certificate is not valid. This is logged once."""
 
     def __str__(self) -> str:
         return f"{self.member.role} worker {self.member.worker_id}"
@@ -88,6 +90,11 @@ class RemoteWorker:
     @property
     def available(self) -> bool:
         return not self.set_aside and not self.refuses_us
+
+    @property
+    def state(self) -> str:
+        """The member's own state, or why this gateway gives it no work, for operators."""
+        return "refuses us" if self.refuses_us else self.member.state if self.available else "unreachable"
 
     @property
     def unreported(self) -> int:

@@ -54,7 +54,7 @@ def render(request: GenerationRequest, plan: Plan, request_id: str, model: str) 
             "stream": bool(request.stream),
             "stream_options": request.stream_options.model_dump() if request.stream_options else None,
             "cache_salt": request.cache_salt,
-            "priority": request.priority,
+            "priority": request.priority or 0,
             "kv_transfer_params": None,
         }
         for index, prompt in enumerate(plan.prompts)

@@ -11,6 +11,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from paceline.core.telemetry import set_request_id
+from paceline.services.gateway.access.callers import caller_of
+from paceline.services.gateway.access.limiter import admission_of
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
@@ -34,6 +36,11 @@ _PRIORITY_HEADER = "X-Vllm-Priority"
 _SESSION_HEADER = "X-Session-ID"
 
 
+def is_background(request: Request) -> bool:
+    """Return whether nobody waits for the answer: the request is a line of a batch, and not one of a client."""
+    return bool(getattr(request.state, "background", False))
+
+
 def choose_id(wanted: str | None, request: Request) -> str:
     """Return the request's id: from its header, else from its body, else the one that the gateway made.
 
@@ -55,15 +62,21 @@ def choose_id(wanted: str | None, request: Request) -> str:
 def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> Generation:
     """Return a request's generation, which does not run yet, with its trace.
 
-    Raises ApiError if a header is not valid.
+    Raises ApiError if a header is not valid, or if the caller's key has no tokens left.
     """
-    plan = _with_headers(plan, request)
+    plan = dataclasses.replace(_with_headers(plan, request), background=is_background(request))
+    caller, admission = caller_of(request), admission_of(request)
+    admission.charge(
+        sum(len(prompt.token_ids) for prompt in plan.prompts),
+        sum(prompt.sampling.max_tokens for prompt in plan.prompts) * plan.n,
+    )
+    request.state.resources.callback(admission.refund)
     request_id: str = request.state.request_id
     if request.state.client_chose_id:
         # Clients reuse ids, above all when they retry, but workers need a unique id.
         request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
     path, arrived = request.url.path, request.state.arrived
-    trace = RequestTrace.of(plan, request.state.request_id, request_id, path, arrived, is_streamed)
+    trace = RequestTrace.of(plan, request.state.request_id, request_id, path, arrived, is_streamed, caller.owner)
     gateway.metrics.observe_params(plan)
     return Generation(
         plan,
@@ -75,6 +88,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         requests=gateway.requests,
         media_memory=gateway.media.memory,
         resources=request.state.resources,
+        admission=admission,
     )
 
 
@@ -113,14 +127,19 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
 
 
 def _with_headers(plan: Plan, request: Request) -> Plan:
-    """Return the plan with the values of vLLM's headers. As in vLLM, the header's priority replaces the body's."""
+    """Return the plan with its client, the values of vLLM's headers, and a priority that the caller may have.
+
+    As in vLLM, the header's priority replaces the body's.
+    """
     session_id = plan.session_id or request.headers.get(_SESSION_HEADER, "")
     if len(session_id) > MAX_SESSION_CHARACTERS:
         message = f"{_SESSION_HEADER} must have at most {MAX_SESSION_CHARACTERS} characters"
         raise ApiError(400, message, param=_SESSION_HEADER)
-    priority = request.headers.get(_PRIORITY_HEADER, str(plan.priority))
-    if re.fullmatch(r"-?[0-9]{1,10}", priority) is None or not -(2**31) <= int(priority) < 2**31:
-        raise ApiError(
-            400, f"{_PRIORITY_HEADER} must be an integer of 32 bits; lower is more urgent", param=_PRIORITY_HEADER
-        )
-    return dataclasses.replace(plan, session_id=session_id, priority=int(priority))
+    wanted = plan.wanted_priority
+    if (header := request.headers.get(_PRIORITY_HEADER)) is not None:
+        if re.fullmatch(r"-?[0-9]{1,10}", header) is None or not -(2**31) <= int(header) < 2**31:
+            message = f"{_PRIORITY_HEADER} must be an integer of 32 bits; lower is more urgent"
+            raise ApiError(400, message, param=_PRIORITY_HEADER)
+        wanted = int(header)
+    caller = caller_of(request)
+    return dataclasses.replace(plan, session_id=session_id, priority=caller.priority_for(wanted), owner=caller.owner)

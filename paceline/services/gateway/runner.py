@@ -7,15 +7,17 @@ already. Sampling is a function of (seed, position) alone, so the client sees no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from opentelemetry import trace
 
+from paceline.core.cache_policy.hints import Hint
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.common.tasks import InUse
@@ -25,6 +27,7 @@ from paceline.services.gateway.encode_calls import AttemptMedia, EncodeRefusedEr
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.hint_sender import HintSender
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
@@ -35,6 +38,9 @@ from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainin
 
 REFUSED_SECONDS = (0.1, 0.4)
 """The shortest and longest time before the next attempt if no worker had room for an encoding, in seconds."""
+
+BACKGROUND_SECONDS = 86400.0
+"""Longest life of a sequence of the background, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +55,20 @@ class SequenceRunner:
         self._placements = placements
         self._prefixes = prefixes
         self._encodings = EncodingIndex(prefixes)
+        self.hints = HintSender(fleet.host, prefixes)
         self._turns = itertools.count()
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._aborted = False
         self.sequences = InUse()
         """Sequences that wait or run."""
+        self._background = 0
+        """Those of them that nobody waits for."""
         fleet.on_refresh = self._leave_draining_workers
+
+    @property
+    def client_sequences(self) -> int:
+        """Number of sequences of clients that wait or run."""
+        return self.sequences.count - self._background
 
     def abort(self) -> None:
         """End all attempts. Each sequence fails with UnavailableError."""
@@ -71,8 +85,10 @@ class SequenceRunner:
             BusyError: there was no room in time.
             UnavailableError: no worker, all attempts failed, or the longest life of a request is over.
         """
-        deadline = sequence.trace.arrived + self._config.request_seconds
-        with self.sequences.running():
+        # Work of the background may wait for others much longer. Its caller has a deadline of its own.
+        seconds = BACKGROUND_SECONDS if sequence.background else self._config.request_seconds
+        deadline = sequence.trace.arrived + seconds
+        with self.sequences.running(), self._counted(sequence):
             while True:
                 attempt = await self._admit(sequence, deadline)
                 refusal: EncodeRefusedError | None = None
@@ -101,6 +117,14 @@ class SequenceRunner:
                     await self._wait_for_encoder(sequence, refusal)
                 self._check_can_go_on(sequence, deadline)
 
+    @contextlib.contextmanager
+    def _counted(self, sequence: SequenceRun) -> Iterator[None]:
+        self._background += sequence.background
+        try:
+            yield
+        finally:
+            self._background -= sequence.background
+
     async def _wait_for_encoder(self, sequence: SequenceRun, refusal: EncodeRefusedError) -> None:
         """Wait before the next attempt, which is not counted. Raises BusyError if workers have refused for too long."""
         now = time.monotonic()
@@ -111,6 +135,11 @@ class SequenceRunner:
                 f"{self._config.queue_seconds:g} seconds; try again later"
             ) from refusal
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
+
+    def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
+        """Tell the hosts on which a sequence has run about the next use of its context."""
+        if hints:
+            self.hints.put(self._fleet.hosts_of(sequence.trace.workers), sequence.context, hints)
 
     def _hear(self, sequence: SequenceRun, record: AttemptTrace, take: Callable[[Event], object], event: Event) -> None:
         if (fresh := sequence.note(event, record)) is not None:
@@ -150,6 +179,7 @@ class SequenceRunner:
                 priority=sequence.priority,
                 first=again,
                 patient=sequence.follows and not again,
+                background=sequence.background,
             )
         except BusyError as error:
             if sequence.unreachable_since is None and self._max_model_len(sequence) >= sequence.context_tokens:

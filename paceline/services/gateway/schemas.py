@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from paceline.services.gateway.answer_format import AnswerFormat, Body, Choices, StructuredOutputs
-from paceline.services.gateway.chat_schemas import ChatMessage, NamedTool, ReasoningEffort, ToolChoice, ToolDefinition
+from paceline.services.gateway.chat_schemas import (
+    CacheControl,
+    ChatMessage,
+    NamedTool,
+    ReasoningEffort,
+    ToolChoice,
+    ToolDefinition,
+)
 from paceline.services.gateway.errors import ApiError
 
 MAX_CHOICES = 128
@@ -26,7 +33,7 @@ log = logging.getLogger(__name__)
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
-_SERVED_ANYWAY = frozenset({"metadata", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store"})
+_SERVED_ANYWAY = frozenset({"metadata", "prediction", "safety_identifier", "service_tier", "store"})
 """Known fields that are accepted and have no effect here."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -186,7 +193,10 @@ class GenerationRequest(NamedRequest):
     request_id: str | None = None
     session_id: str | None = Field(None, max_length=MAX_SESSION_CHARACTERS)
     """Shown in the request's trace, so that all requests of a conversation can be found."""
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Default: the priority of the key."""
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     user: str | None = None
 
     @model_validator(mode="after")
@@ -202,6 +212,11 @@ class GenerationRequest(NamedRequest):
                 400, "truncate_prompt_tokens must be positive, or -1 for all that fit", param="truncate_prompt_tokens"
             )
         return self
+
+    @property
+    def retention(self) -> str | None:
+        """How long the client wants the prompt to be cached; None if it does not say."""
+        return self.prompt_cache_retention or (None if self.prompt_cache_key is None else "in_memory")
 
     @property
     def stops(self) -> list[str]:
@@ -254,6 +269,8 @@ class ChatFields(NamedRequest):
     """Options of the model's preprocessing of media, such as Gemma 4's `max_soft_tokens`."""
     tools: list[ToolDefinition] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    cache_control: CacheControl | None = None
+    """A cache breakpoint at the end of the prompt."""
 
 
 class ChatRequest(ChatFields, GenerationRequest):

@@ -35,6 +35,8 @@ class SequenceRun:
     """The encoder's input for each of `media`. Kept until the sequence ends, because any attempt may need them."""
     priority: int = 0
     """Lower is more urgent."""
+    background: bool = False
+    """Whether nobody waits for the sequence, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     follows: bool = False
     """Whether another sequence of the same request was started before, so that its client is being served already."""
@@ -88,6 +90,7 @@ class SequenceRun:
             sampling=sampling_to_pb(sampling),
             cache_salt=self.cache_salt,
             priority=self.priority,
+            background=self.background,
             kind=self.kind,
             media=[span_to_pb(span) for span in self.media],
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.api_bodies import GeneratedTokens, TokensChunk
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.gateway import Gateway
@@ -27,10 +28,10 @@ def make_token_api(gateway: Gateway) -> APIRouter:
         return await respond(gateway, body, plan, tokens_format, request)
 
     @router.post("/abort_requests", response_class=Response)
-    async def abort(body: AbortRequest) -> Response:
+    async def abort(body: AbortRequest, request: Request) -> Response:
         # An id may be unknown here because the request has ended just now, so this is no error.
         for request_id in body.request_ids:
-            gateway.requests.abort(request_id)
+            gateway.requests.abort(request_id, caller_of(request).may_see)
         return Response()
 
     return router

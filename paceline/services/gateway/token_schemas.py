@@ -63,7 +63,7 @@ class TokensRequest(NamedRequest):
     return_token_ids: bool | None = None
     """Whether the answer has the prompt's token ids."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
     @model_validator(mode="after")
     def _check_stream(self) -> TokensRequest:

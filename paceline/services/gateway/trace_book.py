@@ -5,6 +5,7 @@ In JSON, instants and durations are in milliseconds, and instants count from the
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ EARLIER = 10
 """Largest number of older requests with the same id that a trace names."""
 
 Json = dict[str, Any]
+MaySee = Callable[[str], bool]
+"""A function from the owner of a request to whether the caller may see the request."""
 Clock = Callable[[float | None], float | None]
 """A function from an instant of time.monotonic() to milliseconds; None if the instant has not come yet."""
 
@@ -63,20 +66,32 @@ class TraceBook:
                 if not self._by_id[name]:
                     del self._by_id[name]
 
-    def find(self, name: str) -> RequestTrace | None:
-        """Return the newest request with this id: the client's, our own, or a sequence's as workers know it."""
-        if traces := self._by_id.get(name):
+    def find(self, name: str, may_see: MaySee = lambda owner: True) -> RequestTrace | None:
+        """Return the newest request with this id: the client's, our own, or a sequence's as workers know it.
+
+        Args:
+            may_see: returns whether the traces of an owner are searched. Clients of two owners may choose one id.
+        """
+        if traces := self._seen(name, may_see):
             return traces[-1]
         if (choice := _CHOICE.fullmatch(name)) is None:
             return None
         own_id, index = choice[1], int(choice[2])
-        candidates = (trace for trace in self._by_id.get(own_id, []) if trace.own_id == own_id)
+        candidates = (trace for trace in self._seen(own_id, may_see) if trace.own_id == own_id)
         return next((trace for trace in candidates if index < trace.sequences), None)
 
-    def earlier(self, trace: RequestTrace) -> list[RequestTrace]:
+    def newest(self, most: int) -> list[RequestTrace]:
+        """Return the requests that arrived last, the newest first. They may still run."""
+        known = {id(trace): trace for traces in self._by_id.values() for trace in traces}
+        return heapq.nlargest(most, known.values(), key=lambda trace: trace.arrived)
+
+    def earlier(self, trace: RequestTrace, may_see: MaySee = lambda owner: True) -> list[RequestTrace]:
         """Return older requests with the same id from clients, the newest first."""
-        traces = self._by_id.get(trace.request_id, [])
+        traces = self._seen(trace.request_id, may_see)
         return traces[: traces.index(trace)][::-1] if trace in traces else []
+
+    def _seen(self, name: str, may_see: MaySee) -> list[RequestTrace]:
+        return [trace for trace in self._by_id.get(name, ()) if may_see(trace.owner)]
 
 
 def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -> Json:
@@ -103,6 +118,29 @@ def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -
         "sequences": trace.sequences,
         "parts": [_part(trace, record, at) for record in sorted(trace.records, key=lambda record: record.index)],
         "parts_left_out": trace.left_out,
+    }
+
+
+def summarize(trace: RequestTrace, now: float) -> Json:
+    """Return one line about a request, for a list. `now` is the time on time.monotonic()."""
+    records = trace.records
+    first = min((times[0] for record in records if (times := record.token_times)), default=None)
+    taken = [record.workers for record in records if record.admitted is not None]
+    return {
+        "request_id": trace.request_id,
+        "own_id": trace.own_id,
+        "state": trace.outcome or "running",
+        "arrived": trace.clock.isoformat(timespec="milliseconds"),
+        "ms": _ms((now if trace.ended is None else trace.ended) - trace.arrived),
+        "ttft_ms": None if first is None else _ms(first - trace.arrived),
+        "endpoint": trace.endpoint,
+        "streamed": trace.streamed,
+        "sequences": trace.sequences,
+        "prompt_tokens": sum(record.prompt_tokens for record in records),
+        "cached_tokens": sum(record.cached_tokens for record in records),
+        "generated_tokens": sum(attempt.tokens for record in records for attempt in record.tries),
+        "attempts": sum(record.attempts for record in records),
+        "workers": sorted({worker for pair in taken for worker in pair if worker}),
     }
 
 

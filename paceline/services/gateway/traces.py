@@ -244,6 +244,8 @@ class RequestTrace:
     asked: dict[str, Any]
     """The parameters of sampling."""
     sequences: int
+    owner: str
+    """Who may see it: the digest of the caller's key; "" if the caller has none."""
     arrived: float
     """When the request arrived, on time.monotonic(). `clock` is the same as date and time."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -258,7 +260,9 @@ class RequestTrace:
     """Whether it was ended by its id."""
 
     @staticmethod
-    def of(plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool) -> RequestTrace:
+    def of(
+        plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool, owner: str = ""
+    ) -> RequestTrace:
         """Return the trace of a request that is about to run. `arrived` is on time.monotonic()."""
         return RequestTrace(
             request_id=request_id,
@@ -268,6 +272,7 @@ class RequestTrace:
             streamed=streamed,
             asked=_asked(plan),
             sequences=len(plan.prompts) * plan.n,
+            owner=owner,
             arrived=arrived,
         )
 

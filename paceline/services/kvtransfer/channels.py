@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import open_channel
-from paceline.services.common.secret import Secret
 
 IDLE_SECONDS = 60.0
 MOST_IDLE = 16
@@ -28,11 +28,11 @@ class Channels:
     """Channels by address. Each is opened at its first use, and kept for later uses until `sweep` or `close`.
 
     Args:
-        secret: the cluster's secret.
+        credentials: what the channels show to the services, and want to see of them.
     """
 
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._connections: dict[str, _Connection] = {}
 
     @contextmanager
@@ -40,7 +40,7 @@ class Channels:
         """Yield a channel to a service. It is not closed by `sweep` during the `with` statement."""
         connection = self._connections.get(address)
         if connection is None:
-            connection = self._connections[address] = _Connection(open_channel(address, self._secret))
+            connection = self._connections[address] = _Connection(open_channel(address, self._credentials))
         connection.users += 1
         try:
             yield connection.channel

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.cache_policy.base import Place
+from paceline.core.cache_policy.ranking import Place
 from paceline.core.context import HASH_BYTES
 from paceline.core.errors import InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT, KVLayout

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from paceline.core.block_pool import BlockEvent, BlockPool
 from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.errors import ConfigError
 from paceline.core.metrics import Sample
@@ -106,6 +107,10 @@ class DiskTier:
         """Return the file's slot with an undamaged block, or None."""
         slot = self._pool.find(group, digest)
         return None if slot in self._damaged else slot
+
+    def expect(self, group: int, digest: bytes, hint: Hint) -> None:
+        """Note a hint about a block, if it is in the file."""
+        self._pool.expect(group, digest, hint)
 
     def forget(self) -> int:
         """Forget all blocks, except those that are being read. Return how many there were."""

@@ -15,8 +15,8 @@ import grpc.aio
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, heeding_cancellation, is_cancelled, mapped_errors, unmapped_error
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 
@@ -143,10 +143,9 @@ async def serving_alone(
 
     It allows to test the transport without the service. Only the offer's token guards the memory.
     """
-    secret = Secret()
-    channels = Channels(secret)
+    channels = Channels(Credentials())
     transport = GrpcTransport(memory, channels, silence_seconds)
-    server = RpcServer("127.0.0.1", 0, secret)
+    server = RpcServer("127.0.0.1", 0, Credentials())
     reads = _Reads(transport)  # type: ignore[abstract]  # no other method is called
     pb_grpc.add_KVTransferServicer_to_server(reads, server.server)
     address = f"127.0.0.1:{await server.start()}"

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.secret import Secret
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.kvtransfer.adoptions import Adoptions
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier
+from paceline.services.kvtransfer.expectations import hinted_blocks
 from paceline.services.kvtransfer.exports import Exports
 from paceline.services.kvtransfer.fetches import Fetches
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
@@ -43,8 +45,8 @@ class HostOptions:
     """A tmpfs that all workers of the host can access."""
     lease_seconds: float
     """Time in seconds after which a lease ends if it is not renewed."""
-    secret: Secret
-    """The cluster's secret, which services of other hosts check."""
+    credentials: Credentials
+    """What this service shows to services of other hosts, and wants to see of them."""
     enough_tokens: int = 0
     """Tokens for which the arena has blocks, or one longest context if this is more; 0 uses all of kv_memory_bytes."""
     disk: DiskOptions | None = None
@@ -74,7 +76,7 @@ class HostMemory:
         # Stays mapped after `close`, because transports may still be moving blocks.
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
-        self._channels = Channels(options.secret)
+        self._channels = Channels(options.credentials)
         self.grpc = GrpcTransport(blocks, self._channels)
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
         offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
@@ -89,6 +91,13 @@ class HostMemory:
             layout, self.ledger, blocks, options.clock, self._channels, Paths(transports), self.adoptions.note
         )
         self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
+
+    def expect(self, links: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """Note hints about the first tokens of a context, whose links are given, in the arena and on disk."""
+        for (group, digest), hint in hinted_blocks(self.layout, links, hints):
+            self.ledger.expect(group, digest, hint)
+            if self.disk is not None:
+                self.disk.expect(group, digest, hint)
 
     async def sweep(self) -> None:
         """Close connections to other hosts that were idle for long."""

@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.block_pool import BlockEvent, BlockPool, Counts
-from paceline.core.cache_policy.base import CachePolicy, Name
+from paceline.core.cache_policy.base import CachePolicy, HintCounts
+from paceline.core.cache_policy.hints import Hint
+from paceline.core.cache_policy.ranking import Name
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.prefix import match_prefix
@@ -244,6 +246,10 @@ class Ledger:
 
     # ---- the cache
 
+    def expect(self, group: int, digest: bytes, hint: Hint) -> None:
+        """Note a hint about the reusable block with this name, if there is one."""
+        self._pool.expect(group, digest, hint)
+
     def forget(self) -> int:
         """Forget all cached blocks that no lease uses. Return how many there were."""
         return len(self._pool.forget())
@@ -278,6 +284,10 @@ class Ledger:
     def expired_leases(self) -> int:
         """Number of leases so far whose deadline passed or whose session ended before they were released."""
         return self._book.expired
+
+    @property
+    def hint_counts(self) -> HintCounts:
+        return self._pool.hint_counts
 
     @property
     def evicted_blocks(self) -> int:

@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
-from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig
+from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig, TransportChoice
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.core.options import parse_bytes
 from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar, metrics_to_pb
 from paceline.services.common.rpc import RpcServer, is_loopback
-from paceline.services.common.secret import read_secret
 from paceline.services.kvtransfer.disk_tier import DiskOptions
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.fast_transports import fast_transports
@@ -35,20 +35,20 @@ async def run(config: KVTransferConfig) -> None:
     stop = stop_on_signals()
     give_back_large_memory()
     host_id = config.host_id or unique_name("host")
-    secret = read_secret(config.auth_token_file)
+    credentials = read_credentials(config)
     options = HostOptions(
         host_id,
         _kv_memory(config),
         Path(config.arena_dir),
         config.lease_seconds,
-        secret,
+        credentials,
         enough_tokens=KV_TOKENS if config.kv_memory == "auto" else 0,
         disk=_disk(config),
         cache_policy=find_policy(config.cache_policy),
-        make_transports=await fast_transports(config.transport, is_loopback(config.host)),
+        make_transports=await fast_transports(_transport(config), is_loopback(config.host)),
     )
     service = KVTransferService(options)
-    server = RpcServer(config.host, config.port, secret, host_id)
+    server = RpcServer(config.host, config.port, credentials, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, server.bind())
     await service.start(address)
@@ -76,6 +76,15 @@ async def run(config: KVTransferConfig) -> None:
         await publisher.stop()
         await service.close()
         await server.close(0)
+
+
+def _transport(config: KVTransferConfig) -> TransportChoice:
+    """Return --transport, so that "auto" copies nothing in the clear if services speak TLS."""
+    if not config.cluster_certfile:
+        return config.transport
+    if config.transport == "ucx":
+        log.warning("UCX copies KV blocks in the clear; only gRPC speaks TLS: --transport grpc, or auto")
+    return "grpc" if config.transport == "auto" else config.transport
 
 
 def _kv_memory(config: KVTransferConfig) -> int:

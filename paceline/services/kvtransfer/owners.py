@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.core.cache_policy.base import Name
+from paceline.core.cache_policy.ranking import Name
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_to_pb
@@ -33,6 +34,23 @@ def count_groups(leases: Iterable[Lease], cached: Iterable[Name], layout: KVLayo
     for number, _ in cached:
         reply.cached_by_group[groups[number]] += 1
     return reply
+
+
+def count_owners(leases: Iterable[Lease], workers: Mapping[int, str]) -> pb.LedgerReply:
+    """Return the part of a ledger reply that counts the blocks of each owner by the state of their leases.
+
+    Args:
+        leases: all leases.
+        workers: ids of workers by session.
+    """
+    blocks = Counter[tuple[str, str]]()
+    seen: set[int] = set()
+    for lease in sorted(leases, key=lambda lease: lease.created):
+        own = set(lease.slots()) - seen
+        seen |= own
+        blocks[workers.get(lease.owner, "gone"), lease.state.value] += len(own)
+    owned = (pb.OwnedBlocks(owner=owner, state=state, blocks=count) for (owner, state), count in blocks.most_common())
+    return pb.LedgerReply(owners=owned)
 
 
 def describe_leases(leases: Sequence[Lease], workers: Mapping[int, str], most: int, now: float) -> pb.LedgerReply:

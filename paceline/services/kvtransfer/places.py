@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.cache_policy.base import Name, Place
+from paceline.core.cache_policy.ranking import Name, Place
 from paceline.core.kv_layout import KVLayout
 
 

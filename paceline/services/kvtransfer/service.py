@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -22,17 +23,21 @@ from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.adoptions import Waiter
+from paceline.services.kvtransfer.expectations import expectation_from_pb
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.lease import TRANSFER, Lease
 from paceline.services.kvtransfer.operations import adopted, apply, changed_leases, key_of
-from paceline.services.kvtransfer.owners import count_groups, describe_leases
+from paceline.services.kvtransfer.owners import count_groups, count_owners, describe_leases
 from paceline.services.kvtransfer.sessions import Sessions
 from paceline.services.kvtransfer.snapshot import Snapshot, snapshot_of
 
 _MAX_OPERATIONS = 4096
 """Most operations in one batch. The service does nothing else while it applies a batch."""
+
+_MAX_EXPECTATIONS = 4096
+"""Most expectations in one message."""
 
 _MAX_NAMES = 1 << 15
 """Most block names in one message."""
@@ -215,6 +220,17 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                 part = b"".join(hashes[start : start + _MAX_NAMES])
                 yield pb.ReusableReply(names=pb.BlockNames(group=group, hashes=part))
 
+    async def Expect(self, request: pb.ExpectRequest, context: Context) -> pb.ExpectReply:
+        async with mapped_errors(context):
+            if len(request.expectations) > _MAX_EXPECTATIONS:
+                raise InvalidRequestError(f"a message may have {_MAX_EXPECTATIONS} expectations")
+            for message in request.expectations:
+                links, hints = expectation_from_pb(message)
+                if (memory := self.sessions.memory) is not None:
+                    memory.expect(links, hints)
+                await asyncio.sleep(0)  # so that batches of workers, which requests wait for, come in between
+        return pb.ExpectReply()
+
     async def ResetCache(self, request: pb.ResetCacheRequest, context: Context) -> pb.ResetCacheReply:
         if (memory := self.sessions.memory) is None:
             return pb.ResetCacheReply()
@@ -229,7 +245,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         reply = pb.LedgerReply(
             host_id=self._options.host_id,
             **snapshot.counts._asdict(),
-            balanced=self._keeper.check_balance(),
+            balanced=self._keeper.healthy if request.brief else self._keeper.check_balance(),
             expired_leases=snapshot.expired_leases,
             evicted_blocks=snapshot.evicted_blocks,
             prefix_queries_tokens=snapshot.prefixes.queried_tokens,
@@ -237,11 +253,15 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             encoding_queries_rows=snapshot.encodings.queried_tokens,
             encoding_hits_rows=snapshot.encodings.cached_tokens,
             slot_bytes=snapshot.slot_bytes,
+            hinted_blocks=snapshot.hints.hinted,
+            hinted_kept_blocks=snapshot.hints.kept,
+            hinted_wasted_blocks=snapshot.hints.wasted,
         )
         if (memory := self.sessions.memory) is not None:
-            leases = memory.ledger.leases()
-            reply.MergeFrom(count_groups(leases, memory.ledger.cached(), memory.layout))
-            if request.with_leases:
-                names = {TRANSFER: "kvtransfer", **self.sessions.workers}
+            leases, names = memory.ledger.leases(), {TRANSFER: "kvtransfer", **self.sessions.workers}
+            reply.MergeFrom(count_owners(leases, names))
+            if not request.brief:
+                reply.MergeFrom(count_groups(leases, memory.ledger.cached(), memory.layout))
+            if request.with_leases and not request.brief:
                 reply.MergeFrom(describe_leases(leases, names, request.max_leases, self._options.clock()))
         return reply

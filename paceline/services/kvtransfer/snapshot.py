@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.core.block_pool import Counts
+from paceline.core.cache_policy.base import HintCounts
 from paceline.core.metrics import Family, Sample
 from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.kvtransfer.fetches import Totals
@@ -43,6 +44,7 @@ class Snapshot:
     encodings: Lookups = dataclasses.field(default_factory=Lookups)
     reusable: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Number of blocks that can be reused, by the name of their group."""
+    hints: HintCounts = dataclasses.field(default_factory=HintCounts)
     transfers: Totals = dataclasses.field(default_factory=Totals)
     """Totals of the transfers from other hosts."""
     disk: Sequence[Sample] = ()
@@ -72,6 +74,9 @@ class Snapshot:
         yield Sample("encoding_hits_rows", self.encodings.cached_tokens, ENCODING_HITS)
         for group, blocks in self.reusable.items():
             yield Sample(f"reusable_bytes_{group}", blocks * self.slot_bytes, REUSABLE_BYTES, {"group": group})
+        yield Sample("hinted_blocks", self.hints.hinted)
+        yield Sample("hinted_kept_blocks", self.hints.kept)
+        yield Sample("hinted_wasted_blocks", self.hints.wasted)
         yield from self.transfers.samples()
         yield from self.disk
 
@@ -95,6 +100,7 @@ def snapshot_of(memory: HostMemory, workers: int) -> Snapshot:
         prefixes=ledger.lookups[False],
         encodings=ledger.lookups[True],
         reusable=reusable,
+        hints=ledger.hint_counts,
         transfers=memory.fetches.totals,
         disk=() if memory.disk is None else tuple(memory.disk.samples()),
     )

@@ -11,7 +11,7 @@ from paceline.core.config import GIB, ServeConfig, has_pools
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
-from paceline.models.config import encoding_size, read_facts
+from paceline.models.config import has_native_encoders, read_facts
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, count_weights
 from paceline.models.model_config import ModelConfig
@@ -41,7 +41,7 @@ def check_model(config: ServeConfig, folder: Path) -> None:
 
 def check_encode_workers(config: ServeConfig, folder: Path, count: int) -> None:
     """Raise ConfigError if there shall be encode workers and the model in `folder` has no encoders."""
-    if count and not encoding_size(folder, config.model_impl):
+    if count and not has_native_encoders(folder, config.model_impl):
         raise ConfigError(
             f"{served_name(config)} has no encoders that Paceline computes, so it needs no encode workers"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.services.common.registry import connect
+from paceline.services.common.registry import connect, without_password
 
 
 def redis_command(socket: Path) -> list[str]:
@@ -50,6 +50,7 @@ async def wait_for_redis(url: str, seconds: float) -> None:
                     problem = error
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise UnavailableError(f"Redis at {url} does not answer: {problem or 'no reply'}") from problem
+        place = without_password(url)
+        raise UnavailableError(f"Redis at {place} does not answer: {problem or 'no reply'}") from problem
     finally:
         await client.aclose()

@@ -13,13 +13,26 @@ from paceline.models.hub_name import parse_hub_name
 _GATEWAY = (
     "host",
     "port",
+    "uds",
+    "root_path",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
     "api_key",
-    "response_store",
+    "admin_key",
+    "api_keys_file",
+    "allowed_origins",
+    "allowed_methods",
+    "allowed_headers",
+    "allow_credentials",
+    "store",
     "limit_mm_per_prompt",
     "mm_processor_kwargs",
     "allowed_media_domains",
     "allow_private_media",
     "allowed_local_media_path",
+    "vllm_metric_names",
 )
 """Options of `serve` that only the gateway has."""
 _SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")
@@ -40,9 +53,7 @@ def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
     shared["auth_token_file"] = str(secret)
     shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
     gateway = {name: options[name] for name in _GATEWAY}
-    gateway["response_store"] = config.response_store or str(
-        Path(config.cache_dir).expanduser().absolute() / "responses.db"
-    )
+    gateway["store"] = config.store or str(Path(config.cache_dir).expanduser().absolute() / "store.db")
     return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"
 
 

@@ -70,7 +70,8 @@ class Supervisor:
             PacelineError: the stack cannot start, or one of its processes keeps ending.
         """
         checks.check_config(self._config)
-        checks.check_port(self._config.host, self._config.port)
+        if not self._config.uds:
+            checks.check_port(self._config.host, self._config.port)
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for number in signals:
@@ -142,10 +143,9 @@ class Supervisor:
             "gateway", self._service("gateway", config, f"--supervisor-socket={scaling.path}")
         )
         _, address = await asyncio.gather(workers.ready(), gateway.ready())
-        port = _port(address)
-        await welcome.wait_until_serving(self._config.host, port)
+        await welcome.wait_until_serving(self._config, address)
         numerics = await welcome.numerics_in_use(redis, folder.name)
-        say(welcome.first_request(self._config, model, port, numerics))
+        say(welcome.first_request(self._config, model, address, numerics))
 
     async def _prepare_models(self) -> Path:
         """Return the folder of the model. The options then have the folder of the draft model, too."""
@@ -203,7 +203,8 @@ class Supervisor:
         is_worker = bool(name)
 
         def launch(address: str) -> Awaitable[Child]:
-            same = [f"--port={_port(address)}"] if address and not is_worker else []
+            has_port = address and not is_worker and not address.startswith("unix:")
+            same = [f"--port={address.rpartition(':')[2]}"] if has_port else []
             return Child.start(name or role, self._command(role, *arguments, *same), "ready-fd", warn)
 
         async def wait_ready(child: Child) -> str:
@@ -262,10 +263,6 @@ class Supervisor:
     async def _stop_part(self, part: Part) -> None:
         if (process := self._parts.get(part)) is not None:
             await process.stop(self._grace, self._hurry)
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
 
 
 def report(child: Child, address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,12 +21,18 @@ SERVING_SECONDS = 30.0
 """Longest time until the gateway finds the workers, which are ready already, in seconds."""
 
 
-async def wait_until_serving(host: str, port: int) -> None:
-    """Wait until the gateway reports that it can place requests. Raises UnavailableError after SERVING_SECONDS."""
+async def wait_until_serving(config: ServeConfig, address: str) -> None:
+    """Wait until the gateway reports that it can place requests. Raises UnavailableError after SERVING_SECONDS.
+
+    Args:
+        address: host:port or unix:PATH, as the gateway announced it.
+    """
+    if config.ssl_cert_reqs == ssl.CERT_REQUIRED:
+        return  # it talks to nobody without a certificate, and this process has none
     try:
         async with asyncio.timeout(SERVING_SECONDS):
             while True:
-                if await _is_healthy(_local(host), port):
+                if await _is_healthy(config, address):
                     return
                 await asyncio.sleep(0.1)
     except TimeoutError:
@@ -44,14 +51,14 @@ async def numerics_in_use(redis: str, cluster: str) -> list[str]:
     return sorted({str(member.numerics) for member in members if member.numerics is not None})
 
 
-def first_request(config: ServeConfig, model: Path, port: int, numerics: Sequence[str] = ()) -> str:
+def first_request(config: ServeConfig, model: Path, address: str, numerics: Sequence[str] = ()) -> str:
     """Return a curl command that gets an answer from the stack.
 
     Args:
         model: the model's folder; if it has a chat template, the request is a chat.
+        address: host:port or unix:PATH, as the gateway announced it.
         numerics: the numerics of the workers, for the user to read.
     """
-    host = f"[{_local(config.host)}]" if ":" in config.host else _local(config.host)
     body: dict[str, object] = {"model": served_name(config), "max_tokens": 64}
     if config.chat_template or _has_chat_template(model):
         path = "chat/completions"
@@ -59,16 +66,36 @@ def first_request(config: ServeConfig, model: Path, port: int, numerics: Sequenc
     else:
         path = "completions"
         body["prompt"] = "The sky is blue because"
-    lines = [f"curl http://{host}:{port}/v1/{path} -H 'Content-Type: application/json'", *_key_lines(config)]
+    lines = [
+        f"{_curl(config, address)}/v1/{path} -H 'Content-Type: application/json'",
+        *_certificate_lines(config),
+        *_key_lines(config),
+    ]
     lines.append(f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}")
     request = " \\\n    ".join(lines)
     computing = f" Workers compute with {' and '.join(numerics)}." if numerics else ""
     return f"\nReady.{computing} Try it:\n\n  {request}\n\nCtrl-C stops.\n"
 
 
+def _curl(config: ServeConfig, address: str) -> str:
+    """Return the beginning of a curl command, up to the host."""
+    scheme = "https" if config.ssl_certfile else "http"
+    if config.uds:
+        return f"curl --unix-socket {shlex.quote(address.removeprefix('unix:'))} {scheme}://localhost"
+    host, port = _local(config.host), address.rpartition(":")[2]
+    return f"curl {scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _certificate_lines(config: ServeConfig) -> list[str]:
+    # The certificate is for the name by which clients reach the server, which need not be this address.
+    own = [f"--cacert {shlex.quote(config.ssl_certfile)}"] if config.ssl_certfile else []
+    required = config.ssl_cert_reqs == ssl.CERT_REQUIRED
+    return [*own, *(["--cert YOUR_CERTIFICATE --key YOUR_KEY_FILE"] if required else [])]
+
+
 def _key_lines(config: ServeConfig) -> list[str]:
     # A key is never printed, because output ends up in logs.
-    if config.api_key:
+    if config.api_key or config.api_keys_file:
         return ["-H 'Authorization: Bearer YOUR_KEY'"]
     return ['-H "Authorization: Bearer ${PACELINE_API_KEY%%,*}"'] if env.api_keys() else []
 
@@ -87,9 +114,16 @@ def _local(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-async def _is_healthy(host: str, port: int) -> bool:
+async def _is_healthy(config: ServeConfig, address: str) -> bool:
+    # The certificate names another host, perhaps. To ask our own child for its health needs no proof of who it is.
+    tls = ssl._create_unverified_context() if config.ssl_certfile else None
     try:
-        reader, writer = await asyncio.open_connection(host, port)
+        if config.uds:
+            path = address.removeprefix("unix:")
+            reader, writer = await asyncio.open_unix_connection(path, ssl=tls, server_hostname="" if tls else None)
+        else:
+            port = int(address.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection(_local(config.host), port, ssl=tls)
     except OSError:
         return False
     try:

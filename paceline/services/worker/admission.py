@@ -28,14 +28,18 @@ class Admission:
         self.on_draining: Callable[[], None] = lambda: None
         """Called once, when the worker begins to drain."""
         self._max_requests = max_requests
-        self._preempted: list[Key] = []
+        self._preempted: dict[Key, bool] = {}
+        """Preempted requests in order of preemption, and whether they are of the background."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextlib.asynccontextmanager
-    async def admit(self) -> AsyncIterator[None]:
+    async def admit(self, background: bool = False) -> AsyncIterator[None]:
         """Count one request while the body of the `with` statement runs.
+
+        Args:
+            background: whether nobody waits for the request. Then it comes after all requests that were preempted.
 
         Raises:
             BusyError: the worker has no room now.
@@ -43,8 +47,9 @@ class Admission:
         """
         if self.draining:
             raise _draining()
-        if self._preempted:
-            raise BusyError(f"{len(self._preempted)} requests that were preempted wait for blocks, and they come first")
+        first = [key for key, own in self._preempted.items() if background >= own]
+        if first:
+            raise BusyError(f"{len(first)} requests that were preempted wait for blocks, and they come first")
         if self.active >= self._max_requests:
             raise BusyError(f"this worker runs {self.active} requests, as many as it may")
         self.active += 1
@@ -87,13 +92,17 @@ class Admission:
                 self._idle.set()
 
     @contextlib.contextmanager
-    def waiting_for_blocks(self, key: Key) -> Iterator[Callable[[], bool]]:
-        """Queue a preempted request, before all newcomers. Yield a function that says if it is first."""
-        self._preempted.append(key)
+    def waiting_for_blocks(self, key: Key, background: bool = False) -> Iterator[Callable[[], bool]]:
+        """Queue a preempted request, before newcomers. Yield a function that says if it is first.
+
+        Args:
+            background: whether nobody waits for the request. Then urgent requests, newcomers too, come before it.
+        """
+        self._preempted[key] = background
         try:
-            yield lambda: self._preempted[0] == key
+            yield lambda: min(self._preempted, key=self._preempted.__getitem__) == key
         finally:
-            self._preempted.remove(key)
+            del self._preempted[key]
 
     @property
     def waiting(self) -> int:

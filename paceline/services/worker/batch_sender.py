@@ -11,8 +11,7 @@ from pathlib import Path
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.rpc import MAX_MESSAGE_BYTES
-from paceline.services.common.unix_socket import Framed, socket_address
+from paceline.services.common.unix_socket import MAX_MESSAGE_BYTES, Framed, socket_address
 
 RETRY_SECONDS = 0.5
 """Pause after a batch that could not be sent. If the session broke, the worker knows it by then."""

@@ -13,8 +13,8 @@ from paceline.core.errors import PacelineError, StaleError, UnavailableError
 from paceline.core.telemetry import trace_headers, traceparent
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
-from paceline.services.common.secret import Secret
 from paceline.services.common.wire import key_to_pb
 from paceline.services.worker.kv_session import KVSession
 from paceline.services.worker.leases import Adopted, Fetched, Leases, Reservation, checked, reservation_from_pb
@@ -34,10 +34,10 @@ class KVClient:
     that was started again.
     """
 
-    def __init__(self, address: str, worker_id: str, role: str, secret: Secret) -> None:
+    def __init__(self, address: str, worker_id: str, role: str, credentials: Credentials) -> None:
         self.on_lease_lost: Callable[[Key], None] = lambda key: None
         self._leases = Leases(lambda key: self.on_lease_lost(key))
-        self.session = KVSession(address, worker_id, role, secret, self._leases)
+        self.session = KVSession(address, worker_id, role, credentials, self._leases)
         # A prefill worker's seals do not linger, because kvtransfer sends sealed blocks to other hosts at once.
         self._may_linger = role == "decode"
 

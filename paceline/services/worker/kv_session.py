@@ -17,9 +17,9 @@ from paceline.core.errors import PacelineError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_to_pb
-from paceline.services.common.rpc import heeding_cancellation, open_channel, unmapped_error
-from paceline.services.common.secret import Secret
+from paceline.services.common.rpc import heeding_cancellation, is_serving, open_channel, unmapped_error
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
@@ -61,7 +61,7 @@ class KVSession:
         leases: the leases that are renewed, and claimed from a service that is started again.
     """
 
-    def __init__(self, address: str, worker_id: str, role: str, secret: Secret, leases: Leases) -> None:
+    def __init__(self, address: str, worker_id: str, role: str, credentials: Credentials, leases: Leases) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session is over. All leases have ended then."""
         self.sender = BatchSender(self._send)
@@ -75,7 +75,7 @@ class KVSession:
         self._worker_id = worker_id
         self._role = role
         self._leases = leases
-        self._channel = open_channel(address, secret)
+        self._channel = open_channel(address, credentials)
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self._lease_seconds = 10.0
         self.arena_path = Path()
@@ -99,6 +99,7 @@ class KVSession:
             async with asyncio.timeout(ATTACH_SECONDS):
                 call, event = await self._try_to_attach(self._attach_request(layout))
         except TimeoutError:
+            await is_serving(self._channel, timeout=CALL_SECONDS)  # raises the error if certificates are the reason
             raise UnavailableError(f"kvtransfer at {self.address} does not answer; is it running?") from None
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self.address} ended the session at once")

@@ -21,7 +21,8 @@ async def make_worker(setup: WorkerSetup) -> Worker:
     setup.undo.callback(memory.close)
     longest = max_model_len(config, loaded.layout, loaded.max_position, place.slots, memory.slots)
     steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
-    limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight)
+    itl_target = config.itl_target_ms / 1000 or None
+    limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight, itl_target)
     worker = Worker(loaded, setup.model_id, memory, setup.kv, limits, place.turns)
     await warm_up(worker)
     if setup.role == "prefill" and worker.encoding is not None:

@@ -29,8 +29,12 @@ _RANGES = {
 _MOST_BIAS = 1000.0
 
 
-def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
-    """Raise InvalidRequestError for work that a worker with these limits can never do, whoever asks for it."""
+def check_work(work: pb.Work, max_model_len: int, vocab_size: int, has_grids: bool = False) -> None:
+    """Raise InvalidRequestError for work that a worker with these limits can never do, whoever asks for it.
+
+    Args:
+        has_grids: see `ModelFacts`.
+    """
     _check_key(work)
     length = len(work.token_ids)
     if not 0 < work.prompt_tokens <= length:
@@ -39,8 +43,14 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
         raise InvalidRequestError(
             f"the context has {length} tokens; this worker takes at most {max_model_len - 1}", "prompt"
         )
-    if any(span.end > work.prompt_tokens for span in spans_from_pb(work.media)):
+    spans = spans_from_pb(work.media)
+    if any(span.end > work.prompt_tokens for span in spans):
         raise InvalidRequestError("a span of media ends after the prompt", "prompt")
+    if any((span.grid is not None) != has_grids for span in spans):
+        raise InvalidRequestError(
+            f"this model's spans of media {'need a' if has_grids else 'have no'} grid: gateway and workers must be of "
+            "one release"
+        )
     if len(work.prefix_source) > MAX_ADDRESS_CHARACTERS:
         raise InvalidRequestError(f"prefix_source may have at most {MAX_ADDRESS_CHARACTERS} characters")
     _check_sampling(work.sampling, vocab_size)

@@ -66,6 +66,8 @@ class WorkerLimits:
     max_seqs: int
     """Requests that run at the same time."""
     steps_in_flight: int
+    itl_target: float | None = None
+    """Target for the length of steps with urgent requests, in seconds. None leaves no time to the background."""
 
 
 class Worker:
@@ -96,7 +98,7 @@ class Worker:
         self.limits = limits
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
-        self._vocab_size = loaded.model.config.vocab_size
+        self._facts = loaded.model.config
         self._streams = EventStreams()
         self.dispatcher = Dispatcher(kv, self._streams, self.media)
         self._loop = asyncio.get_running_loop()
@@ -122,6 +124,7 @@ class Worker:
             turns=turns,
             copies=memory.copies,
             peers=memory.peers,
+            itl_target=limits.itl_target,
         )
         self.dispatcher.engine = self.engine
         self.encoding: EncodeHandler | None = None
@@ -181,7 +184,7 @@ class Worker:
         """
         if work.kind == pb.WORK_KIND_ENCODE:
             return self.admission.join(continues=self.media.get(key_from_pb(work.key)) is not None)
-        return self.admission.admit()
+        return self.admission.admit(work.background)
 
     def check(self, work: pb.Work) -> None:
         """Refuse work that this worker can never do.
@@ -193,11 +196,11 @@ class Worker:
         if work.kind == pb.WORK_KIND_ENCODE:
             check_encode(work, self.limits.max_model_len)
         else:
-            check_work(work, self.limits.max_model_len, self._vocab_size)
+            check_work(work, self.limits.max_model_len, self._facts.vocab_size, self._facts.has_grids)
 
     def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
         """Refuse a handoff with an unknown token or of another attempt. Raises InvalidRequestError."""
-        check_token(handoff.first_token_id, self._vocab_size)
+        check_token(handoff.first_token_id, self._facts.vocab_size)
         if (handoff.key.request_id, handoff.key.attempt) != (work.key.request_id, work.key.attempt):
             raise InvalidRequestError("the handoff is of another attempt than was admitted")
 
@@ -269,6 +272,7 @@ class Worker:
             computed_len=reservation.filled_tokens,
             only_first_token=only_first_token,
             has_readers=has_readers,
+            background=work.background,
             grammar=grammar,
         )
 

@@ -24,6 +24,7 @@ from paceline.core.model_folder import model_digest
 from paceline.core.numerics import Numerics
 from paceline.engine.engine import Engine
 from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import (
     announce_ready,
     reachable_address,
@@ -33,7 +34,6 @@ from paceline.services.common.lifecycle import (
 )
 from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import read_secret
 from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.compute_options import ComputeOptions
@@ -98,12 +98,12 @@ class WorkerProcess(Generic[W]):
         """None until the options are resolved."""
         self._config = config
         self._role = role
-        self._secret = read_secret(config.auth_token_file)
+        credentials = read_credentials(config)
         self._model_id = model_digest(Path(config.model))
         self._worker: W | None = None
-        self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, self._secret)
+        self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
         self._epoch = time.time_ns()
-        self._server = RpcServer(config.host, config.port, self._secret, config.worker_id)
+        self._server = RpcServer(config.host, config.port, credentials, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.core.cache_policy.base import Block, CachePolicy, Name
+from paceline.core.cache_policy.base import CachePolicy
+from paceline.core.cache_policy.ranking import Block, Name
 
 
 def name(text: str) -> Name:

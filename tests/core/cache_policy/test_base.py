@@ -10,9 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from paceline.core.cache_policy.base import Block, CachePolicy, Name, Place
+from paceline.core.cache_policy.base import CachePolicy, HintCounts
 from paceline.core.cache_policy.forecast import Forecast
 from paceline.core.cache_policy.hazard import HORIZON
+from paceline.core.cache_policy.hints import Hint
+from paceline.core.cache_policy.ranking import Block, Name, Place
 from paceline.core.cache_policy.registry import POLICIES
 from tests.core.cache_policy.policies import MostRecent, Stubborn, name
 
@@ -65,6 +67,10 @@ class PolicyMachine(RuleBasedStateMachine):
                 self.here.add(one)
         self.holds.append(names)
         return names
+
+    @rule(context=CONTEXTS, seconds=st.sampled_from([30.0, 300.0, 3600.0]), source=st.sampled_from([b"", b"x"]))
+    def hint(self, context: str, seconds: float, source: bytes) -> None:
+        self.both("expect", name(context), Hint(16 * len(context), seconds, source))
 
     @rule(names=consumes(held))
     def let_go(self, names: list[Name]) -> None:
@@ -202,3 +208,15 @@ def test_the_most_urgent_user_counts() -> None:
     assert block is not None
     assert (block.priority, block.touches) == (1, 3)
     assert isinstance(block, Block)
+
+
+def test_hints_are_counted_once_until_the_next_use() -> None:
+    policy = POLICIES["lru"](8)
+    filled(policy, "abc")
+    hint = Hint(48, 60.0)
+    for text in ("a", "ab", "ab", "abc", "elsewhere"):
+        policy.expect(name(text), hint)
+    policy.touch([name("a"), name("ab")])
+    policy.touch([name("a")])
+    assert policy.evict(1) == [name("abc")]
+    assert policy.hint_counts == HintCounts(hinted=3, kept=2, wasted=1)

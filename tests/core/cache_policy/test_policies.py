@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.core.cache_policy.arc import ARC
-from paceline.core.cache_policy.base import NOWHERE, CachePolicy, Name, Place
+from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.lru import LRU
-from paceline.core.cache_policy.priority import LINEAR_TOKENS, Priority
+from paceline.core.cache_policy.ranking import NOWHERE, Name, Place
 from tests.core.cache_policy.policies import name
 
 
@@ -59,19 +59,3 @@ def test_arc_remembers_no_more_than_it_may() -> None:
     policy = ARC(4)
     found(policy, [str(number % 97) for number in range(1000)])
     assert len(policy._once_gone) + len(policy._often_gone) <= 4
-
-
-def test_priority_keeps_what_is_dear() -> None:
-    policy = Priority(2)
-    use(policy, "dear", Place(None, 4 * LINEAR_TOKENS))
-    for number in range(2):
-        use(policy, f"cheap {number}", Place(None, 16))
-    assert name("dear") in here(policy)
-
-
-def test_priority_keeps_nothing_for_ever() -> None:
-    policy = Priority(2)
-    use(policy, "dear", Place(None, 4 * LINEAR_TOKENS))
-    for number in range(8):
-        use(policy, f"cheap {number}", Place(None, 16))
-    assert name("dear") not in here(policy)

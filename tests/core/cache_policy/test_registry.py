@@ -39,7 +39,7 @@ def test_others_cannot_replace_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, newest="tests.core.cache_policy.policies:MostRecent")
-    with pytest.raises(ConfigError, match=r"'lur'.*lru, arc, priority, newest"):
+    with pytest.raises(ConfigError, match=r"'lur'.*forecast, arc, lru, newest"):
         find_policy("lur")
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret, make_secret, read_secret
+from paceline.services.common.secret import make_secret, read_secret
 
 
 async def healthcheck(*arguments: str) -> tuple[int | None, str]:
@@ -20,7 +21,7 @@ async def healthcheck(*arguments: str) -> tuple[int | None, str]:
 
 @pytest.mark.slow
 async def test_the_exit_code_follows_the_service() -> None:
-    server = RpcServer("127.0.0.1", 0, Secret())
+    server = RpcServer("127.0.0.1", 0, Credentials())
     address = f"127.0.0.1:{await server.start()}"
     starting = await healthcheck(address)
     await server.set_ready(True)
@@ -40,15 +41,16 @@ async def test_wrong_use_is_told() -> None:
 
 @pytest.mark.slow
 async def test_a_service_with_a_secret_answers_those_who_have_it(tmp_path: Path) -> None:
-    file = tmp_path / "token"
+    file, config = tmp_path / "token", tmp_path / "paceline.toml"
     make_secret(file)
-    server = RpcServer("127.0.0.1", 0, secret=read_secret(str(file)))
+    config.write_text(f'auth-token-file = "{file}"\nmax-seqs = 7\n')
+    server = RpcServer("127.0.0.1", 0, Credentials(read_secret(str(file))))
     address = f"127.0.0.1:{await server.start()}"
     await server.set_ready(True)
-    assert await healthcheck(address, str(file)) == (0, "")
+    assert await healthcheck(address, str(config)) == (0, "")
     code, errors = await healthcheck(address)
     assert (code, "--auth-token-file" in errors) == (2, True)
     file.chmod(0o644)
-    code, errors = await healthcheck(address, str(file))
+    code, errors = await healthcheck(address, str(config))
     assert (code, "chmod 600" in errors) == (2, True)
     await server.close(0)

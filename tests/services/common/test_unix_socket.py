@@ -11,8 +11,7 @@ import pytest
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.rpc import MAX_MESSAGE_BYTES
-from paceline.services.common.unix_socket import Framed
+from paceline.services.common.unix_socket import MAX_MESSAGE_BYTES, Framed
 from paceline.services.worker.batch_sender import HostConnection
 
 

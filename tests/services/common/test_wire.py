@@ -39,7 +39,7 @@ def test_many_logprobs_are_sent_in_several_messages(monkeypatch: pytest.MonkeyPa
 
 
 DIGEST = bytes(range(DIGEST_BYTES))
-SPANS = (MediaSpan(0, 2, DIGEST, MediaKind.IMAGE), MediaSpan(2, 1, DIGEST, MediaKind.AUDIO))
+SPANS = (MediaSpan(0, 2, DIGEST, MediaKind.IMAGE, (1, 2, 1)), MediaSpan(2, 1, DIGEST, MediaKind.AUDIO))
 
 
 def test_media_travel() -> None:
@@ -65,3 +65,11 @@ def test_spans_that_no_gateway_makes_are_refused(change: dict[str, object], mess
         setattr(spans[1], name, value)
     with pytest.raises(InvalidRequestError, match=message):
         wire.spans_from_pb(spans)
+
+
+@pytest.mark.parametrize("grid", [(1, 3), (1, 2, 2), (0, 0, 0), (1, 1, 1, 1)])
+def test_a_grid_has_as_many_places_as_its_span_has_tokens(grid: tuple[int, ...]) -> None:
+    message = wire.span_to_pb(SPANS[1])
+    message.grid.extend(grid)
+    with pytest.raises(InvalidRequestError, match="1 tokens has the grid"):
+        wire.spans_from_pb([message])

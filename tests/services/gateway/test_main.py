@@ -15,7 +15,8 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.services.common.registry import connect, read_members
-from paceline.services.gateway.main import _listen, run
+from paceline.services.gateway.listener import listen
+from paceline.services.gateway.main import run
 from tests.services.gateway.conftest import PATIENCE, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT
 
@@ -34,10 +35,16 @@ async def test_what_is_small_is_sent_at_once() -> None:
         no_delay.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
-    async with await asyncio.start_server(accept, sock=_listen("127.0.0.1", 0)) as server:
-        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    def make() -> asyncio.Protocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), accept)
+
+    with listen(GatewayConfig(port=0)) as listener:
+        server = await listener.serve(make)
+        host, _, port = listener.address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
         assert await no_delay.get() == 1
         writer.close()
+        server.close()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.parser import text_string_to_metric_families
 
 import paceline
-from paceline.services.gateway import operations
+from paceline.client import GatewayClient
+from paceline.services.gateway import ledgers
 from paceline.top import top
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
@@ -144,6 +145,7 @@ async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
     assert answering["leases"][0]["key"]["request_id"] == "r"
     assert answering["leases"][0]["age_ms"] == 9
     assert answering["leases"][0]["blocks_by_group"] == {"full": 2}
+    assert sum(owned["blocks"] for owned in answering["owners"]) == 5
     assert unanswering["error"]
 
 
@@ -151,7 +153,7 @@ async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
 async def test_a_host_that_starts_again_while_its_ledger_is_asked_for_is_no_error(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "LEDGER_SECONDS", 60.0)
+    monkeypatch.setattr(ledgers, "LEDGER_SECONDS", 60.0)
     leaving = await stack.add("kvtransfer", "kv-0")
     leaving.pause_after = 0
 
@@ -227,7 +229,7 @@ async def test_keys_guard_the_api_and_not_the_probes(start_stack: StartStack) ->
         ):
             response = await stack.http.get(path, headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["www-authenticate"] == ('Basic realm="Paceline"' if path == "/fleet" else "Bearer")
     for path in ("/tokenize", "/detokenize", "/v1/completions"):
         assert (await stack.post(path, prompt="x")).status_code == 401
     for path in ("/health", "/ping", "/version", "/metrics"):
@@ -337,6 +339,6 @@ async def test_what_workers_count_is_metrics(stack: Stack) -> None:
 
 
 async def test_top_shows_the_fleet_of_a_gateway(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    await asyncio.to_thread(top, stack.url, "", 0.1, 2)
+    await asyncio.to_thread(top, GatewayClient(stack.url), 0.1, 2)
     text = capsys.readouterr().out
     assert text.count("decode-0") == text.count("prefill-0") == 2

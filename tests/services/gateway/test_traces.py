@@ -12,6 +12,7 @@ import grpc
 import httpx
 import pytest
 
+from paceline.client import GatewayClient
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
 from paceline.services.gateway.plan import Plan, PromptPlan
@@ -101,7 +102,7 @@ async def test_a_request_from_its_arrival_to_its_end(stack: Stack, stream: bool)
 async def test_the_command_prints_a_timeline_and_json(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     answer = await stack.post("/v1/completions", prompt=PROMPT, max_tokens=20, request_id="mine/../1?#%41")
     await ended(stack, answer.json()["id"])
-    await asyncio.to_thread(print_trace, answer.json()["id"], stack.url, "", False)
+    await asyncio.to_thread(print_trace, answer.json()["id"], GatewayClient(stack.url), False)
     text = capsys.readouterr().out
     rows = [line[12:23].strip() for line in text.splitlines() if line[:1] == " "]
     assert [row for row, _ in itertools.groupby(rows)] == [
@@ -111,10 +112,10 @@ async def test_the_command_prints_a_timeline_and_json(stack: Stack, capsys: pyte
     for part in ("prefill-0 on host", "decode-0 on host", "12288 bytes moved, path: carrier pigeon", "6 chunks"):
         assert part in text
     assert "5 of 9 drafts accepted; 2 preemptions" in text
-    await asyncio.to_thread(print_trace, "mine/../1?#%41", stack.url, "", True)
+    await asyncio.to_thread(print_trace, "mine/../1?#%41", GatewayClient(stack.url), True)
     assert json.loads(capsys.readouterr().out)["request_id"] == "mine/../1?#%41"
     with pytest.raises(InvalidRequestError, match="404: this gateway does not know the request 'nobody'"):
-        await asyncio.to_thread(print_trace, "nobody", stack.url, "", False)
+        await asyncio.to_thread(print_trace, "nobody", GatewayClient(stack.url), False)
 
 
 @pytest.mark.parametrize("name", ["nobody", "..", "a/b", "%", "ü✓", "x" * 5000, "cmpl-1-7", "r-99999999999999"])

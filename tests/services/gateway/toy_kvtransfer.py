@@ -21,6 +21,8 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
     resume: asyncio.Event
     resets: int
     """Calls of ResetCache."""
+    expectations: list[kvtransfer_pb2.Expectation]
+    """The expectations that gateways sent."""
     pretends_to_cache: list[int]
     """Tokens of the context whose blocks the host reports as cached."""
 
@@ -38,6 +40,12 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
         await context.write(kvtransfer_pb2.ReusableReply(pool=pool))
         names = kvtransfer_pb2.BlockNames(group=0, hashes=b"".join(links))
         await context.write(kvtransfer_pb2.ReusableReply(names=names))
+
+    async def Expect(  # type: ignore[override]
+        self, request: kvtransfer_pb2.ExpectRequest, context: grpc.aio.ServicerContext
+    ) -> kvtransfer_pb2.ExpectReply:
+        self.expectations += request.expectations
+        return kvtransfer_pb2.ExpectReply()
 
     async def ResetCache(  # type: ignore[override]
         self, request: kvtransfer_pb2.ResetCacheRequest, context: grpc.aio.ServicerContext
@@ -70,6 +78,10 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
             balanced=True,
             prefix_queries_tokens=100,
             prefix_hits_tokens=25,
+            owners=[
+                kvtransfer_pb2.OwnedBlocks(owner="p", state="filling", blocks=3),
+                kvtransfer_pb2.OwnedBlocks(owner="d", state="active", blocks=2),
+            ],
             leases=shown,
             leases_left_out=len(left_out),
             # The first two blocks are of a lease that is never shown.

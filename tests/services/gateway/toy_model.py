@@ -76,9 +76,7 @@ MEDIA_TEMPLATE = """\
 def write_toy_media_model(folder: Path) -> Path:
     """Write the files of a toy model that takes images, videos and audio as Gemma 4 does, and return the folder."""
     write_toy_model(folder, chat_template=MEDIA_TEMPLATE)
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([*MEDIA_TOKENS])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    _add_tokens(folder, MEDIA_TOKENS)
     config = {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "model_type": "gemma4",
@@ -95,6 +93,61 @@ def write_toy_media_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(259, 259 + len(VISION_TOKENS))
+VISION_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {%- if 'image' in part or 'image_url' in part or part.type == 'image' %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'video' in part or part.type == 'video' %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- elif 'text' in part %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}"""
+"""As Qwen 3-VL's template in all that concerns media."""
+
+
+def write_toy_vision_model(folder: Path) -> Path:
+    """Write the files of a toy model that takes images and videos as Qwen 3-VL does, and return the folder."""
+    write_toy_model(folder, chat_template=VISION_TEMPLATE)
+    _add_tokens(folder, VISION_TOKENS)
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": {"vocab_size": VOCAB_SIZE, "eos_token_id": END},
+        "vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+        "image_token_id": IMAGE_PAD,
+        "video_token_id": VIDEO_PAD,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    pixels = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    images = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 24}, **pixels}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    videos = {"size": {"shortest_edge": 4096, "longest_edge": 24 << 20}, **pixels}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    return folder
+
+
+def _add_tokens(folder: Path, tokens: Iterable[str]) -> None:
+    """Add special tokens to the tokenizer in a folder."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([*tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def text_of(token_ids: Iterable[int]) -> str:

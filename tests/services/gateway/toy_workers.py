@@ -25,9 +25,9 @@ from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer, mapped_errors
-from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import token_from_pb
 from paceline.services.decode.outbox import Outbox, Outboxes
@@ -40,7 +40,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back ag
 ADMISSION = -1
 """Used instead of a number of tokens: the moment before a call is admitted."""
 
-_NO_SECRET = Secret()
+_NOTHING = Credentials()
 
 
 def _worker_samples() -> list[Sample]:
@@ -95,7 +95,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         port: int = 0,
         max_seqs: int = 8,
         max_model_len: int = 512,
-        secret: Secret = _NO_SECRET,
+        credentials: Credentials = _NOTHING,
         state: State = "ready",
         model: str = "",
         numerics: Numerics | None = None,
@@ -127,6 +127,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.answer: Callable[[str], str] | None = None
         """Returns the whole answer to a prompt, which is recited instead of the text, whatever the seed is."""
         self.resets = 0
+        self.expectations = []
         self.encodings: set[bytes] = set()
         """Digests of the encodings that its host has."""
         self.fails_to_encode = False
@@ -142,7 +143,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.outboxes = Outboxes()
         self.streams: list[asyncio.Task[None]] = []
         """Tasks that serve the streams of events. To cancel one breaks its stream."""
-        self._rpc = RpcServer("127.0.0.1", port, secret, worker_id)
+        self._rpc = RpcServer("127.0.0.1", port, credentials, worker_id)
         self._registrar: Registrar | None = None
         self._epoch = next(_epochs)
         self.port = port

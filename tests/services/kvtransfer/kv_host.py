@@ -14,8 +14,8 @@ import grpc.aio
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.proto.common_pb2 import Key
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.worker.batch_sender import HostConnection
@@ -82,14 +82,16 @@ class Host:
         self.now = 1000.0
         self.folder = folder
         clock = clock or (lambda: self.now)
-        self.service = KVTransferService(HostOptions(name, kv_memory, folder, LEASE, Secret(), clock=clock, **options))
-        self.server = RpcServer("127.0.0.1", 0, Secret())
+        self.service = KVTransferService(
+            HostOptions(name, kv_memory, folder, LEASE, Credentials(), clock=clock, **options)
+        )
+        self.server = RpcServer("127.0.0.1", 0, Credentials())
         pb_grpc.add_KVTransferServicer_to_server(self.service, self.server.server)
 
     async def start(self) -> None:
         await self.service.start()
         self.address = f"127.0.0.1:{await self.server.start()}"
-        self.channel = open_channel(self.address, Secret())
+        self.channel = open_channel(self.address, Credentials())
         self.stub: pb_grpc.KVTransferAsyncStub = pb_grpc.KVTransferStub(self.channel)
 
     async def close(self) -> None:

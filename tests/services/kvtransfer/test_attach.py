@@ -17,8 +17,8 @@ from paceline.core.kv_groups import divide_groups, state_groups
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.turns import PAGE_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_from_pb
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.worker.kv_session import layout_to_pb
@@ -131,7 +131,7 @@ async def test_a_block_larger_than_the_arena_names_the_flag(host: Host) -> None:
 
 async def test_too_little_memory_is_found_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--kv-memory"):
-        await KVTransferService(HostOptions("h", 1 << 60, tmp_path, LEASE, Secret())).start()
+        await KVTransferService(HostOptions("h", 1 << 60, tmp_path, LEASE, Credentials())).start()
 
 
 def state(layers: int, others: tuple[GroupShape, ...] = ()) -> tuple[GroupShape, ...]:

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.common.secret import Secret
+from paceline.services.common.credentials import Credentials
 from paceline.services.kvtransfer import channels
 from paceline.services.kvtransfer.channels import MOST_IDLE, Channels
 
 
 async def test_a_channel_is_kept_while_it_is_used_and_for_a_while_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Channels(Secret())
+    made = Channels(Credentials())
     with made.to("127.0.0.1:1") as first:
         monkeypatch.setattr(channels, "IDLE_SECONDS", -1.0)
         await made.sweep()
@@ -21,7 +21,7 @@ async def test_a_channel_is_kept_while_it_is_used_and_for_a_while_after(monkeypa
 
 
 async def test_of_many_idle_channels_only_the_newest_stay() -> None:
-    made = Channels(Secret())
+    made = Channels(Credentials())
     seen = {}
     with made.to("127.0.0.1:1") as used:
         for port in range(2, 4 + MOST_IDLE):

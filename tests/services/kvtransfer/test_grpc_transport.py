@@ -13,8 +13,8 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.grpc_transport import GrpcTransport
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
@@ -53,7 +53,7 @@ class Half(pb_grpc.KVTransferServicer):
 
 @contextlib.asynccontextmanager
 async def reader_of(half: Half, slot_bytes: int) -> AsyncIterator[tuple[GrpcTransport, ArenaMemory, Source]]:
-    server, channels, memory = RpcServer("127.0.0.1", 0, Secret()), Channels(Secret()), arena(1, slot_bytes)
+    server, channels, memory = RpcServer("127.0.0.1", 0, Credentials()), Channels(Credentials()), arena(1, slot_bytes)
     pb_grpc.add_KVTransferServicer_to_server(half, server.server)
     own = transport(memory, channels)
     try:
@@ -73,7 +73,7 @@ async def test_a_block_of_several_pieces_is_put_together_in_their_order() -> Non
     async def write(reply: pb.ReadReply) -> None:
         pieces.append(reply)
 
-    await send_into(transport(memory, Channels(Secret())), write, [1])
+    await send_into(transport(memory, Channels(Credentials())), write, [1])
     assert b"".join(piece.data for piece in pieces) == content
 
     class All(Half):
@@ -87,7 +87,7 @@ async def test_a_block_of_several_pieces_is_put_together_in_their_order() -> Non
 
 
 async def test_a_closed_transport_sends_no_more() -> None:
-    own = transport(arena(1, SLOT), Channels(Secret()))
+    own = transport(arena(1, SLOT), Channels(Credentials()))
     pieces: list[pb.ReadReply] = []
 
     async def write(reply: pb.ReadReply) -> None:

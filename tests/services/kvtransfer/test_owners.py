@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.owners import describe_leases
+from paceline.services.kvtransfer.owners import count_owners, describe_leases
 from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk
 
 WORKERS = {DECODE: "decode-0", PREFILL: "prefill-0"}
@@ -73,3 +73,16 @@ def test_who_is_gone_is_said_to_be() -> None:
     desk.ledger.lose_session(DECODE, desk.now)
     (shown,) = describe_leases(desk.leases(), {}, 0, desk.now).leases
     assert (shown.state, shown.owner, shown.writer) == ("draining", "gone", "gone")
+
+
+def test_the_blocks_of_all_owners_are_those_that_are_held_or_in_flight() -> None:
+    desk = desk_with_leases()
+    _, held, in_flight, _ = desk.counts()
+    owners = count_owners(desk.leases(), WORKERS).owners
+    assert sum(owned.blocks for owned in owners) == held + in_flight
+    by_state = {(owned.owner, owned.state): owned.blocks for owned in owners}
+    assert by_state["decode-0", "filling"] == in_flight
+    assert by_state["decode-0", "reserved"] == held
+    assert [owned.blocks for owned in owners] == sorted(by_state.values(), reverse=True)
+    gone = count_owners(desk.leases(), {}).owners
+    assert {owned.owner for owned in gone} == {"gone"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.cache_policy.base import CachePolicy, Name, Place
+from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.lru import LRU
-from paceline.core.cache_policy.priority import Priority
+from paceline.core.cache_policy.ranking import Name, Place
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
 from paceline.services.kvtransfer.claim import Claim
@@ -85,21 +85,16 @@ def test_the_order_survives_the_service() -> None:
     assert evicted(ledger, 3) == [(0, digest) for digest in reversed(names)]
 
 
-def test_what_urgent_requests_used_stays() -> None:
-    ledger = ledger_of(Priority(6), FULL)
-    cache(ledger, FULL, "urgent", "ab", priority=-1)
-    cache(ledger, FULL, "patient", "xy", priority=1)
-    cache(ledger, FULL, "usual", "uv")
-    assert evicted(ledger, 6) == [(0, digest) for text in ("xy", "uv", "ab") for digest in reversed(chain(text))]
-
-
-def test_what_an_urgent_request_finds_becomes_urgent() -> None:
-    ledger = ledger_of(Priority(4), FULL)
+def test_the_most_urgent_request_of_a_block_counts() -> None:
+    policy = LRU(4)
+    ledger = ledger_of(policy, FULL)
     cache(ledger, FULL, "patient", "xy", priority=1)
     cache(ledger, FULL, "usual", "uv")
     ledger.reserve(DECODE, Key("urgent", 1, 1), chain("xy"), 32, 32, 0.0, -1)
-    ledger.release(DECODE, Key("urgent", 1, 1), 0.0)
-    assert evicted(ledger, 2) == [(0, digest) for digest in reversed(chain("uv"))]
+    assert {block.name[1]: block.priority for block in policy.blocks()} == {
+        **dict.fromkeys(chain("xy"), -1),
+        **dict.fromkeys(chain("uv"), 0),
+    }
 
 
 def test_who_computed_a_block_once_more_has_used_it() -> None:

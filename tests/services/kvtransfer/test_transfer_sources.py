@@ -13,8 +13,8 @@ import pytest
 
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer import fetches
 from paceline.services.kvtransfer.transport import ArenaMemory
 from tests.services.kvtransfer.kv_host import SLOT, key, reserve
@@ -94,7 +94,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 async def test_nonsense_of_a_source_fails_the_transfer_alone(tmp_path: Path, lie: list[pb.ExportEvent]) -> None:
-    server = RpcServer("127.0.0.1", 0, Secret())
+    server = RpcServer("127.0.0.1", 0, Credentials())
     pb_grpc.add_KVTransferServicer_to_server(Liar(lie), server.server)
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -109,7 +109,7 @@ async def test_nonsense_of_a_source_fails_the_transfer_alone(tmp_path: Path, lie
 
 async def test_a_silent_source_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "SILENCE_SECONDS", 0.2)
-    server = RpcServer("127.0.0.1", 0, Secret())
+    server = RpcServer("127.0.0.1", 0, Credentials())
     pb_grpc.add_KVTransferServicer_to_server(Liar([OFFER, exported((0, 0))], then_silent=True), server.server)
     address = f"127.0.0.1:{await server.start()}"
     try:

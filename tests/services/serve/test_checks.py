@@ -40,7 +40,7 @@ MIB = 1 << 20
         ({"drain_seconds": float("nan")}, "--drain-seconds"),
         ({"drain_seconds": -1.0}, "--drain-seconds"),
         ({"dtype": "int3"}, "--dtype"),
-        ({"cache_policy": "lur"}, "'lur'; --cache-policy takes one of forecast, lru, arc, priority"),
+        ({"cache_policy": "lur"}, "'lur'; --cache-policy takes one of adaptive, forecast, arc, lru"),
         ({"kv_memory": "lots"}, "'lots' is not an amount of memory"),
         ({"model_impl": "vllm"}, "--model-impl must be auto, native or transformers"),
         ({"model_impl": "native", "trust_remote_code": True}, "--trust-remote-code needs --model-impl auto or"),

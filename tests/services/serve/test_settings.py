@@ -41,7 +41,7 @@ def test_gateway(file: Path) -> None:
     assert (config.host, config.port, config.api_key) == ("0.0.0.0", 9000, 'a"b\\c')
     assert (config.model, config.served_model_name) == ("/cache/ä 🚲", 'ä "quoted" 🚲')
     assert (config.redis, config.cluster, config.drain_seconds) == ("unix:///redis.sock", "c1", 3.0)
-    assert config.response_store == "/cache/responses.db"
+    assert config.store == "/cache/store.db"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -18,7 +18,7 @@ def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def curl_of(config: ServeConfig, model: Path) -> list[str]:
-    text = first_request(config, model, port=1234)
+    text = first_request(config, model, "127.0.0.1:1234")
     return shlex.split(text[text.index("curl") : text.index("Ctrl-C")])
 
 
@@ -49,19 +49,43 @@ def test_a_key_that_was_given_is_not_printed(model_folder: Path) -> None:
     assert not [part for part in command if "secret" in part]
 
 
+def test_keys_of_a_file_are_not_printed(model_folder: Path) -> None:
+    assert "Authorization: Bearer YOUR_KEY" in curl_of(ServeConfig(api_keys_file="keys.toml"), model_folder)
+
+
 def test_a_key_of_the_environment_is_not_printed(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
-    text = first_request(ServeConfig(), model_folder, port=1)
+    text = first_request(ServeConfig(), model_folder, "127.0.0.1:1")
     assert "secret" not in text
     assert "Authorization: Bearer ${PACELINE_API_KEY%%,*}" in text
 
 
 def test_the_numerics_of_the_workers_are_named(model_folder: Path) -> None:
-    assert "\nReady. Try it:\n" in first_request(ServeConfig(), model_folder, 1)
-    text = first_request(ServeConfig(), model_folder, 1, ["avx2 bfloat16", "portable bfloat16"])
+    assert "\nReady. Try it:\n" in first_request(ServeConfig(), model_folder, "127.0.0.1:1")
+    text = first_request(ServeConfig(), model_folder, "127.0.0.1:1", ["avx2 bfloat16", "portable bfloat16"])
     assert "\nReady. Workers compute with avx2 bfloat16 and portable bfloat16. Try it:\n" in text
 
 
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:1234/"), ("::", "http://[::1]:1234/")])
 def test_an_address_for_all_interfaces_is_reached_locally(model_folder: Path, host: str, url: str) -> None:
     assert curl_of(ServeConfig(host=host), model_folder)[1].startswith(url)
+
+
+def test_https_is_asked_for_with_the_certificate(model_folder: Path) -> None:
+    config = ServeConfig(ssl_certfile="c.pem", ssl_keyfile="k.pem")
+    command = curl_of(config, model_folder)
+    assert command[1] == "https://127.0.0.1:1234/v1/completions"
+    assert command[command.index("--cacert") + 1] == "c.pem"
+    assert "--cert" not in command
+    config = config.model_copy(update={"ssl_ca_certs": "ca.pem", "ssl_cert_reqs": 2})
+    assert "--cert" in curl_of(config, model_folder)
+
+
+def test_a_unix_socket_is_named(model_folder: Path) -> None:
+    text = first_request(ServeConfig(uds="a b"), model_folder, "unix:/run/a b")
+    assert shlex.split(text[text.index("curl") :])[:4] == [
+        "curl",
+        "--unix-socket",
+        "/run/a b",
+        "http://localhost/v1/completions",
+    ]

@@ -15,8 +15,8 @@ import torch
 
 from paceline.core.config import WorkerConfig
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.common.wire import token_to_pb
 from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed, Inbox
@@ -123,7 +123,9 @@ class Host:
         self.prefill = prefill
         self.decode = decode
         self.model = decode.worker.model_id
-        self.channels = [open_channel(address, Secret()) for address in (prefill.address, decode.address, kvtransfer)]
+        self.channels = [
+            open_channel(address, Credentials()) for address in (prefill.address, decode.address, kvtransfer)
+        ]
         self.prefill_stub = worker_pb2_grpc.PrefillStub(self.channels[0])
         self.decode_stub = worker_pb2_grpc.DecodeStub(self.channels[1])
         self.feed = EventFeed(self.channels[1], "the decode worker", decode.socket)
@@ -230,8 +232,8 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
     @contextlib.asynccontextmanager
     async def start(folder: Path, kv_memory: int = 4 << 20, **options: Any) -> AsyncIterator[Host]:
         clock = Clock()
-        service = KVTransferService(HostOptions("host", kv_memory, tmp_path, 3, Secret(), clock=clock))
-        server = RpcServer("127.0.0.1", 0, Secret())
+        service = KVTransferService(HostOptions("host", kv_memory, tmp_path, 3, Credentials(), clock=clock))
+        server = RpcServer("127.0.0.1", 0, Credentials())
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
         await service.start()
         address = f"127.0.0.1:{await server.start()}"

@@ -13,7 +13,7 @@ import torch
 from paceline.core.errors import BusyError, PacelineError, StaleError, UnavailableError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
-from paceline.services.common.secret import Secret
+from paceline.services.common.credentials import Credentials
 from paceline.services.kvtransfer.disk_tier import DiskOptions
 from paceline.services.worker.encodings import Encodings
 from paceline.services.worker.kv_client import KVClient
@@ -58,7 +58,7 @@ async def hosts(folder: Path, count: int = 1, **options: object) -> AsyncIterato
 
 @contextlib.asynccontextmanager
 async def attached(host: Host, role: str = "prefill") -> AsyncIterator[Attached]:
-    kv = KVClient(host.address, role, role, Secret())
+    kv = KVClient(host.address, role, role, Credentials())
     arena = await kv.session.attach(LAYOUT, 64)
     try:
         yield Attached(kv, Encodings(kv, LAYOUT, torch.frombuffer(arena.blocks, dtype=torch.float32)))

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.types import Key
-from paceline.services.common.rpc import MAX_MESSAGE_BYTES
+from paceline.services.common.unix_socket import MAX_MESSAGE_BYTES
 from tests.services.worker.unreliable_host import CONTEXT, KEY, SLOTS, UnreliableHost
 
 pytestmark = pytest.mark.slow

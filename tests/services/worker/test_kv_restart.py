@@ -9,8 +9,8 @@ import pytest
 
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.lease import State
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
 from paceline.services.worker.leases import Reservation
@@ -28,7 +28,7 @@ async def restart(host: UnreliableHost) -> None:
     os.close(shaped.arena._descriptor)
     host.service = Unreliable(shaped.arena.path.parent)
     await host.service.start()
-    host.server = RpcServer("127.0.0.1", port, Secret())
+    host.server = RpcServer("127.0.0.1", port, Credentials())
     pb_grpc.add_KVTransferServicer_to_server(host.service, host.server.server)
     await host.server.start()
 

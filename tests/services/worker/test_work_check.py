@@ -88,3 +88,12 @@ def test_what_is_out_of_bounds_is_refused(param: str | None, changes: dict[str, 
     with pytest.raises(InvalidRequestError) as caught:
         check(**changes)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("has_grids", [False, True])
+def test_spans_have_a_grid_exactly_if_the_model_reads_it(has_grids: bool) -> None:
+    span = pb.MediaSpan(start=1, length=2, digest=bytes(16), kind=pb.MEDIA_KIND_IMAGE, grid=[1, 1, 2] * has_grids)
+    own = work(media=[span])
+    check_work(own, 32, VOCABULARY, has_grids)
+    with pytest.raises(InvalidRequestError, match="have no grid" if has_grids else "need a grid"):
+        check_work(own, 32, VOCABULARY, not has_grids)

@@ -20,9 +20,9 @@ from paceline.core.numerics import Numerics
 from paceline.engine.step import Step, StepResult
 from paceline.kernels import instruction_set_of, select_kernels
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, connect, read_members
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
-from paceline.services.common.secret import Secret
 from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
@@ -110,10 +110,10 @@ async def test_a_worker_is_registered_before_it_can_serve(
     )  # it waits for kvtransfer
     early = await member(redis_server, "early", "starting")
     assert (early.role, early.model, early.max_model_len) == ("decode", model_digest(tmp_path), 0)
-    channel = open_channel(early.address, Secret())
+    channel = open_channel(early.address, Credentials())
     assert not await is_serving(channel, "early")
-    service = KVTransferService(HostOptions("host", 4 << 20, tmp_path, 3, Secret()))
-    server = RpcServer("127.0.0.1", int(kvtransfer.rpartition(":")[2]), Secret())
+    service = KVTransferService(HostOptions("host", 4 << 20, tmp_path, 3, Credentials()))
+    server = RpcServer("127.0.0.1", int(kvtransfer.rpartition(":")[2]), Credentials())
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     await service.start()
     await server.start()
@@ -187,8 +187,8 @@ async def test_a_process_ends_with_a_step_that_does_not(
     redis_server: str, save_llama: SaveTiny, tmp_path: Path
 ) -> None:
     save_llama()
-    service = KVTransferService(HostOptions("host", 4 << 20, tmp_path, 3, Secret()))
-    server = RpcServer("127.0.0.1", 0, Secret())
+    service = KVTransferService(HostOptions("host", 4 << 20, tmp_path, 3, Credentials()))
+    server = RpcServer("127.0.0.1", 0, Credentials())
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     await service.start()
     kvtransfer = f"127.0.0.1:{await server.start()}"
@@ -201,7 +201,7 @@ async def test_a_process_ends_with_a_step_that_does_not(
     try:
         async with asyncio.timeout(120):
             address = (await worker.stdout.readline()).decode().strip()
-            channel = open_channel(address, Secret())
+            channel = open_channel(address, Credentials())
             call = DecodeCall(worker_pb2_grpc.DecodeStub(channel), EventFeed(channel, "the worker"), 60)
             await call.write(worker_pb2.DecodeCommand(admit=work(tmp_path)))
             await call.read()

@@ -12,8 +12,8 @@ from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
-from paceline.services.common.secret import Secret
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.host_socket import Reply
 from paceline.services.kvtransfer.lease import Lease
@@ -33,7 +33,7 @@ class Unreliable(KVTransferService):
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
         memory = SLOTS * LAYOUT.slot_bytes
-        super().__init__(HostOptions("host", memory, folder, LEASE, Secret(), clock=lambda: self.now))
+        super().__init__(HostOptions("host", memory, folder, LEASE, Credentials(), clock=lambda: self.now))
         self.loses_calls = 0
         self.loses_answers = 0
         self.forgets_results = 0
@@ -94,11 +94,11 @@ class UnreliableHost:
 async def start_unreliable_host(folder: Path) -> AsyncIterator[UnreliableHost]:
     """Start an unreliable service, and attach the workers "decode" and "prefill"."""
     unreliable = Unreliable(folder)
-    server = RpcServer("127.0.0.1", 0, Secret())
+    server = RpcServer("127.0.0.1", 0, Credentials())
     pb_grpc.add_KVTransferServicer_to_server(unreliable, server.server)
     await unreliable.start()
     address = f"127.0.0.1:{(port := await server.start())}"
-    clients = [KVClient(address, role, role, Secret()) for role in ("decode", "prefill")]
+    clients = [KVClient(address, role, role, Credentials()) for role in ("decode", "prefill")]
     for client in clients:
         await client.session.attach(LAYOUT, context_tokens=64)
     running = UnreliableHost(unreliable, server, port, *clients)

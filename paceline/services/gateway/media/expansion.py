@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
-from paceline.core.media import MediaInput
+from paceline.core.media import Grid, MediaInput
 from paceline.services.gateway.media.items import MediaItem
 
 
@@ -19,10 +19,12 @@ class Run:
     input: MediaInput
     digest: bytes
     """The input's digest, which is computed only once because an input may have megabytes."""
+    grid: Grid | None = None
+    """As in `MediaSpan`."""
 
     @staticmethod
-    def of(token_id: int, own: MediaInput) -> Run:
-        return Run(token_id, own, own.digest)
+    def of(token_id: int, own: MediaInput, grid: Grid | None = None) -> Run:
+        return Run(token_id, own, own.digest, grid)
 
 
 Piece: TypeAlias = str | int | Run

@@ -22,6 +22,24 @@ class MediaItem:
     uuid: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FrameSampling:
+    """The frames of a video that a model's processor wants, spread evenly over the whole video."""
+
+    most: int
+    """The largest number of frames. A video that has fewer gives each frame once."""
+    least: int = 1
+    """The smallest number of frames, if the video has so many."""
+    per_second: float | None = None
+    """Wanted frames for each second of the video; None wants `most`."""
+    to_end: bool = False
+    """Whether the last frame of the video is among them. If not, they are the first frames of equal parts."""
+    max_pixels: int | None = None
+    """A frame with more pixels is scaled down to at most this many, with the same aspect ratio; None never scales."""
+    total_pixels: int | None = None
+    """The same for all frames together."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaTokens:
     """The tokens of a model that belong to media."""

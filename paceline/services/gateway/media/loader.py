@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
-from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind
+from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind
+from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.media.pool import DecodePool, Facts
 from paceline.services.gateway.media.source import Sources
 
@@ -28,16 +29,6 @@ _MAX_READING_OF_REQUEST = 8
 """Items of one request that are read at the same time."""
 _THREADS = 16
 """Names that are resolved and files that are read at the same time, because both calls block."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrameSampling:
-    """The frames of a video that a model's processor wants. They are spread evenly over the whole video."""
-
-    most: int
-    """The largest number of frames."""
-    max_pixels: int | None = None
-    """A frame with more pixels is scaled down to at most this many, with the same aspect ratio; None never scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +46,16 @@ class MediaService:
 
     Args:
         resolve: how names of servers become addresses; the system's way unless a test needs another.
+        metrics: counts the items.
 
     Raises ConfigError if `--allowed-local-media-path` is not a folder.
     """
 
-    def __init__(self, config: GatewayConfig, resolve: Resolver | None = None) -> None:
+    def __init__(
+        self, config: GatewayConfig, resolve: Resolver | None = None, metrics: MediaMetrics | None = None
+    ) -> None:
         self.config = config
+        self.metrics = metrics or MediaMetrics()
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "media")
         self._reading = 0
         folder = config.allowed_local_media_path
@@ -134,8 +129,7 @@ class MediaLoader:
         options = {
             "max_pixels": config.max_image_pixels,
             "max_seconds": config.max_video_seconds,
-            "frames": sampling.most,
-            "frame_pixels": sampling.max_pixels,
+            "sampling": asdict(sampling),
         }
         facts, frames = await self._load("video", source, place, options)
         return Video(frames, facts["timestamps"])
@@ -150,11 +144,15 @@ class MediaLoader:
         self, kind: ItemKind, source: str, place: str, options: dict[str, Any]
     ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
+        metrics = self._service.metrics
         try:
             with self._budget.temporary() as take:
                 async with self._reading:
-                    data = await self._service.read(kind, source, take)
+                    with metrics.counted(kind, "fetch"):
+                        data = await self._service.read(kind, source, take)
+                    metrics.count_bytes(kind, len(data))
                 async with self._decoding:
-                    return await self._service.pool.decode(kind, data, options, self._budget)
+                    with metrics.counted(kind, "decode"):
+                        return await self._service.pool.decode(kind, data, options, self._budget)
         except MediaError as error:
             raise type(error)(f"{place}: {error}", place) from None

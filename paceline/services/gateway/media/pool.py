@@ -31,6 +31,9 @@ MAX_WAITING = 256
 """Items that may wait for a process; the requests of further ones get 429."""
 ITEMS = 500
 """A process is replaced after this many items, because decoders may leak memory."""
+GRACE_SECONDS = 0.25
+"""A process whose item nobody wants any more may finish it within this time, because another one takes longer to start.
+"""
 _BASE_BYTES = 1 << 30
 """Address space of a process before it decodes: mostly code of libraries."""
 _BYTES_PER_PIXEL = 16
@@ -221,10 +224,16 @@ class DecodePool:
         process = self._idle.pop() if self._idle else DecodeProcess(self._process_memory)
         self._busy.add(process)
         loop = asyncio.get_running_loop()
+        decoding = loop.run_in_executor(self._threads, process.decode, job, data, self.seconds)
+        decoding.add_done_callback(lambda done: done.exception())  # after a cancellation nobody else asks for it
         try:
-            return await loop.run_in_executor(self._threads, process.decode, job, data, self.seconds)
+            return await asyncio.shield(decoding)
         except asyncio.CancelledError:
-            process.kill()
+            try:
+                await asyncio.wait([decoding], timeout=GRACE_SECONDS)
+            finally:
+                if not decoding.done():
+                    process.kill()
             raise
         finally:
             self._busy.discard(process)

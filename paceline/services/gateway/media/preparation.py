@@ -18,15 +18,12 @@ from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import RequestBudget
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
 from paceline.services.gateway.media.items import ItemKind, MediaItem
-from paceline.services.gateway.media.loader import FrameSampling, MediaLoader, MediaService
+from paceline.services.gateway.media.loader import MediaLoader, MediaService
 from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, Processor
 from paceline.services.gateway.media.recent import RecentMedia
 
 T = TypeVar("T")
 Json = Mapping[str, Any]
-
-_MAX_FRAME_PIXELS = 1 << 22
-"""Larger frames of videos are scaled down when they are decoded. All models take fewer pixels of a frame."""
 
 
 class MediaPreparer:
@@ -52,6 +49,11 @@ class MediaPreparer:
             self._processor = processor and processor.with_options(options)
         except InvalidRequestError as error:
             raise ConfigError(f"--mm-processor-kwargs is wrong: {error}") from None
+
+    @property
+    def kinds(self) -> frozenset[ItemKind]:
+        """The kinds of items that the model takes."""
+        return frozenset() if self._processor is None else self._processor.kinds
 
     async def plan(
         self,
@@ -166,8 +168,7 @@ async def _load(
                 array = await loader.audio(item.url, place)
                 expansion = await asyncio.to_thread(processor.audio, array)
             case "video":
-                sampling = FrameSampling(processor.video_frames, max_pixels=_MAX_FRAME_PIXELS)
-                video = await loader.video(item.url, place, sampling)
+                video = await loader.video(item.url, place, processor.sampling)
                 array = video.frames
                 expansion = await asyncio.to_thread(processor.video, list(array), video.timestamps.tolist())
         budget.give(array.nbytes)

@@ -38,7 +38,7 @@ def encode_prompt(pieces: Iterable[Piece], tokenizer: Tokenizer, add_special_tok
         for piece in group:
             if isinstance(piece, Run):
                 own = piece.input
-                spans.append(MediaSpan(len(token_ids), own.length, piece.digest, own.kind))
+                spans.append(MediaSpan(len(token_ids), own.length, piece.digest, own.kind, piece.grid))
                 inputs.append(own)
                 token_ids += [piece.token_id] * own.length
             elif isinstance(piece, int):

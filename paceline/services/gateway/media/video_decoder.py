@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.services.gateway.media.container import open_container
 from paceline.services.gateway.media.decoded import BrokenItemError
+from paceline.services.gateway.media.items import FrameSampling
 
 _MAX_FRAMES = 1_000_000
 """Most frames in a file. Reading their places takes a second."""
@@ -30,10 +31,9 @@ def decode(
     max_bytes: int,
     max_pixels: int,
     max_seconds: float,
-    frames: int,
-    frame_pixels: int | None,
+    sampling: Mapping[str, Any],
 ) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-    """Return frames that are spread evenly over the video, as RGB: [frames, height, width, 3].
+    """Return sampled frames of a video as RGB: [frames, height, width, 3].
 
     The facts before them are their `timestamps`, in seconds from the first frame of the file.
 
@@ -41,11 +41,11 @@ def decode(
         max_bytes: the size of the largest array.
         max_pixels: the pixels of the largest frame, which is refused before it is decoded.
         max_seconds: the longest video.
-        frames: the most frames.
-        frame_pixels: larger frames are scaled down to this many pixels; None never scales.
+        sampling: the fields of a `FrameSampling`.
 
     Raises BrokenItemError, or any error of PyAV.
     """
+    wish = FrameSampling(**sampling)
     with _open(data, max_pixels) as (container, stream):
         index = _read_index(container, stream)
     if index.duration > max_seconds:
@@ -53,8 +53,8 @@ def decode(
             f"the video has {index.duration:.0f} seconds, but at most {max_seconds:g} are allowed "
             "(--max-video-seconds); send a part of it"
         )
-    wanted = [index.times[number] for number in sample(len(index.times), frames)]
-    pictures = _Pictures(len(wanted), max_bytes, max_pixels, frame_pixels)
+    wanted = [index.times[number] for number in sample(len(index.times), index.rate, wish)]
+    pictures = _Pictures(len(wanted), max_bytes, _frame_pixels(wish, len(wanted), max_pixels))
     with _open(data, max_pixels) as (container, stream):
         for frame in _frames_at(container, stream, wanted, index.key_times):
             pictures.add(frame)
@@ -64,10 +64,26 @@ def decode(
     return {"timestamps": [float((time - index.times[0]) * index.time_base) for time in wanted]}, array
 
 
-def sample(total: int, most: int) -> list[int]:
-    """Return the numbers of frames to take out of `total`: the first of each of equal parts, as in transformers."""
-    count = min(most, total)
+def sample(total: int, rate: float, sampling: FrameSampling) -> list[int]:
+    """Return the numbers of the wanted frames of a video. Both ways to spread them are those of transformers.
+
+    Args:
+        total: frames of the video.
+        rate: its frames per second.
+    """
+    most = min(sampling.most, total)
+    count = most
+    if sampling.per_second is not None:
+        count = min(max(int(total / rate * sampling.per_second), sampling.least), most)
+    if sampling.to_end:
+        return [int(number) for number in np.linspace(0, total - 1, count).round()]
     return [number * total // count for number in range(count)]
+
+
+def _frame_pixels(sampling: FrameSampling, count: int, max_pixels: int) -> int:
+    """Return the most pixels of each of `count` frames."""
+    bounds = (max_pixels, sampling.max_pixels, sampling.total_pixels and sampling.total_pixels // count)
+    return min(bound for bound in bounds if bound is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,8 @@ class _Index:
     time_base: Fraction
     duration: float
     """Seconds."""
+    rate: float
+    """Frames per second on average."""
 
 
 @contextlib.contextmanager
@@ -122,7 +140,9 @@ def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
     # Without a duration, the last frame is shown for as long as the others.
     shown = max(end - ordered[0], (ordered[-1] - ordered[0]) * len(ordered) // max(1, len(ordered) - 1))
     duration = float(shown * stream.time_base) or 1 / float(stream.average_rate or 1)
-    return _Index(ordered, sorted(key_times), stream.time_base, duration)
+    # What the head says of the rate is more exact than times, which may be in milliseconds. It need not be true.
+    rate = float(stream.average_rate or 0) or len(ordered) / duration
+    return _Index(ordered, sorted(key_times), stream.time_base, duration, rate)
 
 
 def _frames_at(
@@ -152,11 +172,13 @@ class _Pictures:
 
     Args:
         count: the number of frames.
+        max_bytes: the size of the largest array.
+        max_pixels: larger frames are scaled down to this many pixels.
     """
 
-    def __init__(self, count: int, max_bytes: int, max_pixels: int, frame_pixels: int | None) -> None:
+    def __init__(self, count: int, max_bytes: int, max_pixels: int) -> None:
         self._max_bytes = max_bytes
-        self._scaled_to = min(max_pixels, frame_pixels or max_pixels)
+        self._max_pixels = max_pixels
         self._count = count
         self._added = 0
         self._size = (0, 0)
@@ -179,7 +201,7 @@ class _Pictures:
         return self._array[: self._added]
 
     def _begin(self, frame: VideoFrame) -> None:
-        scale = min(1.0, math.sqrt(self._scaled_to / (frame.width * frame.height)))
+        scale = min(1.0, math.sqrt(self._max_pixels / (frame.width * frame.height)))
         self._size = max(1, int(frame.width * scale)), max(1, int(frame.height * scale))
         self._turns = round(frame.rotation / 90) % 4
         width, height = self._size if self._turns % 2 == 0 else self._size[::-1]

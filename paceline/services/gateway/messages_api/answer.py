@@ -149,10 +149,11 @@ def _stop_fields(answer: Delta, has_calls: bool) -> Json:
 
 def _usage_fields(usage: Json) -> Json:
     """Return a usage in Anthropic's form, which counts cached tokens of the prompt apart from the others."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    details = usage["prompt_tokens_details"]
+    cached, created = details["cached_tokens"], details.get("cache_creation_tokens", 0)
     return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage["prompt_tokens"] - cached - created,
+        "cache_creation_input_tokens": created,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},

@@ -11,6 +11,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answer_format import AnswerFormat, JsonSchemaFormat
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.chat_schemas import (
+    CacheControl,
     ChatMessage,
     ContentPart,
     Function,
@@ -28,6 +29,7 @@ from paceline.services.gateway.messages_api.schemas import (
     AssistantBlock,
     CountRequest,
     ImageBlock,
+    Marked,
     MessagesRequest,
     SystemMessage,
     TextBlock,
@@ -101,6 +103,7 @@ def _prompt_fields(body: CountRequest) -> Json:
         "tools": [_tool(tool) for tool in body.tools or () if tool.is_custom] or None,
         "reasoning_effort": effort,
         "mm_processor_kwargs": body.mm_processor_kwargs,
+        "cache_control": body.cache_control,
         "chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})} or None,
     }
 
@@ -125,17 +128,21 @@ def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
 def _system(blocks: Sequence[TextBlock]) -> Iterator[ChatMessage]:
     texts = [_BILLING.sub("", block.text, count=1) if _BILLING.match(block.text) else block.text for block in blocks]
     if text := "\n\n".join(filter(None, texts)):
-        yield ChatMessage(role="system", content=text)
+        yield ChatMessage(role="system", content=text, cache_control=_last_mark(blocks))
 
 
 def _user(blocks: Sequence[UserBlock]) -> Iterator[ChatMessage]:
     """Return a message for each result of a tool, and one for the text. Results come first, right after their calls."""
     for block in blocks:
         if isinstance(block, ToolResultBlock):
-            yield ChatMessage(role="tool", content=_result(block), tool_call_id=block.tool_use_id)
+            mark = _last_mark([block, *_blocks(block.content or "")])
+            yield ChatMessage(role="tool", content=_result(block), tool_call_id=block.tool_use_id, cache_control=mark)
     shown = [_part(block) for block in blocks if isinstance(block, TextBlock | ImageBlock)]
     if shown or not blocks:
-        yield ChatMessage(role="user", content=joined(shown))
+        # Parts stay apart if a breakpoint is between them. The prompt is the same.
+        is_marked = any(isinstance(part, TextPart) and part.cache_control for part in shown)
+        mark = _last_mark([block for block in blocks if isinstance(block, ImageBlock)])
+        yield ChatMessage(role="user", content=shown if is_marked else joined(shown), cache_control=mark)
 
 
 def _part(block: TextBlock | ImageBlock | UnreadBlock) -> ContentPart:
@@ -144,7 +151,7 @@ def _part(block: TextBlock | ImageBlock | UnreadBlock) -> ContentPart:
         url = source.url if isinstance(source, UrlSource) else data_url(source.media_type, source.data)
         return MediaPart.model_validate({"type": "image_url", "image_url": url})
     text = block.text if isinstance(block, TextBlock) else f"[{block.type}: this model takes no documents]"
-    return TextPart(type="text", text=text)
+    return TextPart(type="text", text=text, cache_control=block.cache_control)
 
 
 def _result(block: ToolResultBlock) -> str | list[ContentPart]:
@@ -166,6 +173,7 @@ def _assistant(blocks: Sequence[AssistantBlock]) -> ChatMessage:
         role="assistant",
         content="\n".join(block.text for block in blocks if isinstance(block, TextBlock)),
         tool_calls=calls or None,
+        cache_control=_last_mark(blocks),
     )
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return message.model_copy(update={"reasoning": "\n".join(thoughts)}) if any(thoughts) else message
@@ -174,7 +182,13 @@ def _assistant(blocks: Sequence[AssistantBlock]) -> ChatMessage:
 def _tool(tool: Tool) -> ToolDefinition:
     assert tool.name is not None  # Tool checks it
     function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
-    return ToolDefinition(function=function)
+    return ToolDefinition(function=function, cache_control=tool.cache_control)
+
+
+def _last_mark(blocks: Sequence[object]) -> CacheControl | None:
+    """Return the last cache breakpoint of these blocks."""
+    marks = (block.cache_control for block in reversed(blocks) if isinstance(block, Marked))
+    return next((mark for mark in marks if mark is not None), None)
 
 
 def _tool_choice(body: MessagesRequest) -> ToolChoice | None:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
-from paceline.services.gateway.chat_schemas import ReasoningEffort
+from paceline.services.gateway.chat_schemas import CacheControl, ReasoningEffort
 from paceline.services.gateway.schemas import NamedRequest, StopString, warn_of_hosted_tools
 
 Json = dict[str, Any]
@@ -29,7 +29,13 @@ HostedToolKind: TypeAlias = Literal[
 ]
 
 
-class TextBlock(Body):
+class Marked(Body):
+    """Base class of blocks and tools that may have a cache breakpoint at their end."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Marked):
     type: Literal["text"]
     text: str
 
@@ -47,7 +53,7 @@ class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Marked):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -68,12 +74,12 @@ class UrlSource(Body):
     url: str = Field(min_length=1)
 
 
-class ImageBlock(Body):
+class ImageBlock(Marked):
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
 
-class UnreadBlock(Body):
+class UnreadBlock(Marked):
     """A part of a tool's result that this server does not read. The model sees a note in its place."""
 
     type: Literal["document", "search_result", "tool_reference"]
@@ -105,7 +111,7 @@ _BY_TYPE = Field(discriminator="type")
 ResultBlock: TypeAlias = Annotated[TextBlock | ImageBlock | UnreadBlock, _BY_TYPE]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Marked):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -144,7 +150,7 @@ class SystemMessage(Body):
 Message: TypeAlias = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class Tool(Body):
+class Tool(Marked):
     """An entry of `tools`: a tool of the client's, or one that Anthropic hosts or defines."""
 
     type: str | None = None
@@ -213,8 +219,8 @@ class CountRequest(NamedRequest):
     """Names for the model's chat template, as in chats."""
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the model's preprocessing of media, as in chats."""
-    cache_control: Any = None
-    """Ignored: every prefix is cached. The same holds for `cache_control` of messages and tools."""
+    cache_control: CacheControl | None = None
+    """A cache breakpoint at the end of the prompt. Prompts are cached without it, too: a breakpoint is a hint."""
     context_management: Any = None
     """Ignored: the model sees the whole conversation."""
 
@@ -235,4 +241,4 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)

@@ -7,7 +7,6 @@ planning       from a request and its earlier turns to the plan of a chat
 output         items of an answer, and the events that tell of them
 text_logprobs  logprobs of a message's text
 builder        one response, from its beginning to its end
-database       the SQL databases that may hold responses
 store          the responses that are kept
 kept           what the routes ask the store, with the API's errors
 background     responses that are computed while nobody waits for them

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.responses_api.builder import Json, ResponseBuilder, encode
-from paceline.services.gateway.responses_api.database import StoreError
 from paceline.services.gateway.responses_api.store import Record, ResponseStore
+from paceline.services.gateway.store.database import StoreError
 
 LEASE_SECONDS = 60.0
 """A gateway that has not said for this long that it lives has ended, and its responses have failed."""

@@ -12,10 +12,10 @@ from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.responses_api.background import RESTARTED
 from paceline.services.gateway.responses_api.builder import id_key, response_of_item
-from paceline.services.gateway.responses_api.database import StoreError
 from paceline.services.gateway.responses_api.items import InputItem, ReferenceItem, read_items
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.store import Record, ResponseStore
+from paceline.services.gateway.store.database import StoreError
 
 Json = dict[str, Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
@@ -11,18 +12,17 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from paceline.core import env
-from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
+from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.cache_hints import STORED
 from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.media.expansion import Expansions
-from paceline.services.gateway.middleware import owner_of
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
@@ -34,24 +34,33 @@ from paceline.services.gateway.responses_api.bodies import (
     ResponseEvent,
 )
 from paceline.services.gateway.responses_api.builder import ResponseBuilder, encode
-from paceline.services.gateway.responses_api.database import open_database
 from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
 from paceline.services.gateway.responses_api.planning import chat_request, in_client_fields, plan_response
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.store import ResponseStore
 from paceline.services.gateway.responses_api.tools import Toolbox
+from paceline.services.gateway.store.store import Store
 from paceline.services.gateway.streaming import EventStreamResponse, event, event_stream, until_disconnect
 
 Json = dict[str, Any]
 
 
-def make_responses(gateway: Gateway) -> APIRouter:
-    """Return the routes, which own the store of responses and the runs in the background.
+def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
+    """Return the routes, which own the runs in the background.
 
-    Raises ConfigError if there is no driver for the database.
+    Args:
+        shared: where responses are kept; None if nothing is kept.
     """
-    store = _open_store(gateway.config)
+    config = gateway.config
+    store = None
+    if shared is not None:
+        store = ResponseStore(
+            shared,
+            entries=config.stored_responses,
+            max_bytes=parse_bytes(config.stored_responses_size),
+            seconds=config.stored_responses_seconds,
+        )
     kept = KeptResponses(store)
     runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
 
@@ -60,8 +69,6 @@ def make_responses(gateway: Gateway) -> APIRouter:
         yield
         if runs is not None:
             await runs.close()
-        if store is not None:
-            await asyncio.to_thread(store.close)
 
     router = APIRouter(lifespan=lifespan)
 
@@ -75,14 +82,17 @@ def make_responses(gateway: Gateway) -> APIRouter:
 
         with in_client_fields():
             chat = await asyncio.to_thread(chat_request, body, toolbox, items)
-            return items, toolbox, await plan_with_media(gateway, [chat], request, plan, "input")
+            planned = await plan_with_media(gateway, [chat], request, plan, "input")
+        if body.store and store is not None and planned.learnt is None:
+            planned = dataclasses.replace(planned, learnt=STORED)
+        return items, toolbox, planned
 
     @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         gateway.check_request(body.model)
         choose_id(body.request_id, request)
         if body.background and runs is None:
-            message = "background: this server keeps no responses; start it with --response-store"
+            message = "background: this server keeps no responses; start it with --store"
             raise ApiError(400, message, param="background")
         owner = owner_of(request)
         items, toolbox, plan = await prepare(body, request)
@@ -229,18 +239,6 @@ def _follow(run: Run, first: int) -> Response:
 
 def _encoded(events: list[Json]) -> bytes:
     return b"".join(encode(events))
-
-
-def _open_store(config: GatewayConfig) -> ResponseStore | None:
-    if config.response_store == "none":
-        return None
-    database = open_database(config.response_store or str(env.default_cache_dir() / "responses.db"))
-    return ResponseStore(
-        database,
-        entries=config.response_store_entries,
-        max_bytes=parse_bytes(config.response_store_size),
-        seconds=config.response_store_seconds,
-    )
 
 
 def _response_id(request: Request) -> str:

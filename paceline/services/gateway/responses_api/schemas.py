@@ -179,8 +179,6 @@ class ResponsesRequest(GenerationRequest):
     thinking_token_budget: int | None = Field(None, ge=-1)
     # Accepted and repeated in the response.
     max_tool_calls: int | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     # Sent by agents for their own servers.

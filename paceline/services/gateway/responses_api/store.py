@@ -7,25 +7,20 @@ conversation.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.responses_api.database import Database, Execute, StoreError
+from paceline.services.gateway.store.database import Database, Execute, StoreError
+from paceline.services.gateway.store.store import Store, Tables
 
 MAX_TURNS = 1000
 """Largest number of turns of a conversation."""
 
 Json = dict[str, Any]
-T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 _COLUMNS = "id, owner, previous_id, status, runner, runner_until, response, input"
 _OTHERS = "FROM paceline_responses WHERE owner = :owner AND id <> :id"
@@ -63,14 +58,12 @@ class ResponseStore:
         seconds: how long a response is kept after its last use.
     """
 
-    def __init__(self, database: Database, *, entries: int, max_bytes: int, seconds: float) -> None:
-        self._database = database
+    def __init__(self, store: Store, *, entries: int, max_bytes: int, seconds: float) -> None:
+        self._store = store
+        store.add_tables(_TABLES)
         self._entries = entries
         self._max_bytes = max_bytes
         self._seconds = seconds
-        self._has_table = False
-        # One thread, because a connection serves one thread at a time.
-        self._thread = ThreadPoolExecutor(1, "responses")
 
     async def put(self, record: Record) -> None:
         """Keep a new response. Others of its owner make room for it.
@@ -99,11 +92,11 @@ class ResponseStore:
                 },
             )
 
-        await self._run(put)
+        await self._store.run(put)
 
     async def get(self, response_id: str, owner: str) -> Record | None:
         """Return a response; None if there is none of this id and owner."""
-        return await self._run(lambda execute: _get(execute, response_id, owner), writes=False)
+        return await self._store.run(lambda execute: _get(execute, response_id, owner), writes=False)
 
     async def conversation(self, response_id: str, owner: str) -> list[Record]:
         """Return a response and all turns before it, the first one first. All of them count as used.
@@ -125,13 +118,13 @@ class ResponseStore:
                 wanted = turn.previous_id
             return turns[::-1]
 
-        turns = await self._run(read, writes=False)
+        turns = await self._store.run(read, writes=False)
         if turns:
             ids = {f"id{number}": turn.id for number, turn in enumerate(turns)}
             names = ", ".join(f":{name}" for name in ids)
             statement = f"UPDATE paceline_responses SET expires = :expires WHERE id IN ({names})"
             fields = {"expires": time.time() + self._seconds, **ids}
-            await self._run(lambda execute: execute(statement, fields))
+            await self._store.run(lambda execute: execute(statement, fields))
         return turns
 
     async def finish(self, response: Json) -> bool:
@@ -158,7 +151,7 @@ class ResponseStore:
             changes = "response = :response, status = :status, runner = '', size = :size"
             return execute(f"UPDATE paceline_responses SET {changes} {still_runs}", fields)[1] > 0
 
-        return await self._run(finish)
+        return await self._store.run(finish)
 
     async def keep_alive(self, runner: str, until: float) -> set[str]:
         """Say that a gateway lives. Return the ids of the responses that it shall compute."""
@@ -169,33 +162,13 @@ class ResponseStore:
             rows, _ = execute("SELECT id FROM paceline_responses WHERE runner = :runner", {"runner": runner})
             return {row[0] for row in rows}
 
-        return await self._run(keep)
+        return await self._store.run(keep)
 
     async def delete(self, response_id: str, owner: str) -> bool:
         """Delete a response. Return False if there is none of this id and owner."""
         statement = "DELETE FROM paceline_responses WHERE id = :id AND owner = :owner AND expires >= :now"
         fields = {"id": response_id, "owner": owner, "now": time.time()}
-        return await self._run(lambda execute: execute(statement, fields)[1] > 0)
-
-    def close(self) -> None:
-        """Wait for what is being written, and close the database."""
-        self._thread.submit(self._database.close)
-        self._thread.shutdown()
-
-    async def _run(self, work: Callable[[Execute], T], *, writes: bool = True) -> T:
-        def run() -> T:
-            try:
-                if not self._has_table:
-                    _make_table(self._database)
-                    self._has_table = True
-                with self._database.transaction(writes=writes) as execute:
-                    return work(execute)
-            except StoreError as error:
-                if error.reason:
-                    log.error("the database of responses cannot be used (%s); see --response-store", error.reason)
-                raise
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        return await self._store.run(lambda execute: execute(statement, fields)[1] > 0)
 
     def _too_large(self, size: int) -> str:
         """Return what to say of a response that is larger than all of an owner may be; "" if it is not."""
@@ -230,31 +203,16 @@ def _get(execute: Execute, response_id: str, owner: str) -> Record | None:
     return Record(found, owner, previous_id, status, runner, runner_until, json.loads(response), json.loads(items))
 
 
-def _make_table(database: Database) -> None:
-    """Create the table, unless it exists. SQL has no common statement for that."""
-    if _has_table(database):
-        return
-    try:
-        with database.transaction() as execute:
-            execute(
-                "CREATE TABLE paceline_responses (id VARCHAR(64) PRIMARY KEY, owner VARCHAR(64) NOT NULL, "
-                "previous_id VARCHAR(64) NOT NULL, status VARCHAR(16) NOT NULL, runner VARCHAR(128) NOT NULL, "
-                f"runner_until DOUBLE PRECISION NOT NULL, response {database.text} NOT NULL, "
-                f"input {database.text} NOT NULL, expires DOUBLE PRECISION NOT NULL, size BIGINT NOT NULL)"
-            )
-            execute("CREATE INDEX paceline_responses_owner ON paceline_responses (owner, expires, size)")
-            execute("CREATE INDEX paceline_responses_expires ON paceline_responses (expires)")
-            execute("CREATE INDEX paceline_responses_runner ON paceline_responses (runner)")
-    except StoreError:
-        # Another gateway may have been faster.
-        if not _has_table(database):
-            raise
+def _statements(database: Database) -> list[str]:
+    return [
+        "CREATE TABLE paceline_responses (id VARCHAR(64) PRIMARY KEY, owner VARCHAR(64) NOT NULL, "
+        "previous_id VARCHAR(64) NOT NULL, status VARCHAR(16) NOT NULL, runner VARCHAR(128) NOT NULL, "
+        f"runner_until DOUBLE PRECISION NOT NULL, response {database.text} NOT NULL, "
+        f"input {database.text} NOT NULL, expires DOUBLE PRECISION NOT NULL, size BIGINT NOT NULL)",
+        "CREATE INDEX paceline_responses_owner ON paceline_responses (owner, expires, size)",
+        "CREATE INDEX paceline_responses_expires ON paceline_responses (expires)",
+        "CREATE INDEX paceline_responses_runner ON paceline_responses (runner)",
+    ]
 
 
-def _has_table(database: Database) -> bool:
-    try:
-        with database.transaction(writes=False) as execute:
-            execute("SELECT id FROM paceline_responses WHERE 1 = 0")
-    except StoreError:
-        return False
-    return True
+_TABLES = Tables("SELECT id FROM paceline_responses WHERE 1 = 0", _statements)

@@ -76,7 +76,7 @@ class Toolbox:
     @property
     def definitions(self) -> list[ToolDefinition] | None:
         """The functions for a chat; None if there are none."""
-        return [ToolDefinition(function=function) for function in self._functions.values()] or None
+        return [ToolDefinition(function=function, cache_control=None) for function in self._functions.values()] or None
 
     def client_name(self, name: str) -> ClientName:
         """Return the client's name of the function that the model calls."""

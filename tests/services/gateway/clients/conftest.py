@@ -60,7 +60,7 @@ def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def playhouse(start_stack: StartStack, agent_model: Path, tmp_path: Path) -> Playhouse:
     store = str(tmp_path / "responses.db")
-    stack = await start_stack(prefill=0, decode=0, model=str(agent_model), response_store=store)
+    stack = await start_stack(prefill=0, decode=0, model=str(agent_model), store=store)
     await stack.add("decode", "d", max_model_len=CONTEXT)
     await eventually(stack._is_healthy)
     return Playhouse(stack)

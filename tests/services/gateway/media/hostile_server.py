@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeAlias
@@ -45,6 +46,50 @@ def repeat(begin: bytes, part: bytes, pause: float = 0.0) -> Handler:
     return send
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+FILE = bytes(range(256)) * 200
+PACKED = response(Content_Encoding="gzip", Content_Length="")
+TOO_MUCH: dict[str, Handler] = {
+    "announced": answer(response(b"", Content_Length="10000000000")),
+    "endless": repeat(response(Content_Length=""), bytes(5000)),
+    "endless in chunks": repeat(CHUNKED, b"1000\r\n" + bytes(4096) + b"\r\n"),
+    "endless packed nothing": repeat(PACKED + gzip.compress(b"")[:10], b"\x00\x00\x00\xff\xff" * 1000),
+    "packed bomb": answer(response(gzip.compress(bytes(50_000_000)), Content_Encoding="gzip")),
+}
+"""Files that are larger than a limit below 50 MB."""
+BROKEN: dict[str, Handler] = {
+    "nothing": answer(),
+    "no HTTP": answer(b"\x00\x01\x02" * 100),
+    "half a head": answer(b"HTTP/1.1 200 OK\r\nContent-"),
+    "endless head": repeat(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 1000),
+    "interim responses": repeat(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+    "half a file": answer(response(FILE, Content_Length=str(len(FILE) + 1))),
+    "half a chunk": answer(CHUNKED, b"c8\r\n", FILE[:100]),
+    "wrong chunk": answer(CHUNKED, b"xyz\r\n", FILE[:100]),
+    "huge chunk size": answer(CHUNKED, b"f" * 100 + b"\r\n", FILE),
+    "two lengths": answer(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n123456"),
+    "length that is no number": answer(response(FILE, Content_Length="-5")),
+    "tiny chunks": repeat(CHUNKED, b"1\r\nx\r\n" * 1000),
+    "half a packed file": answer(response(gzip.compress(FILE)[:-20], Content_Encoding="gzip")),
+    "more behind a packed file": repeat(PACKED + gzip.compress(FILE), FILE),
+    "not packed": answer(response(FILE, Content_Encoding="gzip")),
+    "missing": answer(response(b"no", "404 Not Found")),
+    "failing": answer(response(b"", "500 Oops")),
+    "empty": answer(response(b"", "204 No Content", Content_Length="")),
+    "part": answer(response(FILE, "206 Partial Content")),
+    "redirect to nowhere": answer(response(b"", "302 Found")),
+    "redirect to an invalid URL": redirect("http://[::1"),
+    "loop": redirect("/"),
+}
+"""Answers that are no complete file."""
+SLOW: dict[str, Handler] = {
+    "silent": repeat(b"", b"", 0.01),
+    "drips its head": repeat(b"HTTP/1.1 200 OK\r\n", b"a", 0.01),
+    "drips its file": repeat(response(Content_Length=""), b"a", 0.01),
+}
+"""Answers that take too long."""
+
+
 class HostileServer:
     """The running server."""
 
@@ -60,8 +105,10 @@ class HostileServer:
 
 
 @contextlib.asynccontextmanager
-async def serve(handlers: Mapping[str, Handler], tls: ssl.SSLContext | None = None) -> AsyncIterator[HostileServer]:
-    """Serve paths on a free port of 127.0.0.1."""
+async def serve(
+    handlers: Mapping[str, Handler], tls: ssl.SSLContext | None = None, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[HostileServer]:
+    """Serve paths on an address; port 0 is a free one."""
 
     tasks: set[asyncio.Task[None] | None] = set()
 
@@ -78,7 +125,7 @@ async def serve(handlers: Mapping[str, Handler], tls: ssl.SSLContext | None = No
             running.open -= 1
             writer.close()
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls)
+    server = await asyncio.start_server(connected, host, port, ssl=tls)
     running = HostileServer(server.sockets[0].getsockname()[1])
     try:
         yield running

@@ -35,13 +35,19 @@ def image_file(format: str = "PNG", image: Image.Image | None = None, **options:
     return file.getvalue()
 
 
-def png(width: int, height: int, rows: bytes) -> bytes:
-    """Return a PNG whose head need not fit its rows."""
+def png(width: int, height: int, rows: bytes, depth: int = 8, colour: int = 2) -> bytes:
+    """Return a PNG whose head need not fit its rows.
+
+    Args:
+        rows: each row begins with a zero, because it has no filter.
+        depth: bits of a channel.
+        colour: number of PNG's colour type; 2 is RGB.
+    """
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     packed = zlib.compress(rows, 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
 

@@ -78,12 +78,8 @@ def exif_picture() -> bytes:
 
 
 IMAGE: dict[str, Any] = {"max_pixels": 1 << 20}
-VIDEO: dict[str, Any] = {
-    **IMAGE,
-    "max_seconds": 60.0,
-    "frames": 4,
-    "frame_pixels": None,
-}
+VIDEO: dict[str, Any] = {**IMAGE, "max_seconds": 60.0, "sampling": {"most": 4}}
+TO_END: dict[str, Any] = {**VIDEO, "sampling": {"most": 4, "per_second": 2.0, "to_end": True}}
 AUDIO: dict[str, Any] = {"max_seconds": 10.0, "sample_rate": 16_000}
 FILES = {
     **{format: ("image", IMAGE, image_file(format), (4, 6, 3)) for format in IMAGE_FORMATS},
@@ -95,6 +91,7 @@ FILES = {
     "animated WebP": ("image", IMAGE, image_file("WEBP", save_all=True, append_images=[picture()]), (4, 6, 3)),
     "mkv": ("video", VIDEO, video_file(format="matroska"), (4, 16, 32, 3)),
     "mp4": ("video", VIDEO, video_file(), (4, 16, 32, 3)),
+    "to its end": ("video", TO_END, video_file(), (4, 16, 32, 3)),
     "wav": ("audio", AUDIO, audio_file(), (8_000,)),
     "mp3": ("audio", AUDIO, audio_file(format="mp3", codec="mp3"), None),
 }

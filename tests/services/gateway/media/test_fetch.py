@@ -18,11 +18,20 @@ from paceline.services.gateway.errors import MediaError, UnreachableMediaError
 from paceline.services.gateway.media.fetch import REDIRECTS, Fetcher, Resolver
 from paceline.services.gateway.media.guard import Address, Guard
 from tests.services.gateway.conftest import eventually
-from tests.services.gateway.media.hostile_server import Handler, answer, redirect, repeat, response, serve
+from tests.services.gateway.media.hostile_server import (
+    BROKEN,
+    CHUNKED,
+    FILE,
+    SLOW,
+    TOO_MUCH,
+    Handler,
+    answer,
+    redirect,
+    response,
+    serve,
+)
 
 MAX_BYTES = 100_000
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-FILE = bytes(range(256)) * 200
 
 
 class Names:
@@ -101,16 +110,6 @@ async def test_counts_bytes_as_they_come() -> None:
             await fetcher().fetch(server.url(), 20.0, refuse)
 
 
-PACKED = response(Content_Encoding="gzip", Content_Length="")
-TOO_MUCH: dict[str, Handler] = {
-    "announced": answer(response(b"", Content_Length="100001")),
-    "endless": repeat(response(Content_Length=""), bytes(5000)),
-    "endless in chunks": repeat(CHUNKED, b"1000\r\n" + bytes(4096) + b"\r\n"),
-    "endless packed nothing": repeat(PACKED + gzip.compress(b"")[:10], b"\x00\x00\x00\xff\xff" * 1000),
-    "packed bomb": answer(response(gzip.compress(bytes(50_000_000)), Content_Encoding="gzip")),
-}
-
-
 @pytest.mark.parametrize("how", TOO_MUCH)
 async def test_refuses_more_than_the_limit(how: str) -> None:
     async with serve({"/": TOO_MUCH[how]}) as server:
@@ -120,32 +119,6 @@ async def test_refuses_more_than_the_limit(how: str) -> None:
         await eventually(lambda: server.open == 0)
 
 
-BROKEN: dict[str, Handler] = {
-    "nothing": answer(),
-    "no HTTP": answer(b"\x00\x01\x02" * 100),
-    "half a head": answer(b"HTTP/1.1 200 OK\r\nContent-"),
-    "endless head": repeat(b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 1000),
-    "interim responses": repeat(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
-    "half a file": answer(response(FILE, Content_Length=str(len(FILE) + 1))),
-    "half a chunk": answer(CHUNKED, b"c8\r\n", FILE[:100]),
-    "wrong chunk": answer(CHUNKED, b"xyz\r\n", FILE[:100]),
-    "huge chunk size": answer(CHUNKED, b"f" * 100 + b"\r\n", FILE),
-    "two lengths": answer(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n123456"),
-    "length that is no number": answer(response(FILE, Content_Length="-5")),
-    "tiny chunks": repeat(CHUNKED, b"1\r\nx\r\n" * 1000),
-    "half a packed file": answer(response(gzip.compress(FILE)[:-20], Content_Encoding="gzip")),
-    "more behind a packed file": repeat(PACKED + gzip.compress(FILE), FILE),
-    "not packed": answer(response(FILE, Content_Encoding="gzip")),
-    "missing": answer(response(b"no", "404 Not Found")),
-    "failing": answer(response(b"", "500 Oops")),
-    "empty": answer(response(b"", "204 No Content", Content_Length="")),
-    "part": answer(response(FILE, "206 Partial Content")),
-    "redirect to nowhere": answer(response(b"", "302 Found")),
-    "redirect to an invalid URL": redirect("http://[::1"),
-    "loop": redirect("/"),
-}
-
-
 @pytest.mark.parametrize("how", BROKEN)
 async def test_dead_url_is_unreachable(how: str) -> None:
     async with serve({"/": BROKEN[how]}) as server:
@@ -153,13 +126,6 @@ async def test_dead_url_is_unreachable(how: str) -> None:
             await fetch(server.url(), fetcher())
         assert isinstance(caught.value, UnreachableMediaError), caught.value
         assert caught.value.status == 422
-
-
-SLOW: dict[str, Handler] = {
-    "silent": repeat(b"", b"", 0.01),
-    "drips its head": repeat(b"HTTP/1.1 200 OK\r\n", b"a", 0.01),
-    "drips its file": repeat(response(Content_Length=""), b"a", 0.01),
-}
 
 
 @pytest.mark.parametrize("how", SLOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,12 +67,57 @@ def test_transparent_parts_are_white(decode: Decode) -> None:
     assert (tuple(array[0, 0]), tuple(array[0, 1])) == (RED, WHITE)
 
 
-def test_turns_by_exif_orientation(decode: Decode) -> None:
+@pytest.mark.parametrize(
+    ("colour", "channels", "shown"),
+    [
+        (0, [0xABCD], (0xAB, 0xAB, 0xAB)),
+        (2, [0x1234, 0x00FF, 0xFFFF], (0x12, 0, 0xFF)),
+        (4, [0xABCD, 0xFFFF], (0xAB, 0xAB, 0xAB)),
+        (4, [0xABCD, 0], WHITE),
+        (6, [0x1234, 0x00FF, 0xFFFF, 0xFFFF], (0x12, 0, 0xFF)),
+        (6, [0, 0, 0, 0], WHITE),
+    ],
+    ids=["grey", "RGB", "grey and alpha", "transparent grey", "RGBA", "transparent"],
+)
+def test_reads_16_bits_of_a_channel(
+    decode: Decode, colour: int, channels: list[int], shown: tuple[int, int, int]
+) -> None:
+    row = b"\0" + struct.pack(f">{len(channels)}H", *channels)
+    array = pixels(decode, png(1, 1, row, depth=16, colour=colour))
+    assert (array.shape, tuple(array[0, 0])) == ((1, 1, 3), shown)
+
+
+TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda stored: stored,
+    2: np.fliplr,
+    3: lambda stored: np.rot90(stored, 2),
+    4: np.flipud,
+    5: lambda stored: stored.transpose(1, 0, 2),
+    6: lambda stored: np.rot90(stored, -1),
+    7: lambda stored: np.rot90(stored, 2).transpose(1, 0, 2),
+    8: np.rot90,
+    9: lambda stored: stored,  # there is no such orientation
+}
+"""How an image is shown, by its EXIF orientation."""
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", TURNS)
+def test_turns_by_exif_orientation(decode: Decode, orientation: int, format: str) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: rotate clockwise to show it
-    array = pixels(decode, image_file("PNG", exif=exif))
-    assert array.shape == (6, 4, 3)
-    assert (tuple(array[0, 0]), tuple(array[5, 0])) == (RED, BLUE)
+    exif[0x0112] = orientation
+    stored = Image.new("RGB", (40, 24), "red")
+    stored.paste("blue", (0, 0, 16, 8))
+    array = pixels(decode, image_file(format, stored, exif=exif))
+    wanted = TURNS[orientation](np.asarray(stored))
+    assert array.shape == wanted.shape
+    for row, column in ((2, 2), (2, -3), (-3, 2), (-3, -3)):
+        assert np.abs(array[row, column].astype(int) - wanted[row, column]).max() < 60
+
+
+def test_reads_an_image_of_one_pixel(decode: Decode) -> None:
+    for format in IMAGE_FORMATS:
+        assert pixels(decode, image_file(format, Image.new("RGB", (1, 1), "red"))).shape == (1, 1, 3)
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
@@ -79,6 +125,13 @@ def test_takes_first_frame_of_animation(decode: Decode, format: str) -> None:
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     data = image_file(format, frames[0], save_all=True, append_images=frames[1:])
     assert np.abs(pixels(decode, data)[0, 0].astype(int) - RED).max() < 40
+
+
+def test_takes_the_still_image_of_an_animated_png(decode: Decode) -> None:
+    """It is what programs without animations show, and need not be one of the frames."""
+    still, *frames = (Image.new("RGB", (4, 4), color) for color in ("red", "blue", "green"))
+    data = image_file("PNG", still, save_all=True, append_images=frames, default_image=True)
+    assert tuple(pixels(decode, data)[0, 0]) == RED
 
 
 HUGE_GIF = struct.pack("<6sHHBBB", b"GIF89a", 65_535, 65_535, 0, 0, 0) + struct.pack(

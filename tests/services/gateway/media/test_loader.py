@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, ConfigError
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError, to_api_error
 from paceline.services.gateway.media import loader as loader_module
-from paceline.services.gateway.media.loader import FrameSampling, MediaLoader, MediaService
+from paceline.services.gateway.media.items import FrameSampling
+from paceline.services.gateway.media.loader import MediaLoader, MediaService
+from paceline.services.gateway.media.metrics import MediaMetrics
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.media.hostile_server import answer, repeat, response, serve
 from tests.services.gateway.media.samples import audio_file, data_url, image_file, picture, video_file
@@ -76,6 +79,30 @@ async def test_error_names_the_place(service: MediaService) -> None:
         assert answered.status == status
         assert answered.body["error"]["param"] == PLACE
         assert str(answered).startswith(f"{PLACE}: ")
+
+
+async def test_items_are_counted_by_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    service = MediaService(GatewayConfig(), metrics=MediaMetrics(registry))
+
+    def count(phase: str, outcome: str) -> float:
+        labels = {"kind": "image", "phase": phase, "outcome": outcome}
+        return registry.get_sample_value("paceline:media_items_total", labels) or 0
+
+    with loader_of(service) as loader:
+        await loader.image(data_url(FILE), PLACE)
+        with pytest.raises(MediaError):
+            await loader.image(data_url(b"no image"), PLACE)
+        with pytest.raises(MediaError):
+            await loader.image("ftp://host/x", PLACE)
+        monkeypatch.setattr(loader_module, "_MAX_READING", 0)
+        with pytest.raises(BusyError):
+            await loader.image(data_url(FILE), PLACE)
+    assert [count("fetch", outcome) for outcome in ("ok", "refused", "busy", "failed")] == [2, 1, 1, 0]
+    assert [count("decode", outcome) for outcome in ("ok", "refused", "busy", "failed")] == [1, 1, 0, 0]
+    read = registry.get_sample_value("paceline:media_bytes_total", {"kind": "image"})
+    assert read == len(FILE) + len(b"no image")
+    await service.close()
 
 
 async def test_folder_must_exist(tmp_path: Path) -> None:

@@ -133,6 +133,18 @@ async def test_cancelled_item_kills_its_process(decoders: DecodePool, budget: Re
     await decode(decoders, budget)
 
 
+async def test_a_cancelled_item_that_is_nearly_done_keeps_its_process(
+    decoders: DecodePool, budget: RequestBudget
+) -> None:
+    await decode(decoders, budget)
+    pid = decoders.processes[0].pid
+    task = await start(decoders, budget)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await decode(decoders, budget)
+    assert [process.pid for process in decoders.processes] == [pid]
+
+
 async def test_item_cancelled_while_its_process_starts_leaves_none(decoders: DecodePool, budget: RequestBudget) -> None:
     children = set(psutil.Process().children())
     task = asyncio.create_task(decode(decoders, budget))

@@ -43,7 +43,7 @@ def text(words: str) -> dict[str, Any]:
 @pytest.fixture
 async def seeing(start_stack: StartStack, media_model: Path) -> Stack:
     """A stack whose model takes images."""
-    return await start_stack(model=str(media_model), limit_mm_per_prompt='{"image": 2}', response_store="none")
+    return await start_stack(model=str(media_model), limit_mm_per_prompt='{"image": 2}', store="none")
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_images_in_results_of_tools_follow_them(seeing: Stack, picture: Ru
 async def test_a_conversation_of_responses_keeps_its_images(
     start_stack: StartStack, media_model: Path, picture: Run, tmp_path: Path
 ) -> None:
-    stack = await start_stack(model=str(media_model), response_store=str(tmp_path / "responses.db"))
+    stack = await start_stack(model=str(media_model), store=str(tmp_path / "responses.db"))
     common = {"max_output_tokens": 2, **SMALL}
     items = [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]
     first = await stack.post("/v1/responses", input=items, **common)
@@ -190,7 +190,7 @@ async def test_loading_ends_if_the_client_leaves(start_stack: StartStack, media_
     server = await asyncio.start_server(stall, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     stack = await start_stack(
-        model=str(media_model), allow_private_media=True, image_fetch_seconds=PATIENCE * 10, response_store="none"
+        model=str(media_model), allow_private_media=True, image_fetch_seconds=PATIENCE * 10, store="none"
     )
     slow = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/cat.png"}}
     asking = asyncio.create_task(chat(stack, slow))
@@ -201,7 +201,7 @@ async def test_loading_ends_if_the_client_leaves(start_stack: StartStack, media_
 
 
 async def test_inputs_of_running_requests_count_as_memory_of_media(start_stack: StartStack, media_model: Path) -> None:
-    stack = await start_stack(model=str(media_model), media_memory="256KiB", response_store="none")
+    stack = await start_stack(model=str(media_model), media_memory="256KiB", store="none")
     for stream in (False, True):
         answer = await chat(stack, PART, stream=stream)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_media")
@@ -214,7 +214,7 @@ async def test_an_input_counts_once_however_often_it_appears_and_until_the_reque
 ) -> None:
     size = len(picture.input.data)
     # A request may use half of the memory.
-    stack = await start_stack(model=str(media_model), media_memory=f"{3 * size}", response_store="none")
+    stack = await start_stack(model=str(media_model), media_memory=f"{3 * size}", store="none")
     wrong = {"X-Vllm-Priority": "high"}
     for _ in range(4):
         assert (await chat(stack, PART, text("again"), PART, **SMALL)).status_code == 200

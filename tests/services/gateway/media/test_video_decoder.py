@@ -10,16 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.items import FrameSampling
 from paceline.services.gateway.media.video_decoder import sample
 from tests.services.gateway.media.conftest import Decode
 from tests.services.gateway.media.samples import MUTATIONS, Mutation, audio_file, image_file, video_file
 
-OPTIONS: dict[str, Any] = {
-    "max_pixels": 1 << 20,
-    "max_seconds": 60.0,
-    "frames": 5,
-    "frame_pixels": None,
-}
+OPTIONS: dict[str, Any] = {"max_pixels": 1 << 20, "max_seconds": 60.0, "sampling": {"most": 5}}
 CONTAINERS = [
     ("mp4", "mpeg4"),
     ("mp4", "h264"),
@@ -33,17 +29,39 @@ TURNED_RIGHT = [0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30]
 
 
 def test_samples_evenly() -> None:
-    assert sample(10, 4) == [0, 2, 5, 7]
-    assert sample(3, 8) == [0, 1, 2]
+    assert sample(10, 25.0, FrameSampling(4)) == [0, 2, 5, 7]
+    assert sample(3, 25.0, FrameSampling(8)) == [0, 1, 2]
+    assert sample(10, 25.0, FrameSampling(4, to_end=True)) == [0, 3, 6, 9]
+    assert sample(10, 25.0, FrameSampling(1, to_end=True)) == [0]
 
 
-@given(st.integers(1, 10_000), st.integers(1, 1000))
-def test_samples_within_bounds(total: int, most: int) -> None:
-    chosen = sample(total, most)
-    assert len(chosen) == min(most, total)
+@pytest.mark.parametrize(
+    ("total", "rate", "count"),
+    [(100, 25.0, 8), (100, 30.0, 6), (10, 25.0, 4), (3, 25.0, 3), (10_000, 25.0, 20), (100, 1e-9, 20), (100, 1e9, 4)],
+)
+def test_samples_by_rate(total: int, rate: float, count: int) -> None:
+    """Two frames a second, at least 4 and at most 20. The file says what its rate is, so it may be anything."""
+    assert len(sample(total, rate, FrameSampling(20, 4, 2.0))) == count
+
+
+samplings = st.builds(
+    FrameSampling,
+    st.integers(1, 1000),
+    st.integers(1, 1000),
+    st.none() | st.floats(0.01, 1000),
+    to_end=st.booleans(),
+)
+
+
+@given(st.integers(1, 10_000), st.floats(1e-9, 1e9), samplings)
+def test_samples_within_bounds(total: int, rate: float, sampling: FrameSampling) -> None:
+    chosen = sample(total, rate, sampling)
+    assert 1 <= len(chosen) <= min(sampling.most, total)
     assert chosen == sorted(set(chosen))
     assert chosen[0] == 0
     assert chosen[-1] < total
+    if sampling.to_end and len(chosen) > 1:
+        assert chosen[-1] == total - 1
 
 
 @pytest.mark.parametrize(("format", "codec"), CONTAINERS)
@@ -56,7 +74,7 @@ def test_reads_frames_at_their_times(decode: Decode, format: str, codec: str) ->
 
 def test_skips_to_key_frames(decode: Decode) -> None:
     """Two of 20 frames, with other key frames in between."""
-    facts, frames = decode("video", video_file(), **{**OPTIONS, "frames": 2})
+    facts, frames = decode("video", video_file(), **{**OPTIONS, "sampling": {"most": 2}})
     assert facts["timestamps"] == pytest.approx([0.0, 1.0], abs=0.002)
     assert frames[:, 12, 24].mean(axis=1) == pytest.approx([0, 100], abs=12)
 
@@ -67,8 +85,18 @@ def test_takes_every_frame_if_there_are_few(decode: Decode) -> None:
 
 
 def test_scales_frames_down(decode: Decode) -> None:
-    _, frames = decode("video", video_file(size=(64, 32)), **{**OPTIONS, "frame_pixels": 512})
-    assert frames.shape == (5, 16, 32, 3)
+    for bound in ({"max_pixels": 512}, {"total_pixels": 5 * 512}, {"max_pixels": 4096, "total_pixels": 5 * 512 + 4}):
+        _, frames = decode("video", video_file(size=(64, 32)), **{**OPTIONS, "sampling": {"most": 5, **bound}})
+        assert frames.shape == (5, 16, 32, 3)
+
+
+def test_reads_the_rate_of_a_video(decode: Decode) -> None:
+    """Two seconds with 10 frames each."""
+    for format, codec in CONTAINERS:
+        sampling = {"most": 20, "per_second": 2.0, "to_end": True}
+        facts, frames = decode("video", video_file(format=format, codec=codec), **{**OPTIONS, "sampling": sampling})
+        assert len(frames) == 4
+        assert facts["timestamps"] == pytest.approx([0.0, 0.6, 1.3, 1.9], abs=0.002)
 
 
 def test_turns_frames(decode: Decode) -> None:
@@ -106,10 +134,13 @@ def test_refuses(decode: Decode, name: str) -> None:
 
 
 @settings(max_examples=60)
-@given(place=st.sampled_from(CONTAINERS), mutation=MUTATIONS)
-def test_mutated_file_is_decoded_or_refused(decode: Decode, place: tuple[str, str], mutation: Mutation) -> None:
+@given(place=st.sampled_from(CONTAINERS), mutation=MUTATIONS, by_rate=st.booleans())
+def test_mutated_file_is_decoded_or_refused(
+    decode: Decode, place: tuple[str, str], mutation: Mutation, by_rate: bool
+) -> None:
+    sampling = {"most": 5, "per_second": 2.0, "to_end": True} if by_rate else {"most": 5}
     try:
-        facts, frames = decode("video", mutation.of(FILES[place]), **OPTIONS)
+        facts, frames = decode("video", mutation.of(FILES[place]), **{**OPTIONS, "sampling": sampling})
     except MediaError:
         return
     assert len(frames) == len(facts["timestamps"]) <= 5

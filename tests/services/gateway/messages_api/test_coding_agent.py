@@ -114,7 +114,9 @@ class Agent:
             extra_body={"seed": 0},
         ) as stream:
             answer = await stream.get_final_message()
-        assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        usage = answer.usage
+        cached, created = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
+        assert counted.input_tokens == usage.input_tokens + cached + created
         self.prompts.append(self._desk.prompt)
         return answer
 

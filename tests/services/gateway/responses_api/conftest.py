@@ -22,7 +22,7 @@ def start_agents(start_stack: StartStack, tmp_path: Path) -> StartAgents:
     """Return a function that starts stacks that know tools and reasoning, and have room for long prompts."""
 
     async def start(**options: Any) -> Stack:
-        settings = {"response_store": str(tmp_path / "responses.db"), "tool_call_parser": "hermes"}
+        settings = {"store": str(tmp_path / "responses.db"), "tool_call_parser": "hermes"}
         stack = await start_stack(**{**settings, "reasoning_parser": "think", **options})
         for worker in stack.workers.values():
             worker.max_model_len = CONTEXT

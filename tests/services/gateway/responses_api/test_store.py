@@ -12,8 +12,9 @@ import pytest
 
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.services.gateway.responses_api import store as store_module
-from paceline.services.gateway.responses_api.database import Execute, Row, SqliteDatabase, StoreError, open_database
 from paceline.services.gateway.responses_api.store import Record, ResponseStore
+from paceline.services.gateway.store.database import Execute, Row, SqliteDatabase, StoreError, open_database
+from paceline.services.gateway.store.store import Store
 
 OpenStore = Callable[..., ResponseStore]
 
@@ -27,9 +28,9 @@ async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 
         def open_(entries: int = 10, max_bytes: int = 10_000, seconds: float = 100.0) -> ResponseStore:
             database = open_database(f"{request.param}{tmp_path / 'store.db'}")
-            store = ResponseStore(database, entries=entries, max_bytes=max_bytes, seconds=seconds)
-            stack.callback(store.close)
-            return store
+            shared = Store(database)
+            stack.callback(shared.close)
+            return ResponseStore(shared, entries=entries, max_bytes=max_bytes, seconds=seconds)
 
         yield open_
 
@@ -76,11 +77,12 @@ async def test_a_conversation_has_a_largest_number_of_turns(
 
 
 async def test_reading_does_not_wait_for_another_process_that_writes(tmp_path: Path) -> None:
-    store = ResponseStore(SqliteDatabase(tmp_path / "store.db"), entries=3, max_bytes=1000, seconds=100.0)
+    shared = Store(SqliteDatabase(tmp_path / "store.db"))
+    store = ResponseStore(shared, entries=3, max_bytes=1000, seconds=100.0)
     await store.put(record("a"))
     with SqliteDatabase(tmp_path / "store.db").transaction():
         assert await names(store, "a") == ["a"]
-    store.close()
+    shared.close()
 
 
 async def test_responses_that_were_used_longest_ago_make_room(open_store: OpenStore) -> None:
@@ -161,13 +163,14 @@ async def test_making_room_ends_if_another_gateway_has_deleted_the_rest(tmp_path
 
                 yield changed
 
-    store = ResponseStore(Emptied(tmp_path / "store.db"), entries=3, max_bytes=1000, seconds=100.0)
+    shared = Store(Emptied(tmp_path / "store.db"))
+    store = ResponseStore(shared, entries=3, max_bytes=1000, seconds=100.0)
     await store.put(record("a"))
     assert await names(store, "a") == ["a"]
-    store.close()
+    shared.close()
 
 
 @pytest.mark.parametrize("url", ["made_up://host/name", "sqlite+made_up:///x"])
 def test_a_url_without_a_driver_is_refused_at_the_start(url: str) -> None:
-    with pytest.raises(ConfigError, match="--response-store"):
+    with pytest.raises(ConfigError, match="--store"):
         open_database(url)

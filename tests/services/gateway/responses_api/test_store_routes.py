@@ -78,7 +78,7 @@ async def test_an_item_stands_for_itself_by_its_id(agents: Stack) -> None:
 
 
 async def test_responses_belong_to_the_key_that_let_the_request_in(start_stack: StartStack, tmp_path: Path) -> None:
-    stack = await start_stack(response_store=str(tmp_path / "responses.db"), api_key="one,two")
+    stack = await start_stack(store=str(tmp_path / "responses.db"), api_key="one,two")
     # The Authorization of both is the same, and no valid key.
     mine, other = (stack.openai.with_options(default_headers={"x-api-key": key}) for key in ("one", "two"))
     made = await mine.responses.create(model="toy", input="x", max_output_tokens=2)
@@ -99,9 +99,8 @@ async def test_without_keys_all_responses_have_one_owner(agents: Stack) -> None:
     assert await agents.openai.with_options(api_key="other").responses.retrieve(made.id) == made
 
 
-@pytest.mark.parametrize("options", [{"store": False}, {"response_store": "none"}])
-async def test_a_response_need_not_be_kept(start_agents: StartAgents, options: dict[str, Any]) -> None:
-    store = options.pop("store", True)
+@pytest.mark.parametrize(("store", "options"), [(False, {}), (True, {"store": "none"})])
+async def test_a_response_need_not_be_kept(start_agents: StartAgents, store: bool, options: dict[str, Any]) -> None:
     agents = await start_agents(**options)
     recite(agents, "ok")
     made = (await agents.post("/v1/responses", input="x", store=store, **SEED)).json()
@@ -110,7 +109,7 @@ async def test_a_response_need_not_be_kept(start_agents: StartAgents, options: d
 
 
 async def test_without_a_store_there_is_no_background(start_agents: StartAgents) -> None:
-    agents = await start_agents(response_store="none")
+    agents = await start_agents(store="none")
     answer = await agents.post("/v1/responses", input="x", background=True)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
 
@@ -120,7 +119,7 @@ async def test_a_store_that_fails_costs_no_answer(
 ) -> None:
     broken = tmp_path / "broken.db"
     broken.write_text("no database, but long enough to be taken for one" * 10)
-    agents = await start_agents(response_store=str(broken))
+    agents = await start_agents(store=str(broken))
     recite(agents, "ok")
     made = (await agents.post("/v1/responses", input="x", **SEED)).json()
     assert (made["store"], made["status"]) == (False, "completed")

@@ -14,7 +14,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.gateway.media.expansion import Expansion
-from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind, MediaTokens
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
@@ -25,6 +25,8 @@ MAX_INPUT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 """Size of the largest input of an encoder. It goes to the worker in one message, which has other fields, too."""
 PADDING_SECONDS = 0.1
 """Most seconds of audio that are cut without an error, because MP3 and AAC make clips longer by padding."""
+MAX_FRAME_PIXELS = 1 << 22
+"""Larger frames of videos are scaled down when they are decoded."""
 OPTIONS_FIELD = "mm_processor_kwargs"
 """The field of a request with a processor's options."""
 
@@ -36,8 +38,6 @@ class Processor(ABC):
     """
 
     tokens: MediaTokens
-    video_frames: int = 0
-    """The most frames of a video that the model sees."""
 
     @property
     def kinds(self) -> frozenset[ItemKind]:
@@ -52,11 +52,16 @@ class Processor(ABC):
     def image(self, pixels: Pixels) -> Expansion:
         """Return what stands in a prompt for an image."""
 
+    @property
+    def sampling(self) -> FrameSampling:
+        """The frames of a video that the model sees."""
+        raise NotImplementedError
+
     def video(self, frames: Sequence[Pixels], seconds: Sequence[float]) -> Expansion:
         """Return what stands in a prompt for a video.
 
         Args:
-            frames: at most `video_frames` frames, in order.
+            frames: those of `sampling`, in order and all of the same size.
             seconds: the time of each frame from the beginning.
         """
         raise NotImplementedError
@@ -101,3 +106,19 @@ def check_names(given: Mapping[str, Any], known: Sequence[str], place: str = OPT
     if unknown := [name for name in given if name not in known]:
         message = f"{place}: this model has no option {unknown[0]!r:.80}; it has {', '.join(known)}"
         raise InvalidRequestError(message, place)
+
+
+def nested_options(given: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """Return the options in a field such as `images_kwargs`. Raises InvalidRequestError if it has others than known."""
+    options = given.get(name)
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise wrong_option(f"{name} must be an object")
+    check_names(options, known, f"{OPTIONS_FIELD}.{name}")
+    return options
+
+
+def wrong_option(message: str) -> InvalidRequestError:
+    """Return the error for an option with a wrong value."""
+    return InvalidRequestError(f"{OPTIONS_FIELD}: {message}", OPTIONS_FIELD)

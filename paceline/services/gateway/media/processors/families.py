@@ -10,6 +10,8 @@ from paceline.core.model_folder import read_object
 from paceline.services.gateway.media.processors.base import Processor
 from paceline.services.gateway.media.processors.gemma3 import read_gemma3
 from paceline.services.gateway.media.processors.gemma4 import read_gemma4
+from paceline.services.gateway.media.processors.llava import read_llava
+from paceline.services.gateway.media.processors.qwen3_vl import read_qwen3_vl
 
 Json = Mapping[str, Any]
 
@@ -17,6 +19,9 @@ FAMILIES: dict[str, Callable[[Json, Json], Processor | None]] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Gemma4ForConditionalGeneration": read_gemma4,
     "Gemma4UnifiedForConditionalGeneration": read_gemma4,
+    "LlavaForConditionalGeneration": read_llava,
+    "Qwen3VLForConditionalGeneration": read_qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl,
 }
 """Functions that read a processor from a model's config and its processor's settings, by the model's architecture."""
 
@@ -31,5 +36,7 @@ def read_processor(folder: Path) -> Processor | None:
     read = FAMILIES.get(next(iter(config.get("architectures") or ()), ""))
     if read is None:
         return None
-    settings = read_object(folder / "preprocessor_config.json") | read_object(folder / "processor_config.json")
-    return read(config, settings)
+    settings = read_object(folder / "preprocessor_config.json")
+    if videos := read_object(folder / "video_preprocessor_config.json"):
+        settings["video_processor"] = videos
+    return read(config, settings | read_object(folder / "processor_config.json"))

@@ -14,17 +14,19 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import SAMPLING_RATE, ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
+    MAX_FRAME_PIXELS,
     MAX_INPUT_BYTES,
-    OPTIONS_FIELD,
     Pixels,
     Processor,
     Samples,
     check_names,
     fitted_clip,
     media_input,
+    nested_options,
     resized,
+    wrong_option,
 )
 from paceline.services.gateway.media.processors.mel import frame_count, log_mel
 
@@ -65,18 +67,22 @@ class Gemma4Processor(Processor):
         `max_soft_tokens`, the budget of a frame, and `num_frames`, the most frames of a video.
         """
         check_names(given, ("max_soft_tokens", "images_kwargs", "videos_kwargs"))
-        images, videos = (_options(given, name, known) for name, known in _NESTED.items())
+        images, videos = (nested_options(given, name, known) for name, known in _NESTED.items())
         budget = images.get("max_soft_tokens", given.get("max_soft_tokens", self.budget))
         frame_budget = videos.get("max_soft_tokens", self.frame_budget)
         if any(type(each) is not int or each not in BUDGETS for each in (budget, frame_budget)):
-            raise _refusal(f"max_soft_tokens must be one of {', '.join(map(str, BUDGETS))}")
+            raise wrong_option(f"max_soft_tokens must be one of {', '.join(map(str, BUDGETS))}")
         frames = videos.get("num_frames", self.video_frames)
         if type(frames) is not int or not 1 <= frames <= FRAMES:
-            raise _refusal(f"num_frames must be from 1 to {FRAMES}")
+            raise wrong_option(f"num_frames must be from 1 to {FRAMES}")
         return dataclasses.replace(self, budget=budget, frame_budget=frame_budget, video_frames=frames)
 
     def image(self, pixels: Pixels) -> Expansion:
         return Expansion(self._picture(pixels, MediaKind.IMAGE, self.budget))
+
+    @property
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(self.video_frames, max_pixels=MAX_FRAME_PIXELS)
 
     def video(self, frames: Sequence[Pixels], seconds: Sequence[float]) -> Expansion:
         pieces: list[Piece] = []
@@ -100,18 +106,6 @@ class Gemma4Processor(Processor):
 
 
 _NESTED = {"images_kwargs": ("max_soft_tokens",), "videos_kwargs": ("max_soft_tokens", "num_frames")}
-
-
-def _options(given: Json, name: str, known: Sequence[str]) -> Json:
-    options = given.get(name) or {}
-    if not isinstance(options, Mapping):
-        raise _refusal(f"{name} must be an object")
-    check_names(options, known, f"{OPTIONS_FIELD}.{name}")
-    return options
-
-
-def _refusal(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{OPTIONS_FIELD}: {message}", OPTIONS_FIELD)
 
 
 def fitted_size(height: int, width: int, budget: int, side: int = 48) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from paceline.services.common.wire import media_input_to_pb
 from paceline.services.gateway.media.expansion import Expansion, Run
 from paceline.services.gateway.media.processors.base import media_input
 from paceline.services.gateway.media.processors.gemma4 import BUDGETS, Gemma4Processor, fitted_size, read_gemma4
+from tests.services.gateway.media.processors.pictures import picture, values
 
 CONFIG = {"model_type": "gemma4", "vision_config": {"patch_size": 16}, "audio_config": {"hidden_size": 8}}
 BOI, IMAGE, EOI, VIDEO, BOA, AUDIO, EOA = 255999, 258880, 258882, 258884, 256000, 258881, 258883
@@ -34,16 +35,6 @@ def processor(**changes: object) -> Gemma4Processor:
 def only_input(expansion: Expansion) -> MediaInput:
     (run,) = [piece for piece in expansion.pieces if isinstance(piece, Run)]
     return run.input
-
-
-def values(own: MediaInput) -> np.ndarray:
-    return np.frombuffer(own.data, own.dtype).reshape(own.shape)
-
-
-def picture(height: int, width: int) -> np.ndarray:
-    """Return noise over a slope, so that a resize has something to blur and something to keep."""
-    noise = np.random.default_rng(height * width).integers(0, 80, (height, width, 3))
-    return (noise + np.linspace(0, 175, width, dtype=np.int64)[None, :, None]).astype(np.uint8)
 
 
 @pytest.mark.parametrize("budget", [70, 280, 1120])
@@ -100,11 +91,11 @@ def test_thirty_seconds_of_audio_are_750_tokens_and_longer_clips_are_refused() -
 
 def test_samples_that_fit_into_no_message_are_refused_with_the_longest_clip() -> None:
     unified = processor(model_type="gemma4_unified")
-    most = only_input(unified.audio(np.zeros(261 * 16_000 + 1, np.float32)))
-    assert most.shape == (261 * 16_000,)
+    most = only_input(unified.audio(np.zeros(1047 * 16_000 + 1, np.float32)))
+    assert most.shape == (1047 * 16_000,)
     assert media_input_to_pb(most).ByteSize() < MAX_MESSAGE_BYTES
-    with pytest.raises(InvalidRequestError, match=r"262\.0 seconds.*at most 261"):
-        unified.audio(np.zeros(262 * 16_000, np.float32))
+    with pytest.raises(InvalidRequestError, match=r"1048\.0 seconds.*at most 1047"):
+        unified.audio(np.zeros(1048 * 16_000, np.float32))
 
 
 def test_an_input_that_fits_into_no_message_is_refused() -> None:

@@ -22,7 +22,7 @@ Row = tuple[Any, ...]
 
 
 class StoreError(UnavailableError):
-    """Responses cannot be kept or read now.
+    """The store cannot be used now.
 
     Args:
         message: what the client is told.
@@ -30,7 +30,7 @@ class StoreError(UnavailableError):
     """
 
     def __init__(
-        self, message: str = "responses cannot be kept or read now; try again later", reason: str = ""
+        self, message: str = "the server's store cannot be used now; try again later", reason: str = ""
     ) -> None:
         super().__init__(message)
         self.reason = reason
@@ -48,6 +48,8 @@ class Database(ABC):
 
     text = "TEXT"
     """Type of columns with long texts."""
+    blob = "BLOB"
+    """Type of columns with bytes."""
 
     @abstractmethod
     def transaction(self, *, writes: bool = True) -> contextlib.AbstractContextManager[Execute]:
@@ -92,7 +94,7 @@ class SqliteDatabase(Database):
         os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
         connection = sqlite3.connect(self._path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            # The log lets others read while one process writes. A power cut may lose the last responses.
+            # The log lets others read while one process writes. A power cut may lose the last transactions.
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
         except sqlite3.Error:
@@ -112,16 +114,18 @@ class AlchemyDatabase(Database):
         try:
             import sqlalchemy
         except ImportError:
-            message = "--response-store is a URL, which needs the package SQLAlchemy: pip install 'paceline[sql]'"
+            message = "--store is a URL, which needs the package SQLAlchemy: pip install 'paceline[sql]'"
             raise ConfigError(message) from None
         try:
             self._engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
         except (sqlalchemy.exc.ArgumentError, ImportError) as error:
-            raise ConfigError(f"--response-store: SQLAlchemy cannot use this URL: {error}") from error
+            raise ConfigError(f"--store: SQLAlchemy cannot use this URL: {error}") from error
         self._statement = sqlalchemy.text
         self._error = sqlalchemy.exc.SQLAlchemyError
         if self._engine.dialect.name in ("mysql", "mariadb"):
-            self.text = "LONGTEXT"
+            self.text, self.blob = "LONGTEXT", "LONGBLOB"
+        elif self._engine.dialect.name == "postgresql":
+            self.blob = "BYTEA"
 
     @contextlib.contextmanager
     def transaction(self, *, writes: bool = True) -> Iterator[Execute]:

@@ -1,0 +1,27 @@
+"""Hints: what clients and gateways expect of a context after its request has ended.
+
+A hint changes no name and no token, and it pins nothing. It is evidence. A policy counts how often the hints of each
+source come true, and believes them accordingly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_HINTS = 8
+"""Most hints about one context."""
+
+MOST_SOURCE_BYTES = 16
+"""Longest name of a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """An expectation about the first tokens of a context."""
+
+    tokens: int
+    """The hint is about the blocks of the context's first `tokens` tokens."""
+    seconds: float
+    """Time within which these blocks are expected to be requested again."""
+    source: bytes = b""
+    """Names who says so and why. Sources whose hints often come true are believed more than others."""

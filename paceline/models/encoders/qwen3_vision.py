@@ -1,0 +1,167 @@
+"""The vision tower of Qwen 3-VL: a transformer over patches, whose results are merged in squares.
+
+The results of some layers are merged, too, and are further parts of a row of the encoding (deepstack,
+https://arxiv.org/abs/2406.04334).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import InvalidRequestError
+from paceline.kernels.interface import Kernels
+from paceline.models.base import Weights
+from paceline.models.blocks import Linear
+from paceline.models.encoder_config import Qwen3VisionConfig
+from paceline.models.encoders.base import Between
+from paceline.models.encoders.blocks import LayerNorm, media_place
+from paceline.models.model_config import Rope
+from paceline.models.rotary import Rotation, inverse_frequencies
+
+_EPS = 1e-6
+
+
+class Qwen3Vision:
+    """The encoder of images, and of frames that are encoded together. The patches of a square follow each other."""
+
+    takes = torch.uint8
+
+    def __init__(self, config: Qwen3VisionConfig, hidden_size: int, weights: Weights, kernels: Kernels) -> None:
+        size, side = config.hidden_size, config.patch_side
+        place = media_place(weights, "pos_embed.weight", "visual")
+        self._config = config
+        # The checkpoint has a convolution, whose patches have colors first.
+        shape = (size, 3, config.patch_frames, side, side)
+        (weight,) = weights.take_packed_derived(f"{place}.patch_embed.proj.weight", shape, [_colors_last])
+        self._embed = Linear(weight, weights.take(f"{place}.patch_embed.proj.bias", size), kernels)
+        self._dtype = weight.dtype
+        self._positions = weights.take(f"{place}.pos_embed.weight", config.positions_side**2, size)
+        self._layers = [_Layer(config, weights, f"{place}.blocks.{layer}", kernels) for layer in range(config.layers)]
+        merger = partial(_Merger, config, hidden_size, weights, kernels=kernels)
+        self._merge = merger(f"{place}.merger")
+        self._mergers = {
+            layer: merger(f"{place}.deepstack_merger_list.{index}", norms_squares=True)
+            for index, layer in enumerate(config.shown_layers)
+        }
+        # The first half of a head turns by the patch's row, and the second half by its column.
+        self._frequencies = inverse_frequencies(Rope(config.rope_theta), size // config.heads // 2)
+        self._kernels = kernels
+
+    def rows(self, shape: Sequence[int]) -> int:
+        config = self._config
+        side, sizes = config.patch_side * config.merged_side, tuple(shape[-3:-1])
+        known = [(*sizes, 3), (config.patch_frames, *sizes, 3)]
+        if len(sizes) != 2 or tuple(shape) not in known or not all(size > 0 and size % side == 0 for size in sizes):
+            raise InvalidRequestError(
+                f"an image for this model must be [height, width, 3], and frames [{config.patch_frames}, height, "
+                f"width, 3], with sides that are multiples of {side}, not {list(shape)}"
+            )
+        return sizes[0] // side * (sizes[1] // side)
+
+    def encode(self, x: Tensor, between: Between) -> Tensor:
+        config, kernels = self._config, self._kernels
+        patches = _patches(x if x.dim() == 4 else x.expand(config.patch_frames, *x.shape), config.patch_side)
+        rows, columns = patches.shape[:2]
+        tiles = _squares(patches, config.merged_side).flatten(1).float().div_(127.5).sub_(1.0)
+        places = _squares(self._places(rows, columns), config.merged_side)
+        hidden = kernels.add(self._embed(tiles.to(self._dtype)), places.to(self._dtype))
+        rotation = self._rotation(rows, columns, x.device)
+        parts = []
+        for number, layer in enumerate(self._layers):
+            between()
+            hidden = layer(hidden, rotation)
+            if number in self._mergers:
+                parts.append(self._mergers[number](hidden))
+        return torch.cat([self._merge(hidden), *parts], dim=1)
+
+    def _places(self, rows: int, columns: int) -> Tensor:
+        """Return the positions of patches, between those of the table: fp32 [rows, columns, size]."""
+        side = self._config.positions_side
+        table = self._positions.float().view(side, side, -1)
+        return _stretched(_stretched(table, rows).transpose(0, 1), columns).transpose(0, 1)
+
+    def _rotation(self, rows: int, columns: int, device: torch.device) -> Rotation:
+        grid = torch.cartesian_prod(torch.arange(rows, device=device), torch.arange(columns, device=device))
+        order = _squares(grid.view(rows, columns, 2), self._config.merged_side)
+        angles = (order.unsqueeze(2) * self._frequencies.to(device)).flatten(1).repeat(1, 2)
+        return Rotation(angles.cos(), angles.sin())
+
+
+class _Layer:
+    def __init__(self, config: Qwen3VisionConfig, weights: Weights, place: str, kernels: Kernels) -> None:
+        size, inner = config.hidden_size, config.inner_size
+        take = partial(Linear.take, weights, bias=True, kernels=kernels)
+        self._heads, self._scale = config.heads, (size // config.heads) ** -0.5
+        self._norm, self._mlp_norm = (LayerNorm(weights, f"{place}.norm{n}", size, _EPS, kernels) for n in (1, 2))
+        self._qkv = Linear.take_parts(weights, f"{place}.attn.qkv", size, (size,) * 3, True, kernels)
+        self._o = take(f"{place}.attn.proj", size, size)
+        self._up, self._down = (
+            take(f"{place}.mlp.linear_fc1", size, inner),
+            take(f"{place}.mlp.linear_fc2", inner, size),
+        )
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
+        kernels, normed = self._kernels, self._norm(x)
+        q, k, v = (linear(normed).view(len(x), self._heads, -1) for linear in self._qkv)
+        q, k = (kernels.rotate(own, rotation.cos, rotation.sin) for own in (q, k))
+        x = kernels.add(x, self._o(kernels.full_attention(q, k, v, self._scale).flatten(1)))
+        return kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x)))))
+
+
+class _Merger:
+    """A norm, and an MLP over squares of patches: [patches, size] -> [squares, text size].
+
+    Args:
+        norms_squares: whether the norm is over the patches of a square together.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3VisionConfig,
+        text_size: int,
+        weights: Weights,
+        place: str,
+        kernels: Kernels,
+        norms_squares: bool = False,
+    ) -> None:
+        size = self._size = config.hidden_size * config.merged_side**2
+        self._norms_squares = norms_squares
+        self._norm = LayerNorm(weights, f"{place}.norm", size if norms_squares else config.hidden_size, _EPS, kernels)
+        self._up = Linear.take(weights, f"{place}.linear_fc1", size, size, True, kernels)
+        self._down = Linear.take(weights, f"{place}.linear_fc2", size, text_size, True, kernels)
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        squares = x.view(-1, self._size)
+        normed = self._norm(squares) if self._norms_squares else self._norm(x).view(-1, self._size)
+        return self._down(self._kernels.gelu(self._up(normed)))
+
+
+def _colors_last(weight: Tensor) -> Tensor:
+    """Return a convolution's weight [out, 3, frames, rows, columns] as a matrix [out, frames * rows * columns * 3]."""
+    return weight.permute(0, 2, 3, 4, 1).flatten(1)
+
+
+def _patches(frames: Tensor, side: int) -> Tensor:
+    """Return the patches of frames [frames, height, width, 3]: [rows, columns, frames, side, side, 3]."""
+    count, height, width, colors = frames.shape
+    return frames.reshape(count, height // side, side, width // side, side, colors).permute(1, 3, 0, 2, 4, 5)
+
+
+def _squares(grid: Tensor, side: int) -> Tensor:
+    """Return the elements of a grid [rows, columns, ...] square by square: [rows * columns, ...]."""
+    rows, columns, *rest = grid.shape
+    return grid.reshape(rows // side, side, columns // side, side, *rest).transpose(1, 2).reshape(-1, *rest)
+
+
+def _stretched(values: Tensor, count: int) -> Tensor:
+    """Return `count` values from the first to the last of values [n, ...], at equal distances: linear between them."""
+    places = torch.linspace(0, len(values) - 1, count, device=values.device)
+    low = places.floor().long()
+    high = (low + 1).clamp(max=len(values) - 1)
+    return torch.lerp(values[low], values[high], (places - low).view(-1, *[1] * (values.dim() - 1)))

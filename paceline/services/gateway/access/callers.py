@@ -1,0 +1,46 @@
+"""The caller of a request, as the guard recognised it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request."""
+
+    name: str
+    """Name of the key; "" if the caller has none."""
+    owner: str
+    """Hexadecimal SHA-256 of the key, by which stored objects know their owner; "" if the caller has no key."""
+    is_admin: bool
+    """Whether the caller may see and end what others have sent."""
+    priority: int = 0
+    """Priority of requests that state none, and the most urgent one that a key may use; lower is more urgent."""
+
+    def may_see(self, owner: str) -> bool:
+        """Return whether the caller may see and end what `owner` has sent."""
+        return self.is_admin or self.owner == owner
+
+    def priority_for(self, wanted: int | None) -> int:
+        """Return the priority of a request that wants `wanted`. A key can make requests less urgent, but not more."""
+        if wanted is None:
+            return self.priority
+        return max(wanted, self.priority) if self.owner else wanted
+
+
+ANYONE = Caller(name="", owner="", is_admin=False)
+"""A caller without a key."""
+
+
+def caller_of(request: Request) -> Caller:
+    """Return who sent a request."""
+    caller: Caller = getattr(request.state, "caller", ANYONE)
+    return caller
+
+
+def owner_of(request: Request) -> str:
+    """Return the digest of the key that let the request in; "" if the caller has none."""
+    return caller_of(request).owner

@@ -1,0 +1,41 @@
+"""Which web pages of other origins may call the API from a browser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import ConfigError
+from paceline.core.options import listed
+
+_SHOWN = (
+    "retry-after",
+    "x-request-id",
+    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+)
+"""Headers of answers that a page may read."""
+
+
+def cors_options(config: GatewayConfig) -> dict[str, Any] | None:
+    """Return the arguments of starlette's CORSMiddleware; None if no other origin is allowed.
+
+    Raises ConfigError if an origin is none, or if pages that nobody named could use keys that browsers keep.
+    """
+    origins = listed(config.allowed_origins)
+    if not origins:
+        return None
+    for origin in origins:
+        scheme, separator, host = origin.partition("://")
+        if origin != "*" and (scheme not in ("http", "https") or not separator or not host or set(host) & set('/"')):
+            raise ConfigError(
+                f"--allowed-origins: {origin!r} is no origin; write https://chat.example.com, several with commas, or *"
+            )
+    if config.allow_credentials and "*" in origins:
+        raise ConfigError("--allow-credentials needs named origins in --allowed-origins, because * is every web page")
+    return {
+        "allow_origins": origins,
+        "allow_methods": listed(config.allowed_methods),
+        "allow_headers": listed(config.allowed_headers),
+        "allow_credentials": config.allow_credentials,
+        "expose_headers": _SHOWN,
+    }

@@ -1,0 +1,140 @@
+"""The middleware that lets a request in or refuses it, before its body is read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+from collections.abc import Iterator
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.services.gateway.access.admission import Admission
+from paceline.services.gateway.access.book import AccessBook, caller_with
+from paceline.services.gateway.access.callers import ANYONE, Caller
+from paceline.services.gateway.access.decisions import Access, decision_for
+from paceline.services.gateway.access.limiter import Limiter
+from paceline.services.gateway.access.peers import is_foreign_page, is_local, is_rebound
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.middleware import ID_PREFIXES
+
+
+class Guard:
+    """Middleware that applies DECISIONS and the limits of keys.
+
+    The request's state gets `caller`, who sent it, and `admission`, what its key is charged. A request that the gateway
+    makes itself has a `caller` in its state already, and is let in.
+    """
+
+    def __init__(self, app: ASGIApp, book: AccessBook, limiter: Limiter) -> None:
+        self._app = app
+        self._book = book
+        self._limiter = limiter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        answer = send
+        try:
+            caller = state["caller"] = state.get("caller") or self._admit(scope)
+            answer = self._with_limits(send, caller)
+            state["admission"] = self._limiter.begin(caller.owner) if _is_computed(scope) else Admission()
+        except ApiError as refusal:
+            await refusal.response()(scope, receive, answer)
+            return
+        with state["admission"]:
+            await self._app(scope, receive, answer)
+
+    def _with_limits(self, send: Send, caller: Caller) -> Send:
+        """Return a `send` that adds the headers about the caller's limits, if it has any."""
+        if not self._limiter.headers(caller.owner):
+            return send
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._limiter.headers(caller.owner))
+            await send(message)
+
+        return send_with_limits
+
+    def _admit(self, scope: Scope) -> Caller:
+        """Return the caller of a request. Raises ApiError if it may not call this route."""
+        path = path_of(scope)
+        access = decision_for(path)
+        headers = Headers(scope=scope)
+        if access is Access.OPEN:
+            return ANYONE
+        caller, is_from_browser = self._caller(headers)
+        if (access is Access.ADMIN or is_from_browser) and is_foreign_page(scope, headers):
+            raise ApiError(403, "a page of another site may not call this path; open the gateway's own address")
+        is_admin = caller.is_admin
+        if not self._book.has_admins and is_local(scope, headers) and not is_rebound(scope, headers):
+            is_admin = not is_foreign_page(scope, headers)
+        caller = dataclasses.replace(caller, is_admin=is_admin)
+        if self._book.has_clients and not caller.owner:
+            raise self._no_key(access)
+        if access is Access.ADMIN and not is_admin:
+            raise self._no_admin(scope, headers, caller)
+        if access is None:
+            raise ApiError(404, f"no such path: {scope['method']} {path}")
+        return caller
+
+    def _caller(self, headers: Headers) -> tuple[Caller, bool]:
+        """Return who sends these headers, and whether a browser may have added the key by itself."""
+        basic = _basic_password(headers)
+        key = self._book.find([*_sent_keys(headers), basic])
+        return (ANYONE if key is None else caller_with(key)), bool(basic)
+
+    def _no_admin(self, scope: Scope, headers: Headers, caller: Caller) -> ApiError:
+        if self._book.has_admins:
+            if not caller.owner:
+                return self._no_key(Access.ADMIN)
+            message = f"the key {caller.name!r} is a client's and this path is for admins: send an admin key"
+        elif is_local(scope, headers):
+            message = "open the gateway as localhost or 127.0.0.1: other names in Host may be a trick of a web page"
+        else:
+            message = (
+                "this path is for admins, and without an admin key only for processes of this machine: start the "
+                "gateway with PACELINE_ADMIN_KEY or --api-keys-file, and send that key"
+            )
+        return ApiError(403, message, code="admin_only")
+
+    def _no_key(self, access: Access | None) -> ApiError:
+        kind = "admin" if access is Access.ADMIN and self._book.has_admins else "API"
+        message = f"a valid {kind} key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+        error = ApiError(401, message, code="invalid_api_key")
+        # With this header a browser asks its user for the key, which it then sends as a password.
+        error.headers["WWW-Authenticate"] = 'Basic realm="Paceline"' if access is Access.ADMIN else "Bearer"
+        return error
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request below the root path, as the routes have it."""
+    return str(scope["path"].removeprefix(scope.get("root_path", "")))
+
+
+def _is_computed(scope: Scope) -> bool:
+    """Return whether workers compute the answer to a request, so that it counts as one of its key's requests."""
+    return scope["method"] == "POST" and path_of(scope) in ID_PREFIXES
+
+
+def _sent_keys(headers: Headers) -> Iterator[str]:
+    # Anthropic's clients send their key in a header of its own.
+    yield headers.get("x-api-key", "").strip()
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    yield key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _basic_password(headers: Headers) -> str:
+    """Return the password in the headers, whatever the user name is; "" if there is none."""
+    scheme, _, encoded = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        pair = base64.b64decode(encoded.strip(), validate=True).decode("utf-8", "surrogateescape")
+    except (binascii.Error, ValueError):
+        return ""
+    return pair.partition(":")[2]

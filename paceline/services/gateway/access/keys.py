@@ -1,0 +1,115 @@
+"""Keys, and the file that names them:
+
+[alice]
+sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+priority = 10
+requests_per_minute = 60
+tokens_per_minute = 100_000
+max_concurrent = 8
+
+[ops]
+key = "…"
+role = "admin"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.core.errors import ConfigError
+from paceline.services.common.secret import digest_of, read_private
+
+_MOST_BYTES = 4 << 20
+_ADVICE = "docs/operations.md shows how to write it"
+
+Role = Literal["client", "admin"]
+Amount = Annotated[int, Field(ge=1, le=10**12)]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one key may use; None is no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Tokens of prompts and answers together."""
+    max_concurrent: int | None = None
+    """Requests that run or wait at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key, of which only the digest is known here."""
+
+    name: str
+    digest: bytes
+    """SHA-256 of the key."""
+    role: Role = "client"
+    priority: int = 0
+    limits: Limits = Limits()
+
+
+class _Entry(BaseModel):
+    """A table of the file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+    key: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,1024}$")] | None = None
+    sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
+    role: Role = "client"
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    requests_per_minute: Amount | None = None
+    tokens_per_minute: Amount | None = None
+    max_concurrent: Amount | None = None
+
+
+def given_keys(keys: Sequence[str], role: Role) -> list[Key]:
+    """Return keys of the command line or the environment, which have no names of their own."""
+    prefix = "key" if role == "client" else "admin"
+    distinct = dict.fromkeys(keys)
+    return [Key(f"{prefix}-{number}", digest_of(key), role) for number, key in enumerate(distinct, 1)]
+
+
+def read_keys(file: str) -> list[Key]:
+    """Return the keys in a file. Raises ConfigError, whose text has no key."""
+    text = read_private(file, "--api-keys-file", _MOST_BYTES, _ADVICE)
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--api-keys-file {file} is not valid TOML: {error}; {_ADVICE}") from None
+    return [_key(file, name, table) for name, table in tables.items()]
+
+
+def check_distinct(keys: Sequence[Key]) -> None:
+    """Raise ConfigError if two keys have the same name, or are the same key."""
+    names: set[str] = set()
+    digests: dict[bytes, str] = {}
+    for key in keys:
+        if key.name in names:
+            raise ConfigError(f"two keys have the name {key.name!r}: rename the one in --api-keys-file")
+        if (other := digests.get(key.digest)) is not None:
+            raise ConfigError(f"the keys {other!r} and {key.name!r} are the same: give each its own")
+        names.add(key.name)
+        digests[key.digest] = key.name
+
+
+def _key(file: str, name: str, table: Any) -> Key:
+    where = f"--api-keys-file {file}: [{name}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"--api-keys-file {file}: {name} must be the heading of a key, [{name}]; {_ADVICE}")
+    try:
+        entry = _Entry.model_validate({field.replace("-", "_"): value for field, value in table.items()})
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where} {field}: {first['msg']}; {_ADVICE}") from None
+    if (entry.key is None) == (entry.sha256 is None):
+        raise ConfigError(f"{where} needs either key or sha256; {_ADVICE}")
+    digest = digest_of(entry.key) if entry.key is not None else bytes.fromhex(entry.sha256 or "")
+    limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
+    return Key(name, digest, entry.role, entry.priority, limits)

@@ -1,0 +1,116 @@
+"""The limits of all keys at this gateway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from paceline.proto.fleet_pb2 import KeyUse
+from paceline.services.gateway.access.admission import Admission
+from paceline.services.gateway.access.book import AccessBook
+from paceline.services.gateway.access.keys import Limits
+from paceline.services.gateway.access.meter import Meter
+from paceline.services.gateway.access.minute_limit import MINUTE, MinuteLimit, Part
+from paceline.services.gateway.access.shares import Use, parts_of
+
+NEGLIGIBLE = 0.01
+"""Requests per minute that count as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gateways:
+    """What all gateways of the cluster tell about keys."""
+
+    own: str
+    """Name of this gateway."""
+    uses: Mapping[str, Sequence[Use]]
+    """What each gateway tells, by its name. This gateway's own entry may be missing."""
+    is_current: bool
+    """Whether they have told it lately, which needs Redis."""
+
+
+class Limiter:
+    """What all keys use of their limits at this gateway.
+
+    Args:
+        gateways: returns what the gateways of the cluster tell now.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self, book: AccessBook, gateways: Callable[[], Gateways], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._book = book
+        self._gateways = gateways
+        self._clock = clock
+        self._meters: dict[str, Meter] = {}
+
+    def begin(self, owner: str) -> Admission:
+        """Count a request of a key, by its digest, and return its admission. Raises ApiError if it is one too many."""
+        meter = self._meter(owner)
+        if meter is not None:
+            meter.begin(self._clock())
+        return Admission(meter, self._clock)
+
+    def headers(self, owner: str) -> dict[str, str]:
+        """Return the headers that tell a client its limits, as in OpenAI's API."""
+        meter, now = self._meter(owner), self._clock()
+        if meter is None:
+            return {}
+        requests = _headers("requests", meter.requests, meter.parts.requests, now)
+        return requests | _headers("tokens", meter.tokens, meter.parts.tokens, now)
+
+    def report(self) -> list[KeyUse]:
+        """Return what to tell the other gateways, and forget keys that nobody uses."""
+        now, reports = self._clock(), []
+        for owner, meter in list(self._meters.items()):
+            requests, tokens = (limit.used(now) if limit else 0 for limit in (meter.requests, meter.tokens))
+            wanted = meter.wanted_requests.now(now) * MINUTE
+            if requests or tokens or meter.running or wanted > NEGLIGIBLE:
+                reports.append(
+                    KeyUse(
+                        name=meter.name,
+                        requests=requests,
+                        tokens=max(0, tokens),
+                        running=meter.running,
+                        wanted_requests=wanted,
+                        wanted_tokens=meter.wanted_tokens.now(now) * MINUTE,
+                        wanted_running=meter.running + meter.refused_places.now(now),
+                    )
+                )
+            else:
+                del self._meters[owner]
+        return reports
+
+    def _meter(self, owner: str) -> Meter | None:
+        """Return the meter of a key; None if it has no limits."""
+        key = self._book.key(owner)
+        if key is None or key.limits == Limits():
+            return None
+        meter = self._meters.get(owner)
+        if meter is None:
+            meter = self._meters[owner] = Meter(key.name, key.limits, self._clock())
+        meter.set_limits(key.limits, self._clock())
+        gateways = self._gateways()
+        uses = {name: next((use for use in told if use.name == key.name), None) for name, told in gateways.uses.items()}
+        meter.parts = parts_of(key.limits, gateways.own, uses, gateways.is_current)
+        return meter
+
+
+def admission_of(request: Request) -> Admission:
+    """Return the admission of a request."""
+    admission: Admission = request.state.admission
+    return admission
+
+
+def _headers(kind: str, limit: MinuteLimit | None, part: Part, now: float) -> dict[str, str]:
+    if limit is None:
+        return {}
+    return {
+        f"x-ratelimit-limit-{kind}": str(limit.per_minute),
+        f"x-ratelimit-remaining-{kind}": str(limit.remaining(now, part)),
+        f"x-ratelimit-reset-{kind}": f"{limit.reset(now):.3g}s",
+    }

@@ -1,0 +1,119 @@
+"""What one key uses of its limits at this gateway."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.services.gateway.access.keys import Limits
+from paceline.services.gateway.access.minute_limit import Charge, MinuteLimit, Part
+from paceline.services.gateway.access.shares import KeyParts
+from paceline.services.gateway.errors import ApiError
+
+LATELY_SECONDS = 5.0
+"""Time over which wishes are averaged, in seconds."""
+_USUAL_OF = 16
+"""Number of the latest answers whose mean length is the usual one."""
+BUSY_SECONDS = 1
+"""Time after which a client may find that another request of its key has ended, in seconds."""
+
+
+class Rate:
+    """An amount per second, averaged over the last seconds. Instants are in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._rate, self._at = 0.0, now
+
+    def add(self, amount: float, now: float) -> None:
+        self._rate = self.now(now) + amount / LATELY_SECONDS
+
+    def now(self, now: float) -> float:
+        """Return the amount per second."""
+        self._rate *= math.exp((self._at - now) / LATELY_SECONDS)
+        self._at = now
+        return self._rate
+
+
+class Meter:
+    """The limits of one key, and what is used of them. All instants are those of one clock, in seconds."""
+
+    def __init__(self, name: str, limits: Limits, now: float) -> None:
+        self.name = name
+        self.running = 0
+        self.requests: MinuteLimit | None = None
+        self.tokens: MinuteLimit | None = None
+        self.parts = KeyParts()
+        """The parts of the limits that this gateway may use."""
+        self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
+        self._limits = Limits()
+        self._usual: float | None = None
+        """Mean number of tokens in the latest answers; None if there was none."""
+        self.set_limits(limits, now)
+
+    def set_limits(self, limits: Limits, now: float) -> None:
+        """Change the limits; what was used of them counts on."""
+        if limits != self._limits:
+            self.requests = _changed(self.requests, limits.requests_per_minute, now)
+            self.tokens = _changed(self.tokens, limits.tokens_per_minute, now)
+            self._limits = limits
+
+    def begin(self, now: float) -> None:
+        """Count a request. Raises ApiError if it is one too many."""
+        self.wanted_requests.add(1, now)
+        if self.parts.places is not None and self.running >= self.parts.places:
+            self.refused_places.add(1, now)
+            told = f"only {self._limits.max_concurrent} requests of the key {self.name!r} may run at a time"
+            raise _too_many("requests", told, BUSY_SECONDS)
+        if self.requests is not None:
+            self._take(self.requests, 1, now, self.parts.requests, "requests")
+
+    def charge(self, prompt_tokens: int, max_tokens: int, now: float) -> tuple[Charge, int] | None:
+        """Charge what a request will probably use: its prompt, and an answer of the usual length.
+
+        The usual length makes the sum of all charges right. Without it, a client that sets no max_tokens would be
+        charged a whole context for each answer, and could use a small part of its limit only.
+
+        Returns:
+            The charge and its amount; None if tokens have no limit.
+
+        Raises ApiError if the tokens have to wait, or if the prompt alone is above the limit.
+        """
+        limit = self.tokens
+        if limit is None:
+            return None
+        if prompt_tokens > limit.per_minute:
+            message = (
+                f"the prompt has {prompt_tokens} tokens, and the key {self.name!r} may use {limit.per_minute} per "
+                "minute, so it can never be served: shorten it"
+            )
+            raise ApiError(400, message, type="tokens", code="rate_limit_exceeded")
+        usual = max_tokens if self._usual is None else min(max_tokens, math.ceil(self._usual))
+        amount = min(prompt_tokens + usual, limit.per_minute)
+        self.wanted_tokens.add(amount, now)
+        return self._take(limit, amount, now, self.parts.tokens, "tokens"), amount
+
+    def correct(self, charge: Charge, more: int, now: float) -> Charge:
+        """Add tokens to a charge, or take some back. Returns the charge for the next correction."""
+        return charge if self.tokens is None else self.tokens.correct(charge, more, now)
+
+    def note_answer(self, tokens: int) -> None:
+        """Remember the length of an answer that has ended."""
+        self._usual = tokens if self._usual is None else self._usual + (tokens - self._usual) / _USUAL_OF
+
+    def _take(self, limit: MinuteLimit, amount: int, now: float, part: Part, kind: str) -> Charge:
+        if (wait := limit.wait(amount, now, part)) > 0:
+            told = f"the key {self.name!r} may use {limit.per_minute} {kind} per minute; try again in {wait:.1f} s"
+            raise _too_many(kind, told, math.ceil(wait))
+        return limit.take(amount, now)
+
+
+def _changed(limit: MinuteLimit | None, per_minute: int | None, now: float) -> MinuteLimit | None:
+    if limit is None or per_minute is None:
+        return None if per_minute is None else MinuteLimit(per_minute, now)
+    limit.per_minute = per_minute
+    return limit
+
+
+def _too_many(kind: str, message: str, seconds: int) -> ApiError:
+    error = ApiError(429, message, type=kind, code="rate_limit_exceeded")
+    error.headers["Retry-After"] = str(seconds)
+    return error

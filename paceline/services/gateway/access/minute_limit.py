@@ -1,0 +1,132 @@
+"""A limit of an amount per minute: pure logic, without a clock of its own. Instants and durations are in seconds.
+
+Two rules hold together. In no minute more than the limit is used: the charges of the last 60 seconds are counted. And
+a caller that uses its limit to the full is paced, so that others do not suffer from its bursts: a token bucket that
+holds what ten seconds give fills at the rate of the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+MINUTE = 60.0
+BURST_SECONDS = 10.0
+"""The bucket holds what its rate gives in this time."""
+LEAST_BURST = 10
+"""Amount that the bucket holds at least, so that a small limit allows some requests at once."""
+GRAIN = 0.1
+"""What is used within this time shares one entry, so that the memory is bounded."""
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """What was used at about one time."""
+
+    at: float
+    amount: int
+    counts: bool = True
+    """Whether it is one of the last minute's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a limit that one of several gateways may use."""
+
+    share: float = 1.0
+    """Share of the rate, from 0 to 1."""
+    elsewhere: int | None = 0
+    """What the other gateways have used in the last minute; None if nobody knows."""
+
+    def ceiling(self, limit: int) -> float:
+        """Return what may be used here in a minute."""
+        return limit * self.share if self.elsewhere is None else limit - self.elsewhere
+
+
+ALL = Part()
+
+
+class MinuteLimit:
+    """What was used of a limit in the last minute, and whether more may be used."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._used = 0
+        """Sum of the log."""
+        self._log: deque[Charge] = deque()
+        self._level = self._burst(1.0)
+        self._filled = now
+
+    def wait(self, amount: int, now: float, part: Part = ALL) -> float:
+        """Return the seconds until `amount` may be used; 0 if now. An amount above the limit counts as the limit."""
+        self._advance(now, part.share)
+        missing = min(amount, self._burst(part.share)) - self._level
+        paced = missing * MINUTE / (self.per_minute * part.share) if missing > 0 else 0.0
+        return max(paced, self._wait_for_room(amount, now, part))
+
+    def take(self, amount: int, now: float) -> Charge:
+        """Use an amount, and return the charge, by which it can be corrected."""
+        self._level -= amount
+        return self._note(amount, now)
+
+    def correct(self, charge: Charge, more: int, now: float) -> Charge:
+        """Change a charge by an amount, which may be negative. Returns the charge for the next correction."""
+        self._expire(now)
+        self._level -= more
+        if not charge.counts:
+            return self._note(more, now) if more > 0 else charge
+        charge.amount += more
+        self._used += more
+        return charge
+
+    def used(self, now: float) -> int:
+        """Return what was used in the last minute."""
+        self._expire(now)
+        return self._used
+
+    def remaining(self, now: float, part: Part = ALL) -> int:
+        """Return what is left of this minute."""
+        return max(0, math.floor(part.ceiling(self.per_minute) - self.used(now)))
+
+    def reset(self, now: float) -> float:
+        """Return the seconds until nothing of the limit is used."""
+        self._expire(now)
+        return self._log[-1].at + MINUTE - now if self._log else 0.0
+
+    def _wait_for_room(self, amount: int, now: float, part: Part) -> float:
+        elsewhere = part.elsewhere or 0
+        excess = self._used + min(amount, part.ceiling(self.per_minute) + elsewhere) - part.ceiling(self.per_minute)
+        if excess <= 0:
+            return 0.0
+        for charge in self._log:
+            excess -= charge.amount
+            if excess <= 0:
+                return charge.at + MINUTE - now
+        # The rest is what others used. It ends within a minute, at about the rate at which it was used.
+        return MINUTE * min(1.0, excess / elsewhere) if elsewhere else MINUTE
+
+    def _note(self, amount: int, now: float) -> Charge:
+        at = math.ceil(now / GRAIN) * GRAIN
+        if not self._log or self._log[-1].at < at:
+            self._log.append(Charge(at, 0))
+        self._log[-1].amount += amount
+        self._used += amount
+        return self._log[-1]
+
+    def _advance(self, now: float, share: float) -> None:
+        self._expire(now)
+        gained = (now - self._filled) * self.per_minute * share / MINUTE
+        self._level = min(self._burst(share), self._level + gained)
+        self._filled = now
+
+    def _expire(self, now: float) -> None:
+        while self._log and self._log[0].at + MINUTE <= now:
+            oldest = self._log.popleft()
+            oldest.counts = False
+            self._used -= oldest.amount
+
+    def _burst(self, share: float) -> float:
+        """Return the size of the bucket."""
+        most = max(self.per_minute * BURST_SECONDS / MINUTE, min(LEAST_BURST, self.per_minute))
+        return max(1.0, most * share)

@@ -1,0 +1,15 @@
+"""OpenAI's files and batches: many requests in one file, answered in time that nobody else needs.
+
+file_store   files and their content, in chunks
+upload       the multipart body of an upload, read piece by piece
+file_routes  the routes of files
+batch        one batch and its states
+lines        the lines of an input file: their checks, and the lines of answers
+batch_store  batches and the answers of their lines
+line_call    one line as a request to the application
+pressure     how many lines may run now
+batch_run    one batch, from its validation to its files of answers
+runner       the batches that this gateway runs
+routes       the routes of batches
+bodies       bodies of answers
+"""

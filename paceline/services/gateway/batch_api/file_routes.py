@@ -1,0 +1,177 @@
+"""The routes of files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response, StreamingResponse
+
+from paceline.core.config import GatewayConfig
+from paceline.core.options import parse_bytes
+from paceline.services.gateway.access.callers import caller_of, owner_of
+from paceline.services.gateway.api_schema import TEXT, answers
+from paceline.services.gateway.batch_api.batch_store import BatchStore
+from paceline.services.gateway.batch_api.bodies import (
+    LEAST_FILE_SECONDS,
+    MOST_FILE_SECONDS,
+    DeletedFile,
+    FileBody,
+    FileList,
+    page,
+)
+from paceline.services.gateway.batch_api.file_store import CHUNK_BYTES, File, FileStore, Order, new_id
+from paceline.services.gateway.batch_api.upload import Upload
+from paceline.services.gateway.errors import ApiError
+
+PURPOSE = "batch"
+"""The purpose of files that clients upload."""
+
+_UPLOAD: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": [PURPOSE]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+Json = dict[str, Any]
+
+
+def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+    most_bytes = parse_bytes(config.max_file_size)
+
+    async def find(file_id: str, request: Request) -> File:
+        return found(await files.get(file_id, scope_of(request)), file_id)
+
+    @router.post("/v1/files", response_model=None, responses=answers(FileBody), openapi_extra=_UPLOAD)
+    async def upload(request: Request) -> Json:
+        now = time.time()
+        reader = Upload(request.headers.get("content-type", ""))
+        made = File(new_id(), owner_of(request), PURPOSE, "", 0, now, now + config.stored_files_seconds)
+        await files.begin(made)
+        try:
+            await _receive(request, reader, made, files, most_bytes)
+            expires = _expires(reader.fields, now, config.stored_files_seconds)
+            named = dataclasses.replace(made, filename=reader.filename or "", expires=expires)
+            return _body(await files.finish(named))
+        except BaseException:
+            # If the store fails now, the file expires soon, because it is not complete.
+            with contextlib.suppress(Exception):
+                await files.discard(made.id)
+            raise
+
+    @router.get("/v1/files", response_model=None, responses=answers(FileList))
+    async def list_files(
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        order: Order = "desc",
+        purpose: str = "",
+    ) -> Json:
+        first = None if after is None else await find(after, request)
+        listed = await files.page(scope_of(request), purpose, first, limit + 1, order)
+        return page([_body(file) for file in listed], limit)
+
+    @router.get("/v1/files/{file_id}", response_model=None, responses=answers(FileBody))
+    async def get(file_id: str, request: Request) -> Json:
+        return _body(await find(file_id, request))
+
+    @router.get("/v1/files/{file_id}/content", response_class=Response, responses=TEXT)
+    async def content(file_id: str, request: Request) -> Response:
+        file = await find(file_id, request)
+        return StreamingResponse(files.content(file.id), media_type="application/jsonl")
+
+    @router.delete("/v1/files/{file_id}", response_model=None, responses=answers(DeletedFile))
+    async def delete(file_id: str, request: Request) -> Json:
+        file = await find(file_id, request)
+        if (user := await batches.uses(file.id)) is not None:
+            raise ApiError(400, f"the batch {user!r} still reads this file; cancel the batch first", param="file_id")
+        await files.discard(file.id)
+        return {"id": file.id, "object": "file", "deleted": True}
+
+    return router
+
+
+def scope_of(request: Request) -> str | None:
+    """Return the owner whose files and batches a request may see; None if it may see all."""
+    caller = caller_of(request)
+    return None if caller.is_admin else caller.owner
+
+
+def found(file: File | None, file_id: str, param: str = "file_id") -> File:
+    """Return a file. Raises ApiError 404 if there is none."""
+    if file is None:
+        raise ApiError(404, f"No such file: {file_id!r}", param=param)
+    return file
+
+
+async def _receive(request: Request, reader: Upload, file: File, files: FileStore, most_bytes: int) -> None:
+    """Write the file of a multipart body to the store while it comes. Raises ApiError if the body is not valid."""
+    body, content = bytearray(), bytearray()
+    number = size = 0
+    async for piece in request.stream():
+        body += piece
+        if piece and len(body) < CHUNK_BYTES:
+            continue
+        # On a thread, because a body may be made such that it takes long to read.
+        for data in await asyncio.to_thread(reader.feed, bytes(body)):
+            content += data
+            size += len(data)
+        body.clear()
+        if size > most_bytes:
+            raise ApiError(413, f"the file is larger than {most_bytes} bytes (--max-file-size)", param="file")
+        while len(content) >= CHUNK_BYTES:
+            await files.append(file, number, bytes(content[:CHUNK_BYTES]))
+            del content[:CHUNK_BYTES]
+            number += 1
+    reader.finish()
+    if reader.fields.get("purpose") != PURPOSE:
+        raise ApiError(400, f"purpose: this server takes files with the purpose {PURPOSE!r} only", param="purpose")
+    if content:
+        await files.append(file, number, bytes(content))
+
+
+def _expires(fields: dict[str, str], now: float, seconds: float) -> float:
+    """Return when an uploaded file expires."""
+    wanted = fields.get("expires_after[seconds]")
+    if wanted is None and "expires_after[anchor]" not in fields:
+        return now + seconds
+    if fields.get("expires_after[anchor]") != "created_at":
+        raise ApiError(400, 'expires_after: anchor must be "created_at"', param="expires_after")
+    number = int(wanted) if wanted is not None and wanted.isascii() and wanted.isdigit() else 0
+    if not LEAST_FILE_SECONDS <= number <= MOST_FILE_SECONDS:
+        limits = f"{LEAST_FILE_SECONDS} to {MOST_FILE_SECONDS}"
+        raise ApiError(400, f"expires_after: seconds must be an integer of {limits}", param="expires_after")
+    return now + number
+
+
+def _body(file: File) -> Json:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size,
+        "created_at": int(file.created),
+        "expires_at": int(file.expires),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }

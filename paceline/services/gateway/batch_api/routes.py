@@ -1,0 +1,140 @@
+"""The routes of batches, and all that files and batches need."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Query, Request
+from starlette.types import ASGIApp
+
+from paceline.core.options import parse_bytes
+from paceline.services.gateway.access.callers import owner_of
+from paceline.services.gateway.access.decisions import DECISIONS
+from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.batch_api.batch import ENDPOINTS, Batch, TransitionError, window_seconds
+from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError
+from paceline.services.gateway.batch_api.bodies import BatchBody, BatchList, CreateBatch, page
+from paceline.services.gateway.batch_api.file_routes import PURPOSE, found, make_files, scope_of
+from paceline.services.gateway.batch_api.file_store import FileStore
+from paceline.services.gateway.batch_api.runner import BatchRunner
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.store.store import Store
+
+Json = dict[str, Any]
+
+
+def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRouter:
+    """Return the routes of files and batches, which own the batches that this gateway runs.
+
+    Args:
+        store: where they are kept; None if nothing is kept. Then all routes answer 501.
+        app: the application that answers lines.
+    """
+    if store is None:
+        return _without_store()
+    config = gateway.config
+    files = FileStore(store, entries=config.stored_files, max_bytes=parse_bytes(config.stored_files_size))
+    batches = BatchStore(store, most=config.max_batches, seconds=config.stored_files_seconds)
+    runner = BatchRunner(gateway, batches, files, app)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        runner.start()
+        yield
+        await runner.close()
+
+    router = APIRouter(lifespan=lifespan)
+    router.include_router(make_files(config, files, batches))
+
+    async def find(batch_id: str, request: Request) -> Batch:
+        batch = await batches.get(batch_id, scope_of(request))
+        if batch is None:
+            raise _not_found(batch_id)
+        return batch
+
+    @router.post("/v1/batches", response_model=None, responses=answers(BatchBody))
+    async def create(body: CreateBatch, request: Request) -> Json:
+        owner, now = owner_of(request), time.time()
+        seconds = _check(body)
+        file = found(await files.get(body.input_file_id, owner), body.input_file_id, "input_file_id")
+        if file.purpose != PURPOSE:
+            message = f"input_file_id: the file has the purpose {file.purpose!r}, not {PURPOSE!r}"
+            raise ApiError(400, message, param="input_file_id")
+        after = body.output_expires_after
+        batch = Batch(
+            id=f"batch_{uuid.uuid4().hex}",
+            owner=owner,
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            completion_window=body.completion_window,
+            created=now,
+            expires=now + seconds,
+            metadata=body.metadata or {},
+            output_seconds=None if after is None else after.seconds,
+        )
+        # The file is read until the batch has ended.
+        await files.keep(file.id, batch.expires + config.stored_files_seconds)
+        await batches.add(batch)
+        runner.wake()
+        return batch.to_api()
+
+    @router.get("/v1/batches", response_model=None, responses=answers(BatchList))
+    async def list_batches(
+        request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    ) -> Json:
+        first = None if after is None else await find(after, request)
+        listed = await batches.page(scope_of(request), first, limit + 1)
+        return page([batch.to_api() for batch in listed], limit)
+
+    @router.get("/v1/batches/{batch_id}", response_model=None, responses=answers(BatchBody))
+    async def get(batch_id: str, request: Request) -> Json:
+        return (await find(batch_id, request)).to_api()
+
+    @router.post("/v1/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchBody))
+    async def cancel(batch_id: str, request: Request) -> Json:
+        batch = await find(batch_id, request)
+        if batch.status != "cancelling":
+            try:
+                batch = await batches.change(batch.id, lambda batch: batch.moved("cancelling", time.time()))
+            except TransitionError as error:
+                raise ApiError(409, str(error), param="batch_id") from None
+            except LeaseLostError:
+                raise _not_found(batch_id) from None
+        runner.cancel(batch.id)
+        return batch.to_api()
+
+    return router
+
+
+def _check(body: CreateBatch) -> int:
+    """Return the seconds of a new batch's window. Raises ApiError if a field is not valid."""
+    if body.endpoint not in ENDPOINTS:
+        reason = "embeddings are not supported yet" if body.endpoint == "/v1/embeddings" else "not for batches"
+        message = f"endpoint: {reason}; this server takes {', '.join(ENDPOINTS)}"
+        raise ApiError(400, message, param="endpoint", code="invalid_endpoint")
+    seconds = window_seconds(body.completion_window)
+    if seconds is None:
+        message = 'completion_window must be a number of minutes, hours or days up to 30d, such as "24h"'
+        raise ApiError(400, message, param="completion_window")
+    return seconds
+
+
+def _not_found(batch_id: str) -> ApiError:
+    return ApiError(404, f"No batch found with id {batch_id!r}.", param="batch_id")
+
+
+def _without_store() -> APIRouter:
+    router = APIRouter()
+
+    async def refuse() -> None:
+        message = "this server keeps no files and batches; start it with --store"
+        raise ApiError(501, message, type="not_implemented")
+
+    for path in (path for path in DECISIONS if path.startswith(("/v1/files", "/v1/batches"))):
+        router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    return router

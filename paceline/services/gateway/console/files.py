@@ -1,0 +1,78 @@
+"""The files of the console's page, read once and held in memory."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import logging
+import mimetypes
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+_OWN = Path(__file__).parent / "static"
+_CHART_PACKAGE = "youplot"
+"""A package whose wheel carries uPlot. It is never imported."""
+_CHART_FILES = {
+    "uplot.iife.min.js": "2d27e8ad3d228164525ce213f9dc716f39b4e3aee0cc773fb3491c96cf4921a2",
+    "uplot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+"""SHA-256 of the files in uPlot's own release 1.6.31. Other files are not served."""
+_LEAST_COMPRESSED = 500
+"""Size in bytes below which compression is not worth its header."""
+
+PAGE = "index.html"
+
+HEADERS = {
+    # A browser asks each time, and gets 304 if nothing has changed. So no old file is used after an upgrade.
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
+        "media-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "vary": "accept-encoding",
+}
+
+log = logging.getLogger(__name__)
+
+
+class StaticFile:
+    """One file, with its compressed form and its tag."""
+
+    def __init__(self, name: str, content: bytes) -> None:
+        self._content = content
+        packed = gzip.compress(content, mtime=0) if len(content) >= _LEAST_COMPRESSED else content
+        self._packed = packed if len(packed) < len(content) else None
+        self._tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        self._media_type = mimetypes.guess_type(name)[0] or "text/plain"
+
+    def response(self, request: Request) -> Response:
+        """Return the file, compressed if the client accepts it, or 304 if the client has it already."""
+        headers = {**HEADERS, "etag": self._tag}
+        if self._tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        if self._packed is not None and "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(self._packed, headers={**headers, "content-encoding": "gzip"}, media_type=self._media_type)
+        return Response(self._content, headers=headers, media_type=self._media_type)
+
+
+def read_files() -> Mapping[str, StaticFile]:
+    """Return all files by name. Without the chart library the console still works, and shows no charts."""
+    own = ((path.name, path.read_bytes()) for path in sorted(_OWN.iterdir()) if path.is_file())
+    return {name: StaticFile(name, content) for name, content in (*own, *_chart_files())}
+
+
+def _chart_files() -> Iterator[tuple[str, bytes]]:
+    found = importlib.util.find_spec(_CHART_PACKAGE)  # finds it without running its code
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    for name, digest in _CHART_FILES.items():
+        content = next((path.read_bytes() for each in folders if (path := Path(each, "vendor", name)).is_file()), b"")
+        if hashlib.sha256(content).hexdigest() == digest:
+            yield name, content
+        else:
+            log.warning("the console shows no charts: install %s==1.0.0, which has uPlot 1.6.31", _CHART_PACKAGE)

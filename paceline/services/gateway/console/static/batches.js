@@ -1,0 +1,47 @@
+// The batches of this server and how far they are.
+import { bar, h, headRow } from "./dom.js";
+import { clock, count } from "./format.js";
+import { getJson } from "./store.js";
+
+const EVERY_MS = 3000;
+
+export function batches(main) {
+  const body = h("div", {}, h("p.note", {}, "Loading."));
+  let timer = 0;
+
+  main.append(h("h1", {}, "Batches"), body);
+
+  async function refresh() {
+    try {
+      body.replaceChildren(show((await getJson("v1/batches?limit=100")).data));
+      timer = setTimeout(refresh, EVERY_MS);
+    } catch (error) {
+      const words = error.status === 404 ? "This gateway takes no batches." : `The list cannot be read: ${error.message}`;
+      body.replaceChildren(h("p.note", {}, words));
+    }
+  }
+
+  refresh();
+  return () => clearTimeout(timer);
+}
+
+function show(list) {
+  if (!list.length) {
+    return h("p.note", {}, "There is no batch. Upload a file with POST /v1/files and start it with POST /v1/batches.");
+  }
+  return h("div.scroll", {}, h("table", {},
+    headRow(["Batch", "Created", "State", "Progress", "#Completed", "#Failed", "#Total"]),
+    h("tbody", {}, list.map(row))));
+}
+
+function row(batch) {
+  const { total = 0, completed = 0, failed = 0 } = batch.request_counts ?? {};
+  return h("tr", {},
+    h("th.name", { scope: "row" }, batch.id),
+    h("td.mono", {}, clock(batch.created_at * 1000)),
+    h("td", {}, h("span.state", { "data-state": batch.status }, batch.status.replaceAll("_", " "))),
+    h("td", {}, h("span.meter", { "aria-hidden": "true" }, bar("i", total ? (completed + failed) / total : 0))),
+    h("td.number", {}, count(completed)),
+    h("td.number", {}, count(failed)),
+    h("td.number", {}, count(total)));
+}

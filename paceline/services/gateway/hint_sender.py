@@ -1,0 +1,85 @@
+"""Sends hints about contexts to the hosts that cache them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc.aio
+
+from paceline.core.cache_policy.hints import Hint
+from paceline.core.context import Context
+from paceline.core.kv_layout import BASE_TOKENS
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.rpc import is_cancelled
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.remote_worker import RemoteWorker
+
+PAUSE_SECONDS = 0.02
+"""Time between two messages. A worker gives the blocks of an ended request back within this time, in most cases."""
+ANSWER_SECONDS = 5.0
+MOST_WAITING = 4096
+"""Most contexts whose hints wait to be sent to a host. Older ones are dropped, because a hint is no promise."""
+
+log = logging.getLogger(__name__)
+
+
+class HintSender:
+    """Sends hints in batches, from `start` to `close`.
+
+    Args:
+        host: a function that returns the kvtransfer service of a host; None if it is not known.
+        index: knows the layouts of the hosts' blocks. A host without an entry gets no hints.
+    """
+
+    def __init__(self, host: Callable[[str], RemoteWorker | None], index: PrefixIndex) -> None:
+        self._host = host
+        self._index = index
+        self._waiting: defaultdict[str, deque[pb.Expectation]] = defaultdict(lambda: deque(maxlen=MOST_WAITING))
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="hint sender")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            await end_tasks(self._task)
+
+    def put(self, hosts: Iterable[str], context: Context, hints: Sequence[Hint]) -> None:
+        """Queue hints about a context for hosts with these ids."""
+        most = max((hint.tokens for hint in hints), default=0) // BASE_TOKENS
+        for host_id in set(hosts):
+            if most and (blocks := self._index.host(host_id)) is not None:
+                hashes = b"".join(context.links(blocks.fingerprint)[:most])
+                self._waiting[host_id].append(pb.Expectation(hashes=hashes, hints=map(_hint_to_pb, hints)))
+                self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(PAUSE_SECONDS)
+            self._wake.clear()
+            waiting, self._waiting = self._waiting, self._waiting.copy()
+            self._waiting.clear()
+            await asyncio.gather(*(self._send(host_id, expected) for host_id, expected in waiting.items()))
+
+    async def _send(self, host_id: str, expected: Iterable[pb.Expectation]) -> None:
+        if (host := self._host(host_id)) is None:
+            return
+        try:
+            stub = pb_grpc.KVTransferStub(host.channel)
+            await stub.Expect(pb.ExpectRequest(expectations=expected), timeout=ANSWER_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            log.debug("hints were not sent to %s: %s", host, error.details())
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise  # otherwise the gateway has closed the channel of a host that leaves
+
+
+def _hint_to_pb(hint: Hint) -> pb.Hint:
+    return pb.Hint(tokens=hint.tokens, within_ms=round(hint.seconds * 1000), source=hint.source)

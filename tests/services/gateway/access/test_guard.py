@@ -1,0 +1,244 @@
+"""Every route of the real application, with every kind of key, from here and from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import ConfigError
+from paceline.services.gateway.access.callers import Caller
+from paceline.services.gateway.access.decisions import DECISIONS, Access, check_decided, decision_for, paths_of
+from paceline.services.gateway.app import create_app
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.tokenizer import Tokenizer
+
+HERE = ("127.0.0.1", 4000)
+ELSEWHERE = ("203.0.113.9", 4000)
+KEYS = {"client": "key-of-alice", "other client": "key-of-bob", "admin": "key-of-root", "wrong": "nobodys-key"}
+OPTIONS: dict[str, dict[str, str]] = {
+    "no keys": {},
+    "client keys": {"api_key": "key-of-alice, key-of-bob"},
+    "admin keys": {"admin_key": "key-of-root"},
+    "both": {"api_key": "key-of-alice,key-of-bob", "admin_key": "key-of-root"},
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An application that has not started, so that nothing but a refusal or an answer without workers comes."""
+
+    app: FastAPI
+
+    async def ask(
+        self, path: str, client: tuple[str, int] = HERE, method: str = "GET", host: str = "127.0.0.1", **headers: str
+    ) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, client=client)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}:8000") as http:
+            content = b"{}" if method == "POST" else None
+            return await http.request(
+                method, path, content=content, headers={"content-type": "application/json"} | named
+            )
+
+
+MakeGate = Callable[..., Gate]
+
+
+@pytest.fixture
+async def make_gate(toy_model: Path, toy_tokenizer: Tokenizer, redis_server: str) -> AsyncIterator[MakeGate]:
+    async with contextlib.AsyncExitStack() as closing:
+
+        def make(**options: Any) -> Gate:
+            named = {"model": str(toy_model), "store": "none", "redis": redis_server, **options}
+            gateway = Gateway(GatewayConfig(**named), toy_tokenizer)
+            closing.push_async_callback(gateway.close)
+            return Gate(create_app(gateway))
+
+        yield make
+
+
+def routes(app: FastAPI) -> list[tuple[str, str]]:
+    """Return the method and the path of every route."""
+    found = [(method, str(each.path)) for each in iter_route_contexts(app.routes) for method in each.methods or ()]
+    return sorted(found)
+
+
+def may_call(access: Access, kind: str, is_here: bool, options: dict[str, str]) -> bool:
+    """Return what the documentation says about one cell of the table."""
+    known = {"client": "api_key", "other client": "api_key", "admin": "admin_key"}
+    has_key = known.get(kind, "") in options
+    if access is Access.OPEN:
+        return True
+    if access is Access.CLIENT:
+        return "api_key" not in options or has_key
+    if "admin_key" in options:
+        return kind == "admin"
+    return is_here and ("api_key" not in options or has_key)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("client", [HERE, ELSEWHERE])
+async def test_every_route_with_every_key(make_gate: MakeGate, name: str, client: tuple[str, int]) -> None:
+    gate, cells = make_gate(**OPTIONS[name]), 0
+    for method, path in routes(gate.app):
+        for kind in ("no", *KEYS):
+            headers = {"authorization": f"Bearer {KEYS[kind]}"} if kind in KEYS else {}
+            answer = await gate.ask(re.sub(r"\{.*?\}", "x", path), client, method, **headers)
+            cell = f"{method} {path} with {kind} key: {answer.status_code} {answer.text}"
+            expected = may_call(DECISIONS[path], kind, client == HERE, OPTIONS[name])
+            assert (answer.status_code not in (401, 403)) == expected, cell
+            assert answer.status_code != 500, cell
+            if answer.status_code == 401:
+                assert "key is needed" in answer.text, cell
+                scheme = "Basic" if DECISIONS[path] is Access.ADMIN else "Bearer"
+                assert answer.headers["www-authenticate"].startswith(scheme), cell
+            cells += 1
+    assert cells > 5 * 40
+
+
+async def test_every_route_has_a_decision_and_every_decision_a_route(make_gate: MakeGate) -> None:
+    app = make_gate().app
+    assert {path for _, path in routes(app)} == set(DECISIONS)
+    assert set(paths_of(app.routes)) == set(DECISIONS)
+    for path, access in DECISIONS.items():
+        assert decision_for(re.sub(r"\{.*?\}", "x", path)) is access
+
+
+def test_few_routes_are_open_and_those_that_change_the_fleet_are_for_admins() -> None:
+    paths = {access: {path for path in DECISIONS if DECISIONS[path] is access} for access in Access}
+    assert paths[Access.OPEN] == {"/health", "/ping", "/version", "/metrics", "/openapi.json"}
+    assert paths[Access.ADMIN] >= {"/fleet", "/fleet/scale", "/reset_prefix_cache", "/server_info"}
+
+
+async def test_an_application_with_an_undecided_route_does_not_start(make_gate: MakeGate) -> None:
+    app = make_gate().app
+    app.get("/v1/models/hidden")(lambda: None)
+    app.mount("/files", FastAPI())
+    with pytest.raises(LookupError, match=r"who may call /files/\{path:path\}, /v1/models/hidden: add it"):
+        check_decided(app.routes)
+
+
+async def test_an_undecided_route_cannot_be_called(make_gate: MakeGate) -> None:
+    gate = make_gate()
+    gate.app.get("/hidden")(lambda: {"secret": 1})
+    answer = await gate.ask("/hidden")
+    assert (answer.status_code, "secret" in answer.text) == (404, False)
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/fleet/", "/FLEET", "/%2ffleet", "/v1", "/fleet/x", "/%2e%2e/fleet"])
+async def test_unknown_paths_tell_nothing(make_gate: MakeGate, path: str) -> None:
+    assert (await make_gate().ask(path)).status_code == 404
+    gate = make_gate(**OPTIONS["both"])
+    assert (await gate.ask(path)).status_code == 401
+    known = await gate.ask(path, authorization="Bearer key-of-alice")
+    assert known.status_code == 404
+    assert known.json()["error"]["message"].startswith("no such path")
+
+
+async def test_a_wrong_method_is_refused_as_the_right_one(make_gate: MakeGate) -> None:
+    gate = make_gate(**OPTIONS["both"])
+    assert (await gate.ask("/fleet", method="DELETE")).status_code == 401
+    allowed = await gate.ask("/fleet", method="DELETE", authorization="Bearer key-of-root")
+    assert (allowed.status_code, allowed.headers["allow"]) == (405, "GET")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer key-of-root"},
+        {"authorization": "bearer   key-of-root "},
+        {"x_api_key": "key-of-root"},
+        {"x_api_key": "key-of-alice", "authorization": "Bearer key-of-root"},
+        {"authorization": "Basic " + base64.b64encode(b"anybody:key-of-root").decode()},
+    ],
+)
+async def test_ways_to_send_a_key(make_gate: MakeGate, headers: dict[str, str]) -> None:
+    assert (await make_gate(**OPTIONS["both"]).ask("/fleet", ELSEWHERE, **headers)).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["key-of-root", "Basic key-of-root", "Basic !", "Basic", "Digest key-of-root", ""])
+async def test_what_is_no_key(make_gate: MakeGate, value: str) -> None:
+    assert (await make_gate(**OPTIONS["both"]).ask("/fleet", authorization=value)).status_code == 401
+
+
+async def test_a_refusal_says_what_to_do(make_gate: MakeGate) -> None:
+    async def message(options: str, client: tuple[str, int], **headers: str) -> str:
+        answer = await make_gate(**OPTIONS[options]).ask("/fleet", client, **headers)
+        return f"{answer.status_code} {answer.json()['error']['message']}"
+
+    assert "401 a valid admin key is needed: send" in await message("both", HERE)
+    assert "403 the key 'key-1' is a client's" in await message("both", HERE, x_api_key="key-of-alice")
+    assert "start the gateway with PACELINE_ADMIN_KEY" in await message("no keys", ELSEWHERE)
+    assert "PACELINE_ADMIN_KEY" in await message("no keys", HERE, x_forwarded_for="127.0.0.1")
+    assert "a valid API key is needed" in await message("client keys", HERE)
+    assert "403 open the gateway as localhost" in await message("no keys", HERE, host="evil.example")
+
+
+async def test_pages_of_other_sites_cannot_use_admin_routes(make_gate: MakeGate) -> None:
+    here, keyed = make_gate(), make_gate(**OPTIONS["both"])
+    basic = "Basic " + base64.b64encode(b":key-of-root").decode()
+    for page in ({"sec_fetch_site": "cross-site"}, {"origin": "https://evil.example"}):
+        assert (await here.ask("/reset_prefix_cache", method="POST", **page)).status_code == 403
+        assert (await keyed.ask("/fleet", ELSEWHERE, authorization=basic, **page)).status_code == 403
+        # A browser keeps the password and adds it to the requests of other pages, too.
+        assert (await keyed.ask("/v1/models", ELSEWHERE, authorization=basic, **page)).status_code == 403
+        assert (await keyed.ask("/v1/models", ELSEWHERE, x_api_key="key-of-root", **page)).status_code == 200
+    own = {"sec_fetch_site": "same-origin", "origin": "http://127.0.0.1:8000"}
+    assert (await here.ask("/reset_prefix_cache", method="POST", **own)).status_code == 200
+
+
+async def test_pages_of_allowed_origins_ask_before_they_send_a_key(make_gate: MakeGate) -> None:
+    origin = "https://chat.example.com"
+    gate = make_gate(allowed_origins=origin, **OPTIONS["both"])
+    asks = {"origin": origin, "access_control_request_method": "POST", "access_control_request_headers": "x-api-key"}
+    before = await gate.ask("/v1/chat/completions", ELSEWHERE, "OPTIONS", **asks)
+    assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, origin)
+    assert "x-api-key" in before.headers["access-control-allow-headers"]
+    answer = await gate.ask("/v1/models", ELSEWHERE, origin=origin, x_api_key="key-of-alice")
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+    refused = await gate.ask("/v1/models", ELSEWHERE, origin=origin)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, origin)
+    other = await gate.ask("/v1/models", ELSEWHERE, origin="https://evil.example", x_api_key="key-of-alice")
+    assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allowed_origins": "chat.example.com"}, "is no origin; write https://"),
+        ({"allowed_origins": '["*"]'}, "is no origin"),
+        ({"allowed_origins": "https://a.example/path"}, "is no origin"),
+        ({"allowed_origins": "*", "allow_credentials": True}, "--allow-credentials needs named origins"),
+    ],
+)
+async def test_origins_that_cannot_be_meant(make_gate: MakeGate, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_gate(**options)
+
+
+async def test_a_request_of_the_gateway_itself_is_its_caller_s(make_gate: MakeGate) -> None:
+    app, statuses = make_gate(**OPTIONS["both"]).app, []
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    for path, expected in (("/v1/models", 200), ("/v1/nothing", 404)):
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+        scope["state"] = {"caller": Caller("key-1", "digest of the key", is_admin=False)}
+        await app(scope, receive, send)
+        assert statuses[0] == expected
+        statuses.clear()

@@ -1,0 +1,59 @@
+"""`paceline run-batch` against a running gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import InvalidRequestError
+from paceline.run_batch import run_batch
+from tests.services.gateway.batch_api.conftest import StartBatches, line
+from tests.services.gateway.conftest import Stack, eventually
+
+
+class Command:
+    """A command with its files."""
+
+    def __init__(self, folder: Path, stack: Stack, lines: list[Any]) -> None:
+        self.source, self.target = folder / "in.jsonl", folder / "out.jsonl"
+        self.source.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        self._stack = stack
+
+    async def run(self) -> bool:
+        return await asyncio.to_thread(run_batch, self.source, self.target, "", self._stack.url, "", "24h", [])
+
+    def answered(self) -> list[str]:
+        return [json.loads(each)["custom_id"] for each in self.target.read_text().splitlines()]
+
+
+async def test_each_line_gets_a_line_in_its_order(start_batches: StartBatches, tmp_path: Path) -> None:
+    command = Command(tmp_path, await start_batches(), [line("b"), line("wrong", max_tokens=-1), line("a")])
+    assert not await command.run()
+    assert command.answered() == ["b", "wrong", "a"]
+
+
+async def test_a_command_that_runs_again_goes_on(start_batches: StartBatches, tmp_path: Path) -> None:
+    stack = await start_batches(prefill=0, decode=0)
+    command = Command(tmp_path, stack, [line("a"), line("b")])
+    first = asyncio.create_task(command.run())
+
+    async def has_begun() -> bool:
+        return bool((await stack.http.get("/v1/batches")).json()["data"])
+
+    await eventually(has_begun)
+    second = asyncio.create_task(command.run())
+    await stack.add("decode", "d")
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert command.answered() == ["a", "b"]
+    assert len((await stack.http.get("/v1/batches")).json()["data"]) == 1
+
+
+async def test_a_file_that_is_wrong_is_refused_with_its_lines(start_batches: StartBatches, tmp_path: Path) -> None:
+    command = Command(tmp_path, await start_batches(), [line("a"), line("a")])
+    with pytest.raises(InvalidRequestError, match="line 2: custom_id 'a'"):
+        await command.run()
+    assert not command.target.exists()
