@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -267,3 +269,41 @@ async def test_without_a_store_there_are_no_batches(start_batches: StartBatches)
     assert answer.status_code == 501
     assert "--store" in answer.json()["error"]["message"]
     assert json.loads((await stack.http.get("/openapi.json")).text)
+
+
+def limited(folder: Path, **limits: int) -> str:
+    """Return a file with one key, "one", that has limits."""
+    file = folder / "keys.toml"
+    file.touch(0o600)
+    file.write_text("\n".join(['[one]\nkey = "one"', *(f"{name} = {value}" for name, value in limits.items())]))
+    return str(file)
+
+
+async def refusals(stack: Stack) -> float:
+    metrics = (await stack.http.get("/metrics")).text
+    counts = re.findall(r'^paceline:http_responses_total\{.*status="429"\} (\S+)$', metrics, re.MULTILINE)
+    return sum(map(float, counts))
+
+
+async def test_a_key_at_its_limit_tries_few_lines(start_batches: StartBatches, tmp_path: Path) -> None:
+    stack = await start_batches(api_keys_file=limited(tmp_path, requests_per_minute=2))
+    stack.openai = stack.openai.with_options(api_key="one")
+    made = await submit(stack, [line(str(number)) for number in range(200)])
+
+    async def is_at_the_limit() -> bool:
+        counts = (await stack.openai.batches.retrieve(made.id)).request_counts
+        return counts is not None and counts.completed == 2
+
+    await eventually(is_at_the_limit)
+    await asyncio.sleep(0.5)
+    assert 0 < await refusals(stack) <= 20
+
+
+async def test_lines_go_on_one_after_another_if_a_key_may_run_only_one(
+    start_batches: StartBatches, tmp_path: Path
+) -> None:
+    stack = await start_batches(api_keys_file=limited(tmp_path, max_concurrent=1))
+    stack.openai = stack.openai.with_options(api_key="one")
+    batch = await ended(stack, (await submit(stack, [line(str(number)) for number in range(20)])).id)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 20
