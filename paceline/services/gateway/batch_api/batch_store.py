@@ -147,10 +147,9 @@ class BatchStore:
         def claim(execute: Execute) -> list[Batch]:
             fields = {"runner": runner, "now": time.time()}
             rows, _ = execute(f"SELECT {_COLUMNS} FROM paceline_batches WHERE {free} {ordered('asc')}", fields)
-            query = (
-                f"SELECT owner, COUNT(*) FROM paceline_batches WHERE runner = :runner AND {_IS_ACTIVE} GROUP BY owner"
-            )
-            held = dict(execute(query, {"runner": runner})[0])
+            counts = "SELECT owner, COUNT(*) FROM paceline_batches"
+            owners, _ = execute(f"{counts} WHERE runner = :runner AND {_IS_ACTIVE} GROUP BY owner", {"runner": runner})
+            held: dict[str, int] = dict(owners)
             claimed = []
             for batch in _in_turns([_batch(row) for row in rows], held, most_of_owner)[:most]:
                 statement = (
