@@ -198,13 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the answers")
     batch.add_argument("--model", default="", metavar="MODEL", help=_help(ServeConfig, "model"))
-    batch.add_argument("--url", default="", help="gateway of a running stack; without it, this command starts a stack")
-    batch.add_argument(
-        "--api-key",
-        default="",
-        metavar="KEY",
-        help="key to send; by default the first one in $PACELINE_ADMIN_KEY or $PACELINE_API_KEY",
-    )
+    _add_gateway(batch, "", "URL of a running stack, or unix:PATH; without it, this command starts a stack")
     batch.add_argument(
         "--completion-window", default="24h", metavar="TIME", help="time for all lines, such as 90m or 7d [%(default)s]"
     )
@@ -223,12 +217,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="URL of the gateway, or unix:PATH for its Unix socket [%(default)s]",
-    )
+def _add_gateway(
+    parser: argparse.ArgumentParser,
+    default: str = "http://127.0.0.1:8000",
+    help: str = "URL of the gateway, or unix:PATH for its Unix socket [%(default)s]",
+) -> None:
+    parser.add_argument("--url", default=default, help=help)
     parser.add_argument(
         "--ssl-ca-certs",
         default="",
@@ -283,8 +277,7 @@ def _run_batch(arguments: dict[str, Any]) -> int:
         arguments["input_file"],
         arguments["output_file"],
         arguments["model"] or ServeConfig.model_fields["model"].default,
-        arguments["url"],
-        _api_key(arguments),
+        _gateway(arguments),
         arguments["completion_window"],
         arguments["serve_flag"],
     )

@@ -35,6 +35,34 @@ class GatewayClient:
             body: sent with POST; without a body the request is a GET.
             seconds: deadline of each network operation of the request.
 
+        Raises the errors of `send`. UnavailableError also is an answer that is no JSON object.
+        """
+        if body is None:
+            answer = self.send("GET", path, seconds=seconds)
+        else:
+            headers = {"Content-Type": "application/json"}
+            answer = self.send("POST", path, json.dumps(body).encode(), headers, seconds)
+        try:
+            found = json.loads(answer)
+            if not isinstance(found, dict):
+                raise ValueError("its answer is not a JSON object")
+        except ValueError as error:
+            raise self._unavailable(error) from error
+        return found
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        seconds: float = SECONDS,
+    ) -> bytes:
+        """Send a request and return the body of its answer.
+
+        Args:
+            seconds: deadline of each network operation of the request.
+
         Raises:
             ConfigError: the file of `ca_certs` cannot be used.
             InvalidRequestError: the gateway refuses. The message is the gateway's, if it gave one.
@@ -50,25 +78,22 @@ class GatewayClient:
         try:
             if not url.startswith(("http://", "https://")):
                 raise ValueError("not an http URL")
-            request = urllib.request.Request(f"{url.rstrip('/')}{path}")
-            if body is not None:
-                request.data = json.dumps(body).encode()
-                request.add_header("Content-Type", "application/json")
+            request = urllib.request.Request(f"{url.rstrip('/')}{path}", body, dict(headers or {}), method=method)
             if self.api_key:
                 request.add_header("Authorization", f"Bearer {self.api_key}")
             with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
-                answer = json.load(response)
-            if not isinstance(answer, dict):
-                raise ValueError("its answer is not a JSON object")
+                return bytes(response.read())
         except urllib.error.HTTPError as error:
             raise InvalidRequestError(f"{self.url} answers {error.code}: {_reason(error)}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            advice = "name it with --url"
-            if isinstance(reason, ssl.SSLCertVerificationError):
-                advice = "name the authority of its certificate with --ssl-ca-certs, and with --url a name that it has"
-            raise UnavailableError(f"no gateway at {self.url} ({reason}); {advice}") from error
-        return answer
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> UnavailableError:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        advice = "name it with --url"
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            advice = "name the authority of its certificate with --ssl-ca-certs, and with --url a name that it has"
+        return UnavailableError(f"no gateway at {self.url} ({reason}); {advice}")
 
     def _tls(self) -> ssl.SSLContext:
         try:

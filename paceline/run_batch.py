@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator, Sequence
@@ -39,13 +38,13 @@ Json = dict[str, Any]
 
 
 def run_batch(
-    source: Path, target: Path, model: str, url: str, api_key: str, window: str, flags: Sequence[str]
+    source: Path, target: Path, model: str, gateway: GatewayClient, window: str, flags: Sequence[str]
 ) -> bool:
     """Answer each line of `source` with a line of `target`, in the order of `source`.
 
     Args:
-        model: what `serve` takes as MODEL; used if there is no URL.
-        url: gateway of a running stack; "" starts a stack for this command.
+        model: what `serve` takes as MODEL; used if the gateway has no URL.
+        gateway: gateway of a running stack. If its URL is "", this command starts a stack.
         window: completion window of the batch, such as "24h".
         flags: further flags of `serve`.
 
@@ -59,11 +58,11 @@ def run_batch(
     """
     content = _read(source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if url:
-        return _run(Server(url, api_key), content, source, target, window)
+    if gateway.url:
+        return _run(Server(gateway), content, source, target, window)
     store = target.with_name(f".{target.name}.store.db")
     with _own_stack(model, store, flags) as url:
-        is_good = _run(Server(url, api_key), content, source, target, window)
+        is_good = _run(Server(GatewayClient(url, gateway.api_key)), content, source, target, window)
     for suffix in ("", "-wal", "-shm"):
         store.with_name(store.name + suffix).unlink(missing_ok=True)
     return is_good
@@ -72,16 +71,15 @@ def run_batch(
 class Server:
     """A gateway. Short failures, such as its restart, are waited for."""
 
-    def __init__(self, url: str, api_key: str) -> None:
-        self._url = url.rstrip("/")
-        self._api_key = api_key
+    def __init__(self, gateway: GatewayClient) -> None:
+        self._gateway = gateway
 
     def ask(self, path: str, body: Json | None = None) -> Json:
         """Return the JSON object at a path. Raises InvalidRequestError or UnavailableError."""
         deadline = time.monotonic() + AWAY_SECONDS
         while True:
             try:
-                return GatewayClient(self._url, self._api_key).fetch(path, body, REQUEST_SECONDS)
+                return self._gateway.fetch(path, body, REQUEST_SECONDS)
             except UnavailableError:
                 if body is not None or time.monotonic() > deadline:
                     raise
@@ -94,31 +92,16 @@ class Server:
         head += f'Content-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
         kind = {"Content-Type": f"multipart/form-data; boundary={cut}"}
         body = head.encode() + content + f"\r\n--{cut}--\r\n".encode()
-        return str(json.loads(self._open("/v1/files", body, kind))["id"])
+        return str(json.loads(self._gateway.send("POST", "/v1/files", body, kind, REQUEST_SECONDS))["id"])
 
     def download(self, file_id: str) -> bytes:
         """Return the content of a file."""
-        return self._open(f"/v1/files/{file_id}/content")
+        return self._gateway.send("GET", f"/v1/files/{file_id}/content", seconds=REQUEST_SECONDS)
 
     def delete(self, file_id: str) -> None:
         """Delete a file. A failure is no error, because files expire."""
         with contextlib.suppress(InvalidRequestError, UnavailableError):
-            self._open(f"/v1/files/{file_id}", method="DELETE")
-
-    def _open(
-        self, path: str, body: bytes | None = None, headers: dict[str, str] | None = None, method: str | None = None
-    ) -> bytes:
-        request = urllib.request.Request(self._url + path, body, headers or {}, method=method)
-        if self._api_key:
-            request.add_header("Authorization", f"Bearer {self._api_key}")
-        try:
-            with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
-                return bytes(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                raise InvalidRequestError(f"{self._url} answers {error.code}: {error.read(2000).decode()}") from error
-        except OSError as error:
-            raise UnavailableError(f"no gateway at {self._url} ({error}); name it with --url") from error
+            self._gateway.send("DELETE", f"/v1/files/{file_id}", seconds=REQUEST_SECONDS)
 
 
 def _run(server: Server, content: bytes, source: Path, target: Path, window: str) -> bool:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 class AccessBook:
     """All keys: those of options and environment, and those of a file, which is read again when it changes.
 
+    A file that is read again never opens the gateway: if clients or admins needed a key, they go on needing one.
+
     Args:
         client_keys: keys of clients without a name.
         admin_keys: keys of admins without a name.
@@ -80,7 +82,8 @@ class AccessBook:
         check_distinct(keys)
         self._keys = {key.digest.hex(): key for key in keys}
         roles = {key.role for key in keys}
-        self.has_clients, self.has_admins = "client" in roles, "admin" in roles
+        self.has_clients |= "client" in roles
+        self.has_admins |= "admin" in roles
 
 
 def caller_with(key: Key) -> Caller:

@@ -76,12 +76,17 @@ def given_keys(keys: Sequence[str], role: Role) -> list[Key]:
 
 
 def read_keys(file: str) -> list[Key]:
-    """Return the keys in a file. Raises ConfigError, whose text has no key."""
+    """Return the keys in a file, at least one. Raises ConfigError, whose text has no key.
+
+    A file without a key is refused, because it would open the gateway to everybody while an editor writes the file.
+    """
     text = read_private(file, "--api-keys-file", _MOST_BYTES, _ADVICE)
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--api-keys-file {file} is not valid TOML: {error}; {_ADVICE}") from None
+    if not tables:
+        raise ConfigError(f"--api-keys-file {file} has no key; {_ADVICE}")
     return [_key(file, name, table) for name, table in tables.items()]
 
 

@@ -25,6 +25,7 @@ from paceline.services.gateway.batch_api.lines import (
     split_lines,
 )
 from paceline.services.gateway.batch_api.pressure import LineGate
+from paceline.services.gateway.batch_api.refusals import RefusedLines
 
 RETRIES = 20
 """Times that a line is tried again after a failure of the server. A line that brings workers down must end."""
@@ -79,6 +80,7 @@ class BatchRun:
         self._limits = limits
         self._gate = gate
         self._call = call
+        self._refused = RefusedLines()
 
     async def run(self) -> None:
         """Run the batch to its end. Raises LeaseLostError if another gateway runs it, and StoreError."""
@@ -131,6 +133,7 @@ class BatchRun:
         async with asyncio.TaskGroup() as group:
             async for number, data in self._lines():
                 if number not in done:
+                    await self._refused.wait_for_none()
                     has_begun = asyncio.Event()
                     group.create_task(self._answer(self._read(number, data), has_begun))
                     # Lines are read no faster than they run.
@@ -150,6 +153,10 @@ class BatchRun:
             )
             if answer is None:
                 continue
+            if answer.is_over_limit:
+                await self._refused.wait(line.number, answer.retry_after)
+                continue
+            self._refused.note_end(line.number)
             if answer.status == BUSY:
                 self._gate.note_busy()
             elif answer.status < SERVER_ERROR or failures == RETRIES:

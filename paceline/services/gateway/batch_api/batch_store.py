@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,20 +134,24 @@ class BatchStore:
 
     # ---- leases
 
-    async def claim(self, runner: str, until: float, most: int) -> list[Batch]:
+    async def claim(self, runner: str, until: float, most: int, most_of_owner: int) -> list[Batch]:
         """Take the lease of up to `most` active batches that no living gateway runs. Owners take turns, oldest first.
 
         Args:
             runner: name of this gateway.
             until: end of the lease, in seconds since the epoch.
+            most_of_owner: batches of one owner that this gateway may have then.
         """
         free = f"{_IS_ACTIVE} AND runner <> :runner AND (runner = '' OR runner_until < :now)"
 
         def claim(execute: Execute) -> list[Batch]:
             fields = {"runner": runner, "now": time.time()}
             rows, _ = execute(f"SELECT {_COLUMNS} FROM paceline_batches WHERE {free} {ordered('asc')}", fields)
+            counts = "SELECT owner, COUNT(*) FROM paceline_batches"
+            owners, _ = execute(f"{counts} WHERE runner = :runner AND {_IS_ACTIVE} GROUP BY owner", {"runner": runner})
+            held: dict[str, int] = dict(owners)
             claimed = []
-            for batch in _in_turns([_batch(row) for row in rows])[:most]:
+            for batch in _in_turns([_batch(row) for row in rows], held, most_of_owner)[:most]:
                 statement = (
                     f"UPDATE paceline_batches SET runner = :runner, runner_until = :until WHERE id = :id AND {free}"
                 )
@@ -224,14 +229,21 @@ class BatchStore:
         return {**counted, "rest": json.dumps(values), "kept_until": kept_until}
 
 
-def _in_turns(batches: Sequence[Batch]) -> list[Batch]:
-    """Return batches such that owners take turns, each with its oldest ones first."""
-    turn: dict[str, int] = {}
-    places = []
+def _in_turns(batches: Sequence[Batch], held: Mapping[str, int], most_of_owner: int) -> list[Batch]:
+    """Return batches such that owners take turns, each with its oldest ones first.
+
+    Args:
+        batches: the oldest first.
+        held: batches that each owner has had turns for.
+        most_of_owner: batches of one owner, with those that are held.
+    """
+    turns = Counter(held)
+    found = []
     for batch in batches:
-        turn[batch.owner] = turn.get(batch.owner, 0) + 1
-        places.append((turn[batch.owner], batch.created, batch.id))
-    return [batch for _, batch in sorted(zip(places, batches), key=lambda pair: pair[0])]
+        turns[batch.owner] += 1
+        if turns[batch.owner] <= most_of_owner:
+            found.append((turns[batch.owner], batch))
+    return [batch for _, batch in sorted(found, key=lambda pair: pair[0])]
 
 
 def _get(execute: Execute, batch_id: str) -> Batch | None:

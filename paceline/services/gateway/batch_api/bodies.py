@@ -26,7 +26,7 @@ class CreateBatch(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    input_file_id: str
+    input_file_id: Annotated[str, StringConstraints(max_length=64)]
     endpoint: str
     completion_window: str
     metadata: (

@@ -98,7 +98,9 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
     @router.get("/v1/files/{file_id}/content", response_class=Response, responses=TEXT)
     async def content(file_id: str, request: Request) -> Response:
         file = await find(file_id, request)
-        return StreamingResponse(files.content(file.id), media_type="application/jsonl")
+        # With its length, a client notices if the file is deleted or the store fails meanwhile.
+        length = {"content-length": str(file.size)}
+        return StreamingResponse(files.content(file.id), headers=length, media_type="application/jsonl")
 
     @router.delete("/v1/files/{file_id}", response_model=None, responses=answers(DeletedFile))
     async def delete(file_id: str, request: Request) -> Json:

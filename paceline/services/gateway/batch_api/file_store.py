@@ -80,6 +80,18 @@ class FileStore:
 
         await self._store.run(begin)
 
+    async def check_quota(self, owner: str) -> None:
+        """Raise QuotaError if the files of an owner exceed its quota, as files of answers may."""
+        query = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM paceline_files WHERE owner = :owner"
+        rows, _ = await self._store.run(lambda execute: execute(query, {"owner": owner}), writes=False)
+        ((count, size),) = rows
+        if count > self._entries or size > self._max_bytes:
+            message = (
+                f"this key has {count} files with {size} bytes, more than it may have (--stored-files, "
+                "--stored-files-size); delete some"
+            )
+            raise QuotaError(message)
+
     async def append(self, file: File, number: int, data: bytes, *, limited: bool = True) -> None:
         """Add chunk `number` of a file. Raises QuotaError if all files of its owner are too large then."""
 

@@ -54,4 +54,5 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> Answe
     await app(scope, receive, send)
     (start,) = started
     names = {bytes(name).lower(): bytes(value).decode("latin-1") for name, value in start["headers"]}
-    return Answer(start["status"], names.get(b"x-request-id", ""), json.loads(b"".join(content) or b"null"))
+    body = json.loads(b"".join(content) or b"null")
+    return Answer(start["status"], names.get(b"x-request-id", ""), body, float(names.get(b"retry-after", 0)))

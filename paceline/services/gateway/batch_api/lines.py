@@ -12,6 +12,8 @@ from typing import Any
 from paceline.services.gateway.batch_api.batch import ENDPOINTS, LineError
 
 MAX_ID_CHARACTERS = 512
+LIMIT_KINDS = ("requests", "tokens")
+"""Types of the errors that say that a key has used its limit. If workers have no room, the error has another type."""
 MAX_ERRORS = 100
 """Errors of a file that are reported. The check ends after them."""
 
@@ -35,6 +37,13 @@ class Answer:
     status: int
     request_id: str
     body: Any
+    retry_after: float = 0.0
+    """Seconds after which a line that was refused may be tried again; 0 if the answer does not say it."""
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether the line was refused because the key of its batch has used its limit."""
+        return self.status == 429 and self.body["error"]["type"] in LIMIT_KINDS
 
 
 class InvalidLineError(Exception):

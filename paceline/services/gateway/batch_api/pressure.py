@@ -123,8 +123,10 @@ class LineGate:
             # Lines that have just begun may not be known to any worker yet.
             if len(self) >= most or free <= self._entering or is_slow:
                 return
+            if (turn := self._queue.popleft()).cancelled():
+                continue  # Its line was given up and has not run since.
             self._opened = now
-            self._queue.popleft().set_result(None)
+            turn.set_result(None)
             self._entering += 1
 
     async def _enter(self, first: bool) -> None:
@@ -137,7 +139,7 @@ class LineGate:
             self.open()
             await turn
         finally:
-            if turn in self._queue:
-                self._queue.remove(turn)
-            else:
+            if not turn.cancelled():
                 self._entering -= 1
+            elif turn in self._queue:
+                self._queue.remove(turn)

@@ -65,6 +65,7 @@ def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRout
         if file.purpose != PURPOSE:
             message = f"input_file_id: the file has the purpose {file.purpose!r}, not {PURPOSE!r}"
             raise ApiError(400, message, param="input_file_id")
+        await files.check_quota(owner)
         after = body.output_expires_after
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",

@@ -32,8 +32,10 @@ AGAIN_SECONDS = 5.0
 """Seconds after which a batch that could not go on, for example because the store failed, is tried again."""
 CLEAN_SECONDS = 60.0
 """Seconds between two looks for files and batches whose time is over."""
-MOST_RUNS = 8
+MOST_RUNS = 64
 """Batches that one gateway runs at the same time. Their lines take turns."""
+MOST_RUNS_OF_KEY = 4
+"""Those of one key, so that the batches of others need not wait until its long ones have ended."""
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +115,8 @@ class BatchRunner:
     async def _claim(self) -> None:
         if (room := MOST_RUNS - len(self._tasks)) <= 0:
             return
-        for batch in await self._batches.claim(self._name, time.time() + LEASE_SECONDS, room):
+        until = time.time() + LEASE_SECONDS
+        for batch in await self._batches.claim(self._name, until, room, MOST_RUNS_OF_KEY):
             log.info("batch %s goes on: %s, %d of %d lines", batch.id, batch.status, batch.completed, batch.total)
             self._tasks[batch.id] = asyncio.create_task(self._run(batch), name=batch.id)
 

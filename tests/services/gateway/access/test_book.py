@@ -91,6 +91,8 @@ def test_a_new_key_is_accepted_by_its_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", "has no key"),
+        ("# keys will follow", "has no key"),
         ("[alice", "is not valid TOML"),
         (f'alice = "{CLEAR}"', r"alice must be the heading of a key, \[alice\]"),
         ("[alice]", r"\[alice\] needs either key or sha256"),
@@ -136,6 +138,22 @@ async def test_a_file_that_changes_is_read_again(
         written(tmp_path, f'[alice]\nkey = "{CLEAR}"')
         await eventually(lambda: keys.find([CLEAR]) is not None)
     assert CLEAR not in caplog.text
+    watch.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watch
+
+
+async def test_a_file_that_changes_never_opens_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book_module, "LOOK_SECONDS", 0.01)
+    keys = AccessBook(file=written(tmp_path, f'[alice]\nkey = "{CLEAR}"\n[ops]\nkey = "root"\nrole = "admin"'))
+    watch = asyncio.create_task(keys.watch())
+    written(tmp_path, '[ops]\nkey = "root"\nrole = "admin"')
+    await eventually(lambda: keys.find([CLEAR]) is None)
+    assert keys.has_clients
+    assert keys.caller("") is None
+    written(tmp_path, '[bob]\nkey = "bobs"')
+    await eventually(lambda: keys.find(["root"]) is None)
+    assert keys.has_admins
     watch.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watch

@@ -64,22 +64,22 @@ async def test_a_batch_is_kept_as_it_is(open_store: OpenStore) -> None:
 async def test_one_gateway_has_the_lease_until_it_ends(open_store: OpenStore) -> None:
     one, other = open_store(), open_store()
     await one.add(batch("a"))
-    assert [each.id for each in await one.claim("one", LATER, 5)] == ["a"]
-    assert await other.claim("other", LATER, 5) == []
+    assert [each.id for each in await one.claim("one", LATER, 5, 4)] == ["a"]
+    assert await other.claim("other", LATER, 5, 4) == []
     assert set(await one.renew("one", PAST)) == {"a"}
-    assert [each.id for each in await other.claim("other", LATER, 5)] == ["a"]
+    assert [each.id for each in await other.claim("other", LATER, 5, 4)] == ["a"]
     assert await one.renew("one", LATER) == {}
     await other.release("a", "other")
-    assert [each.id for each in await one.claim("one", LATER, 5)] == ["a"]
+    assert [each.id for each in await one.claim("one", LATER, 5, 4)] == ["a"]
 
 
 async def test_who_has_lost_the_lease_writes_nothing(open_store: OpenStore) -> None:
     one, other = open_store(), open_store()
     await one.add(batch("a"))
-    await one.claim("one", PAST, 1)
+    await one.claim("one", PAST, 1, 4)
     await one.change("a", running, "one")
     await one.answer("a", "one", [LineAnswer(1, "first", True)])
-    await other.claim("other", LATER, 1)
+    await other.claim("other", LATER, 1, 4)
     with pytest.raises(LeaseLostError):
         await one.answer("a", "one", [LineAnswer(2, "late", True)])
     with pytest.raises(LeaseLostError):
@@ -90,7 +90,7 @@ async def test_who_has_lost_the_lease_writes_nothing(open_store: OpenStore) -> N
 async def test_a_line_gets_no_second_answer(open_store: OpenStore) -> None:
     store = open_store()
     await store.add(batch("a"))
-    await store.claim("one", LATER, 1)
+    await store.claim("one", LATER, 1, 4)
     await store.change("a", running)
     await store.answer("a", "one", [LineAnswer(2, "second", True), LineAnswer(1, "first", False)])
     with pytest.raises(StoreError):
@@ -116,7 +116,18 @@ async def test_owners_take_turns(open_store: OpenStore) -> None:
     store = open_store()
     for number, (name, owner) in enumerate([("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")]):
         await store.add(batch(name, owner, created=number))
-    assert [each.id for each in await store.claim("one", LATER, 3)] == ["a1", "b1", "a2"]
+    assert [each.id for each in await store.claim("one", LATER, 3, 4)] == ["a1", "b1", "a2"]
+
+
+async def test_a_gateway_runs_so_many_batches_of_an_owner(open_store: OpenStore) -> None:
+    store = open_store()
+    for number, (name, owner) in enumerate([("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")]):
+        await store.add(batch(name, owner, created=number))
+    assert [each.id for each in await store.claim("one", LATER, 1, 2)] == ["a1"]
+    assert [each.id for each in await store.claim("one", LATER, 9, 2)] == ["b1", "a2"]
+    assert await store.claim("one", LATER, 9, 2) == []
+    await store.change("a1", lambda state: state.moved("failed", 1.0))
+    assert [each.id for each in await store.claim("one", LATER, 9, 2)] == ["a3"]
 
 
 async def test_an_owner_may_have_so_many_batches_that_have_not_ended(open_store: OpenStore) -> None:

@@ -131,3 +131,16 @@ async def test_a_line_that_is_given_up_leaves_no_place_taken(first: bool) -> Non
     world.go_on.set()
     assert await world.add() == "done"
     assert len(world.gate) == 0
+
+
+async def test_the_gate_may_open_while_a_line_is_given_up() -> None:
+    world = World()
+    world.places = Places(0, 0)
+    given_up, other = world.add(), world.add()
+    await settle()
+    given_up.cancel()
+    world.places = Places(1, 1)
+    world.gate.open()  # before the line has noticed its end
+    world.go_on.set()
+    assert await other == "done"
+    assert len(world.gate) == 0

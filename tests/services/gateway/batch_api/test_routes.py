@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -29,7 +31,8 @@ async def test_a_file_is_kept_as_it_came(stack: Stack) -> None:
     assert (made.bytes, made.filename, made.purpose, made.status) == (len(data), "in.jsonl", "batch", "processed")
     assert made.expires_at == made.created_at + 3600
     assert await stack.openai.files.retrieve(made.id) == made
-    assert (await stack.openai.files.content(made.id)).content == data
+    answer = await stack.openai.files.with_raw_response.content(made.id)
+    assert (answer.content, answer.headers["content-length"]) == (data, str(len(data)))
     assert (await stack.openai.files.delete(made.id)).deleted
     with pytest.raises(openai.NotFoundError):
         await stack.openai.files.retrieve(made.id)
@@ -70,6 +73,16 @@ async def test_files_have_limits(start_batches: StartBatches, options: dict[str,
         await upload(stack, b"x" * 500_000)
     assert caught.value.status_code == status
     assert [file.id for file in (await stack.openai.files.list()).data] == [first.id]
+
+
+async def test_answers_that_are_never_deleted_leave_no_room_for_further_batches(start_batches: StartBatches) -> None:
+    stack = await start_batches(stored_files=1)
+    batch = await ended(stack, (await submit(stack, [line("a")])).id)
+    fields: Any = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": batch.input_file_id}
+    with pytest.raises(openai.BadRequestError, match="--stored-files"):
+        await stack.openai.batches.create(**fields)
+    await stack.openai.files.delete(str(batch.output_file_id))
+    await stack.openai.batches.create(**fields)
 
 
 async def test_a_batch_answers_each_line(stack: Stack) -> None:
@@ -123,13 +136,15 @@ async def test_an_input_file_that_is_wrong_fails_with_its_lines(stack: Stack) ->
         ({"endpoint": "/fleet"}, 400),
         ({"completion_window": "soon"}, 400),
         ({"input_file_id": "file-none"}, 404),
+        ({"input_file_id": "\ud800"}, 400),
         ({"metadata": {"x" * 65: "y"}}, 400),
     ],
 )
 async def test_a_batch_that_cannot_be_is_refused(stack: Stack, fields: dict[str, Any], status: int) -> None:
     file = await upload(stack)
     body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file.id, **fields}
-    answer = await stack.http.post("/v1/batches", json=body)
+    headers = {"content-type": "application/json"}
+    answer = await stack.http.post("/v1/batches", content=json.dumps(body), headers=headers)
     assert answer.status_code == status
 
 
@@ -267,3 +282,41 @@ async def test_without_a_store_there_are_no_batches(start_batches: StartBatches)
     assert answer.status_code == 501
     assert "--store" in answer.json()["error"]["message"]
     assert json.loads((await stack.http.get("/openapi.json")).text)
+
+
+def limited(folder: Path, **limits: int) -> str:
+    """Return a file with one key, "one", that has limits."""
+    file = folder / "keys.toml"
+    file.touch(0o600)
+    file.write_text("\n".join(['[one]\nkey = "one"', *(f"{name} = {value}" for name, value in limits.items())]))
+    return str(file)
+
+
+async def refusals(stack: Stack) -> float:
+    metrics = (await stack.http.get("/metrics")).text
+    counts = re.findall(r'^paceline:http_responses_total\{.*status="429"\} (\S+)$', metrics, re.MULTILINE)
+    return sum(map(float, counts))
+
+
+async def test_a_key_at_its_limit_tries_few_lines(start_batches: StartBatches, tmp_path: Path) -> None:
+    stack = await start_batches(api_keys_file=limited(tmp_path, requests_per_minute=2))
+    stack.openai = stack.openai.with_options(api_key="one")
+    made = await submit(stack, [line(str(number)) for number in range(200)])
+
+    async def is_at_the_limit() -> bool:
+        counts = (await stack.openai.batches.retrieve(made.id)).request_counts
+        return counts is not None and counts.completed == 2
+
+    await eventually(is_at_the_limit)
+    await asyncio.sleep(0.5)
+    assert 0 < await refusals(stack) <= 20
+
+
+async def test_lines_go_on_one_after_another_if_a_key_may_run_only_one(
+    start_batches: StartBatches, tmp_path: Path
+) -> None:
+    stack = await start_batches(api_keys_file=limited(tmp_path, max_concurrent=1))
+    stack.openai = stack.openai.with_options(api_key="one")
+    batch = await ended(stack, (await submit(stack, [line(str(number)) for number in range(20)])).id)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 20

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.client import GatewayClient
 from paceline.core.errors import InvalidRequestError
 from paceline.run_batch import run_batch
 from tests.services.gateway.batch_api.conftest import StartBatches, line
@@ -18,13 +19,13 @@ from tests.services.gateway.conftest import Stack, eventually
 class Command:
     """A command with its files."""
 
-    def __init__(self, folder: Path, stack: Stack, lines: list[Any]) -> None:
+    def __init__(self, folder: Path, stack: Stack, lines: list[Any], url: str = "") -> None:
         self.source, self.target = folder / "in.jsonl", folder / "out.jsonl"
         self.source.write_text("".join(json.dumps(each) + "\n" for each in lines))
-        self._stack = stack
+        self._gateway = GatewayClient(url or stack.url)
 
     async def run(self) -> bool:
-        return await asyncio.to_thread(run_batch, self.source, self.target, "", self._stack.url, "", "24h", [])
+        return await asyncio.to_thread(run_batch, self.source, self.target, "", self._gateway, "24h", [])
 
     def answered(self) -> list[str]:
         return [json.loads(each)["custom_id"] for each in self.target.read_text().splitlines()]
@@ -34,6 +35,13 @@ async def test_each_line_gets_a_line_in_its_order(start_batches: StartBatches, t
     command = Command(tmp_path, await start_batches(), [line("b"), line("wrong", max_tokens=-1), line("a")])
     assert not await command.run()
     assert command.answered() == ["b", "wrong", "a"]
+
+
+async def test_the_gateway_may_have_a_unix_socket(start_batches: StartBatches, tmp_path: Path) -> None:
+    stack = await start_batches(uds=str(tmp_path / "socket"))
+    command = Command(tmp_path, stack, [line("a")], f"unix:{tmp_path / 'socket'}")
+    assert await command.run()
+    assert command.answered() == ["a"]
 
 
 async def test_a_command_that_runs_again_goes_on(start_batches: StartBatches, tmp_path: Path) -> None:

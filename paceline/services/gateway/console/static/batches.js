@@ -4,25 +4,28 @@ import { clock, count } from "./format.js";
 import { getJson } from "./store.js";
 
 const EVERY_MS = 3000;
+// Status of the answer if the gateway has no store.
+const NOT_KEPT = 501;
 
 export function batches(main) {
   const body = h("div", {}, h("p.note", {}, "Loading."));
   let timer = 0;
+  let isGone = false;
 
   main.append(h("h1", {}, "Batches"), body);
 
   async function refresh() {
     try {
       body.replaceChildren(show((await getJson("v1/batches?limit=100")).data));
-      timer = setTimeout(refresh, EVERY_MS);
     } catch (error) {
-      const words = error.status === 404 ? "This gateway takes no batches." : `The list cannot be read: ${error.message}`;
-      body.replaceChildren(h("p.note", {}, words));
+      body.replaceChildren(h("p.note", {}, `The list cannot be read: ${error.message}`));
+      if (error.status === NOT_KEPT) return;
     }
+    if (!isGone) timer = setTimeout(refresh, EVERY_MS);
   }
 
   refresh();
-  return () => clearTimeout(timer);
+  return () => { isGone = true; clearTimeout(timer); };
 }
 
 function show(list) {

@@ -13,6 +13,7 @@ export function requests(main) {
     headRow(["Arrived", "Request", "State", "#Prompt", "#Generated", "#First token", "#Total", "Workers"]), body);
   const rows = new Map();
   let timer = 0;
+  let isGone = false;
 
   main.append(h("h1", {}, "Requests"), note, h("div.scroll", {}, table));
 
@@ -22,7 +23,7 @@ export function requests(main) {
     } catch (error) {
       note.textContent = `The list cannot be read: ${error.message}`;
     }
-    timer = setTimeout(refresh, EVERY_MS);
+    if (!isGone) timer = setTimeout(refresh, EVERY_MS);
   }
 
   /** Update rows in place, so that the focus stays where it is. The list has the newest request first. */
@@ -48,7 +49,7 @@ export function requests(main) {
   }
 
   refresh();
-  return () => clearTimeout(timer);
+  return () => { isGone = true; clearTimeout(timer); };
 }
 
 function newRow({ own_id: id, request_id: name, arrived }) {
