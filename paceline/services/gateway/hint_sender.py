@@ -19,9 +19,8 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.remote_worker import RemoteWorker
 
-PAUSE_SECONDS = 0.02
-"""Time between two messages. A worker gives the blocks of an ended request back within this time, in most cases."""
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
+"""Longest time of a message. Later hints wait for its end, and go together in the next one."""
 MOST_WAITING = 4096
 """Most contexts whose hints wait to be sent to a host. Older ones are dropped, because a hint is no promise."""
 
@@ -61,10 +60,10 @@ class HintSender:
 
     async def _run(self) -> None:
         while True:
+            # At once: if the next request is faster than the hints, it may evict their blocks.
             await self._wake.wait()
-            await asyncio.sleep(PAUSE_SECONDS)
             self._wake.clear()
-            waiting, self._waiting = self._waiting, self._waiting.copy()
+            waiting = dict(self._waiting)
             self._waiting.clear()
             await asyncio.gather(*(self._send(host_id, expected) for host_id, expected in waiting.items()))
 

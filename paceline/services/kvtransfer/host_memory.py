@@ -76,6 +76,7 @@ class HostMemory:
         # Stays mapped after `close`, because transports may still be moving blocks.
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
+        self._clock = options.clock
         self._channels = Channels(options.credentials)
         self.grpc = GrpcTransport(blocks, self._channels)
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
@@ -94,8 +95,9 @@ class HostMemory:
 
     def expect(self, links: Sequence[bytes], hints: Sequence[Hint]) -> None:
         """Note hints about the first tokens of a context, whose links are given, in the arena and on disk."""
+        now = self._clock()
         for (group, digest), hint in hinted_blocks(self.layout, links, hints):
-            self.ledger.expect(group, digest, hint)
+            self.ledger.expect(group, digest, hint, now)
             if self.disk is not None:
                 self.disk.expect(group, digest, hint)
 
