@@ -29,7 +29,7 @@ MOST_WAITING_BYTES = 16 << 20
 log = logging.getLogger(__name__)
 
 
-class _Waiting:
+class WaitingHints:
     """Hints that wait to be sent to one host."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class HintSender:
     def __init__(self, host: Callable[[str], RemoteWorker | None], index: PrefixIndex) -> None:
         self._host = host
         self._index = index
-        self._waiting: defaultdict[str, _Waiting] = defaultdict(_Waiting)
+        self._waiting: defaultdict[str, WaitingHints] = defaultdict(WaitingHints)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
