@@ -94,7 +94,7 @@ def _write_tokenizer(writer: GGUFWriter, folder: Path, config: dict[str, Any]) -
     known = set(tokens)
     merges = [f"{a} {b}" for a in "abcdefgh" for b in "abcdefgh" if {a, b, a + b} <= known]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
     writer.add_token_merges(merges)
