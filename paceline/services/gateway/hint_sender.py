@@ -19,13 +19,28 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.remote_worker import RemoteWorker
 
-PAUSE_SECONDS = 0.02
-"""Time between two messages. A worker gives the blocks of an ended request back within this time, in most cases."""
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 2.0
+"""Longest time of a message. Later hints wait for its end, and go together in the next one."""
 MOST_WAITING = 4096
 """Most contexts whose hints wait to be sent to a host. Older ones are dropped, because a hint is no promise."""
+MOST_WAITING_BYTES = 16 << 20
+"""Most bytes of these contexts' hashes, one for each token. A message of this size is accepted."""
 
 log = logging.getLogger(__name__)
+
+
+class WaitingHints:
+    """Hints that wait to be sent to one host."""
+
+    def __init__(self) -> None:
+        self.expectations: deque[pb.Expectation] = deque()
+        self._bytes = 0
+
+    def add(self, expectation: pb.Expectation) -> None:
+        self.expectations.append(expectation)
+        self._bytes += len(expectation.hashes)
+        while len(self.expectations) > MOST_WAITING or self._bytes > MOST_WAITING_BYTES:
+            self._bytes -= len(self.expectations.popleft().hashes)
 
 
 class HintSender:
@@ -39,7 +54,7 @@ class HintSender:
     def __init__(self, host: Callable[[str], RemoteWorker | None], index: PrefixIndex) -> None:
         self._host = host
         self._index = index
-        self._waiting: defaultdict[str, deque[pb.Expectation]] = defaultdict(lambda: deque(maxlen=MOST_WAITING))
+        self._waiting: defaultdict[str, WaitingHints] = defaultdict(WaitingHints)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -56,17 +71,17 @@ class HintSender:
         for host_id in set(hosts):
             if most and (blocks := self._index.host(host_id)) is not None:
                 hashes = b"".join(context.links(blocks.fingerprint)[:most])
-                self._waiting[host_id].append(pb.Expectation(hashes=hashes, hints=map(_hint_to_pb, hints)))
+                self._waiting[host_id].add(pb.Expectation(hashes=hashes, hints=map(_hint_to_pb, hints)))
                 self._wake.set()
 
     async def _run(self) -> None:
         while True:
+            # At once: if the next request is faster than the hints, it may evict their blocks.
             await self._wake.wait()
-            await asyncio.sleep(PAUSE_SECONDS)
             self._wake.clear()
-            waiting, self._waiting = self._waiting, self._waiting.copy()
+            waiting = dict(self._waiting)
             self._waiting.clear()
-            await asyncio.gather(*(self._send(host_id, expected) for host_id, expected in waiting.items()))
+            await asyncio.gather(*(self._send(host_id, own.expectations) for host_id, own in waiting.items()))
 
     async def _send(self, host_id: str, expected: Iterable[pb.Expectation]) -> None:
         if (host := self._host(host_id)) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
 """Makes the transports for a memory that are preferred to gRPC, best first."""
+
+_HINTS_AT_ONCE = 512
+"""Blocks whose hints are noted in one go, which takes about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class HostMemory:
         # Stays mapped after `close`, because transports may still be moving blocks.
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
+        self._clock = options.clock
         self._channels = Channels(options.credentials)
         self.grpc = GrpcTransport(blocks, self._channels)
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
@@ -92,10 +97,12 @@ class HostMemory:
         )
         self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
 
-    def expect(self, links: Sequence[bytes], hints: Sequence[Hint]) -> None:
+    async def expect(self, links: Sequence[bytes], hints: Sequence[Hint]) -> None:
         """Note hints about the first tokens of a context, whose links are given, in the arena and on disk."""
-        for (group, digest), hint in hinted_blocks(self.layout, links, hints):
-            self.ledger.expect(group, digest, hint)
+        for index, ((group, digest), hint) in enumerate(hinted_blocks(self.layout, links, hints)):
+            if index % _HINTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # so that batches of workers, which requests wait for, come in between
+            self.ledger.expect(group, digest, hint, self._clock())
             if self.disk is not None:
                 self.disk.expect(group, digest, hint)
 

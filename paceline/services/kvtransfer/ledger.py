@@ -28,6 +28,7 @@ from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
 from paceline.services.kvtransfer import block_tables
 from paceline.services.kvtransfer.claim import Claim, claimed_places, claimed_slots, restored_lease
+from paceline.services.kvtransfer.early_hints import EarlyHints
 from paceline.services.kvtransfer.lease import NOBODY, TRANSFER, Lease, State, UnknownLeaseError, held_slots
 from paceline.services.kvtransfer.lease_book import LeaseBook
 from paceline.services.kvtransfer.lookups import Lookups
@@ -52,6 +53,7 @@ class Ledger:
         self._lease_seconds = lease_seconds
         self._pool = BlockPool(slots, len(layout.all_groups), policy)
         self._book = LeaseBook(self._pool)
+        self._early_hints = EarlyHints()
 
     # ---- the life of a lease
 
@@ -140,7 +142,10 @@ class Ledger:
         for block, (slot, digest, parent) in enumerate(zip(slots, hashes, [before, *hashes]), first_block):
             if self._pool.name(slot) is None:
                 place = place_of(lease.layout, group, block, digest, parent, lease.priority)
-                self._pool.seal(slot, lease.layout.first_group + group, digest, place)
+                name = lease.layout.first_group + group, digest
+                self._pool.seal(slot, *name, place)
+                if (hint := self._early_hints.take(name, now)) is not None:
+                    self._pool.expect(*name, hint)
         return self._renewed(lease, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Lease:
@@ -246,9 +251,12 @@ class Ledger:
 
     # ---- the cache
 
-    def expect(self, group: int, digest: bytes, hint: Hint) -> None:
-        """Note a hint about the reusable block with this name, if there is one."""
-        self._pool.expect(group, digest, hint)
+    def expect(self, group: int, digest: bytes, hint: Hint, now: float) -> None:
+        """Note a hint about the reusable block with this name. If there is none, the hint waits for it for seconds."""
+        if self._pool.find(group, digest) is None:
+            self._early_hints.put((group, digest), hint, now)
+        else:
+            self._pool.expect(group, digest, hint)
 
     def forget(self) -> int:
         """Forget all cached blocks that no lease uses. Return how many there were."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
@@ -227,8 +226,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             for message in request.expectations:
                 links, hints = expectation_from_pb(message)
                 if (memory := self.sessions.memory) is not None:
-                    memory.expect(links, hints)
-                await asyncio.sleep(0)  # so that batches of workers, which requests wait for, come in between
+                    await memory.expect(links, hints)
         return pb.ExpectReply()
 
     async def ResetCache(self, request: pb.ResetCacheRequest, context: Context) -> pb.ResetCacheReply:
