@@ -137,8 +137,8 @@ class Services:
         self._kv_ports, self._http_port = [free_port() for _ in hosts], free_port()
         home, port = hosts[0], free_port()
         self._http_ports: dict[str, int] = {}
-        self._admin_key = secrets.token_urlsafe()
-        self.admin = {"Authorization": f"Bearer {self._admin_key}"}
+        self.admin_key = secrets.token_urlsafe()
+        self.admin = {"Authorization": f"Bearer {self.admin_key}"}
         """Headers for routes that are for admins, because gateways may be on another host than the caller."""
         self.url = f"http://{home.ip}:{self._http_port}"
         self.redis_url = f"redis://{home.ip}:{port}/0"
@@ -170,7 +170,7 @@ class Services:
         """Start a process that has ended again, with the same command."""
         self._starts[name] += 1
         log = self.folder / f"{name}.{self._starts[name]}.log"
-        own = {"PACELINE_ADMIN_KEY": self._admin_key} if role_of(name) == "gateway" else {}
+        own = {"PACELINE_ADMIN_KEY": self.admin_key} if role_of(name) == "gateway" else {}
         self.processes[name] = Process(log, program=self._commands[name], environment=own)
 
     def wait_ready(self, *names: str) -> None:

@@ -85,6 +85,8 @@ class Prey(Protocol):
 
     url: str
     hosts: Sequence[Host]
+    admin: Mapping[str, str]
+    """Headers for routes that are for admins."""
 
     def living(self, role: str) -> list[int]:
         """Return the pids of the ready processes of a role."""
@@ -138,7 +140,7 @@ async def chaos(plan: Plan, seed: int, starting: AbstractAsyncContextManager[Pre
     draw = random.Random(seed)
     seen = Seen()
     async with starting as stack:
-        async with httpx.AsyncClient(base_url=stack.url, timeout=SILENCE_SECONDS) as http:
+        async with httpx.AsyncClient(base_url=stack.url, headers=dict(stack.admin), timeout=SILENCE_SECONDS) as http:
             client = Client(http, plan.questions, plan.tokens, report, plan.leaves)
             await client.learn(plan.streams)
             before, began = await attempts(http), time.monotonic()

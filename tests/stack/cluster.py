@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 import subprocess
 from collections.abc import Callable, Sequence
@@ -143,7 +144,10 @@ class Cluster(Services):
     async def trace(self, request_id: str) -> list[str]:
         """Return the lines that `paceline trace` prints for a request."""
         command = [*PACELINE, "trace", request_id, "--url", self.url, "--ssl-ca-certs", self.authority]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        environment = {**os.environ, "PACELINE_ADMIN_KEY": self.admin_key}
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=60, env=environment
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 

@@ -49,6 +49,7 @@ class Stack:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
         self.hosts: Sequence[Host] = (Host(),)
+        self.admin: dict[str, str] = {}  # a process of this machine needs no key
 
     def fleet(self) -> dict[str, Any]:
         return dict(httpx.get(f"{self.url}/fleet", timeout=10).json())

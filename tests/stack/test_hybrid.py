@@ -17,6 +17,7 @@ import transformers
 from bench.namespaces import ONE_HOST
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.stack.chaos import Plan, Prey, chaos, one_host
+from tests.stack.chaos_clients import completions
 from tests.stack.cluster import Cluster
 from tests.stack.reference import PROMPTS
 from tests.tiny_checkpoints import write_tiny
@@ -103,7 +104,9 @@ async def test_tokens_are_those_of_transformers_in_little_memory_and_when_proces
 ) -> None:
     kills = {"prefill": 1, "decode": 1, "kvtransfer": 1}
     options = ("--dtype=float32", *options)
-    plan = Plan(kills, 8, 80, (0.2, 1.0), prompts=ASKED, model=str(model), kv_memory=memory, options=options)
+    plan = Plan(
+        kills, 8, 80, (0.2, 1.0), questions=completions(ASKED), model=str(model), kv_memory=memory, options=options
+    )
     expected = [generated(reference, prompt) for prompt in ASKED]
     report = await chaos(plan, seed=1, starting=checked(plan, tmp_path, expected))
     assert report.wrong == []

@@ -145,7 +145,10 @@ async def test_a_cancelled_item_that_is_nearly_done_keeps_its_process(
     assert [process.pid for process in decoders.processes] == [pid]
 
 
-async def test_item_cancelled_while_its_process_starts_leaves_none(decoders: DecodePool, budget: RequestBudget) -> None:
+async def test_item_cancelled_while_its_process_starts_leaves_none(
+    decoders: DecodePool, budget: RequestBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 0.0)  # a process that starts quickly would be kept
     children = set(psutil.Process().children())
     task = asyncio.create_task(decode(decoders, budget))
     await eventually(lambda: bool(set(psutil.Process().children()) - children))
