@@ -1,13 +1,14 @@
 """`paceline run-batch`: answer the requests of a file, on a stack of its own or on a running one.
 
-The work is that of `/v1/files` and `/v1/batches`, so this command only uploads, waits and downloads. The batch has the
-digest of its input in its metadata. A command that was ended and runs again finds the batch by it and goes on.
+The work is that of `/v1/files` and `/v1/batches`, so this command only uploads, waits and downloads. The batch has a
+digest of its input in its metadata. A command that was ended and runs again finds the batch by it and goes on. The
+digest is made with the API key, because an admin sees the batches of all keys.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import hmac
 import json
 import os
 import signal
@@ -32,7 +33,9 @@ AWAY_SECONDS = 60.0
 """A gateway that has not answered for this long is given up. The command can be run again."""
 DIGEST = "paceline_input"
 """Key of the metadata with the digest of the input."""
-ENDED = ("completed", "failed", "expired", "cancelled")
+ANSWERED = ("completed", "expired")
+"""States of a batch that has a line for each line of its input. After it has expired, some of them are errors."""
+ENDED = (*ANSWERED, "failed", "cancelled")
 
 Json = dict[str, Any]
 
@@ -72,6 +75,7 @@ class Server:
     """A gateway. Short failures, such as its restart, are waited for."""
 
     def __init__(self, gateway: GatewayClient) -> None:
+        self.api_key = gateway.api_key
         self._gateway = gateway
 
     def ask(self, path: str, body: Json | None = None) -> Json:
@@ -105,14 +109,14 @@ class Server:
 
 
 def _run(server: Server, content: bytes, source: Path, target: Path, window: str) -> bool:
-    digest = hashlib.sha256(content).hexdigest()
+    digest = hmac.digest(server.api_key.encode(), content, "sha256").hex()
     batch = _find(server, digest)
     if batch is None:
         file_id = server.upload(source.name.replace('"', ""), content)
         body = {"input_file_id": file_id, "endpoint": _endpoint(content), "completion_window": window}
         batch = server.ask("/v1/batches", {**body, "metadata": {DIGEST: digest}})
     batch = _wait(server, batch)
-    if batch["status"] != "completed":
+    if batch["status"] not in ANSWERED:
         raise InvalidRequestError(_reason(batch, source))
     files = [file for file in (batch["output_file_id"], batch["error_file_id"]) if file]
     answers = {json.loads(line)["custom_id"]: line for file in files for line in server.download(file).splitlines()}
@@ -137,7 +141,7 @@ def _find(server: Server, digest: str) -> Json | None:
 
 
 def _goes_on(server: Server, batch: Json) -> bool:
-    if batch["status"] != "completed":
+    if batch["status"] not in ANSWERED:
         return batch["status"] not in (*ENDED, "cancelling")
     try:
         for file in (batch["output_file_id"], batch["error_file_id"]):

@@ -14,7 +14,7 @@ from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.access.cors import cors_options
-from paceline.services.gateway.access.decisions import check_decided
+from paceline.services.gateway.access.decisions import DECISIONS, check_decided
 from paceline.services.gateway.access.guard import Guard
 from paceline.services.gateway.api import make_api
 from paceline.services.gateway.api_schema import ERRORS, add_chunks
@@ -30,7 +30,7 @@ from paceline.services.gateway.operations import make_operations
 from paceline.services.gateway.render_api import make_render_api
 from paceline.services.gateway.response_count import CountResponsesMiddleware
 from paceline.services.gateway.responses_api.routes import make_responses
-from paceline.services.gateway.root_path import RootPathMiddleware
+from paceline.services.gateway.root_path import RootPathMiddleware, check_root_path
 from paceline.services.gateway.scaling import make_scaling
 from paceline.services.gateway.score_api import make_score_api
 from paceline.services.gateway.store.database import open_database
@@ -42,8 +42,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     """Return an application that starts `gateway` when it starts, and closes it when it ends.
 
     Raises:
-        ConfigError: there is no driver for the database of the store, or the options about other origins contradict
-            each other.
+        ConfigError: there is no driver for the database of the store, the options about other origins contradict each
+            other, or the root path is the beginning of a path of the API.
         LookupError: there is a route and no decision who may call it.
     """
 
@@ -58,6 +58,7 @@ def create_app(gateway: Gateway) -> FastAPI:
                 await asyncio.to_thread(store.close)
 
     config = gateway.config
+    check_root_path(config.root_path, DECISIONS)
     store = _open_store(config)
     app = FastAPI(
         title="Paceline",

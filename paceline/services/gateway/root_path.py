@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline.core.errors import ConfigError
 
 
 class RootPathMiddleware:
@@ -22,3 +26,9 @@ class RootPathMiddleware:
             if path.startswith("/") or not path:
                 scope = {**scope, "path": path or "/"}
         await self._app(scope, receive, send)
+
+
+def check_root_path(root_path: str, paths: Iterable[str]) -> None:
+    """Raise ConfigError if one of the API's own paths begins with `root_path`: nobody could tell the two apart."""
+    if root_path and (own := next((path for path in paths if f"{path}/".startswith(f"{root_path}/")), None)):
+        raise ConfigError(f"--root-path {root_path} is the beginning of a path of the API ({own}); choose another one")

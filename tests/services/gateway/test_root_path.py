@@ -6,6 +6,8 @@ import pytest
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
+from paceline.services.gateway.access.decisions import DECISIONS
+from paceline.services.gateway.root_path import check_root_path
 from tests.services.gateway.conftest import StartStack
 
 
@@ -35,3 +37,14 @@ async def test_the_schema_names_it(start_stack: StartStack) -> None:
 def test_it_is_a_path_without_an_end(path: str) -> None:
     with pytest.raises(ConfigError, match="--root-path must begin with /"):
         GatewayConfig(root_path=path)
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/chat", "/health"])
+def test_it_is_no_beginning_of_a_path_of_the_api(path: str) -> None:
+    with pytest.raises(ConfigError, match="is the beginning of a path of the API"):
+        check_root_path(path, DECISIONS)
+
+
+@pytest.mark.parametrize("path", ["", "/llm", "/v", "/v1x"])
+def test_other_paths_are_allowed(path: str) -> None:
+    check_root_path(path, DECISIONS)

@@ -3,6 +3,7 @@
 file_store   files and their content, in chunks
 upload       the multipart body of an upload, read piece by piece
 file_routes  the routes of files
+pages        pages of lists of files and batches
 batch        one batch and its states
 lines        the lines of an input file: their checks, and the lines of answers
 batch_store  batches and the answers of their lines

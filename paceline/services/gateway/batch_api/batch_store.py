@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.services.gateway.batch_api.batch import ACTIVE, Batch, LineError
-from paceline.services.gateway.batch_api.file_store import Order, QuotaError, after_row, ordered
+from paceline.services.gateway.batch_api.file_store import QuotaError
+from paceline.services.gateway.batch_api.pages import Order, ordered, read_page
 from paceline.services.gateway.store.database import Database, Execute
 from paceline.services.gateway.store.store import Store, Tables
 
@@ -87,17 +88,8 @@ class BatchStore:
 
     async def page(self, owner: str | None, after: Batch | None, limit: int, order: Order = "desc") -> list[Batch]:
         """Return at most `limit` batches in order of creation; see `FileStore.page`."""
-        fields: dict[str, Any] = {"limit": limit, "now": time.time()}
-        where = ["kept_until >= :now"]
-        if owner is not None:
-            where.append("owner = :owner")
-            fields["owner"] = owner
-        if after is not None:
-            where.append(after_row(order))
-            fields |= {"created": after.created, "id": after.id}
-        query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE {' AND '.join(where)} {ordered(order)} LIMIT :limit"
-        rows, _ = await self._store.run(lambda execute: execute(query, fields), writes=False)
-        return [_batch(row) for row in rows]
+        query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE kept_until >= :now"
+        return [_batch(row) for row in await read_page(self._store, query, {"owner": owner}, after, limit, order)]
 
     async def uses(self, file_id: str) -> str | None:
         """Return the id of an active batch whose input is a file; None if there is none."""

@@ -24,7 +24,8 @@ from paceline.services.gateway.batch_api.bodies import (
     FileList,
     page,
 )
-from paceline.services.gateway.batch_api.file_store import CHUNK_BYTES, File, FileStore, Order, new_id
+from paceline.services.gateway.batch_api.file_store import CHUNK_BYTES, File, FileStore, new_id
+from paceline.services.gateway.batch_api.pages import Order
 from paceline.services.gateway.batch_api.upload import Upload
 from paceline.services.gateway.errors import ApiError
 

@@ -6,9 +6,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError
+from paceline.services.gateway.batch_api.pages import Order, read_page
 from paceline.services.gateway.store.database import Database, Execute
 from paceline.services.gateway.store.store import Store, Tables
 
@@ -18,8 +19,6 @@ UPLOAD_SECONDS = 3600.0
 
 _COLUMNS = "id, owner, purpose, filename, size, created, expires"
 _COMPLETE = "status = 'processed' AND expires >= :now"
-
-Order = Literal["asc", "desc"]
 
 
 class QuotaError(InvalidRequestError):
@@ -144,20 +143,9 @@ class FileStore:
             purpose: "" for all purposes.
             after: the file before the first one; None begins with the first one of all.
         """
-        fields: dict[str, Any] = {"now": time.time(), "limit": limit}
-        where = [_COMPLETE]
-        if owner is not None:
-            where.append("owner = :owner")
-            fields["owner"] = owner
-        if purpose:
-            where.append("purpose = :purpose")
-            fields["purpose"] = purpose
-        if after is not None:
-            where.append(after_row(order))
-            fields |= {"created": after.created, "id": after.id}
-        query = f"SELECT {_COLUMNS} FROM paceline_files WHERE {' AND '.join(where)} {ordered(order)} LIMIT :limit"
-        rows, _ = await self._store.run(lambda execute: execute(query, fields), writes=False)
-        return [File(*row) for row in rows]
+        query = f"SELECT {_COLUMNS} FROM paceline_files WHERE {_COMPLETE}"
+        wanted = {"owner": owner, "purpose": purpose or None}
+        return [File(*row) for row in await read_page(self._store, query, wanted, after, limit, order)]
 
     async def keep(self, file_id: str, until: float) -> None:
         """Let a file expire no earlier than at an instant, in seconds since the epoch."""
@@ -179,17 +167,6 @@ class FileStore:
 def new_id() -> str:
     """Return a new id of a file."""
     return f"file-{uuid.uuid4().hex}"
-
-
-def ordered(order: Order) -> str:
-    """Return the ORDER BY of a list in order of creation."""
-    return f"ORDER BY created {order.upper()}, id {order.upper()}"
-
-
-def after_row(order: Order) -> str:
-    """Return the condition for rows after the one with :created and :id."""
-    sign = ">" if order == "asc" else "<"
-    return f"(created {sign} :created OR (created = :created AND id {sign} :id))"
 
 
 def _delete(execute: Execute, where: str, fields: dict[str, Any]) -> None:
