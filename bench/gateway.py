@@ -39,7 +39,7 @@ from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.unix_socket import UnixListener
 from paceline.services.decode.event_socket import EventConnection
-from paceline.services.decode.outbox import Outboxes
+from paceline.services.decode.outbox import Outbox, Outboxes
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 
@@ -110,13 +110,19 @@ class Reciter(worker_pb2_grpc.DecodeServicer):
             step, self._step = self._step, asyncio.Event()
             step.set()
 
+    async def _admit(
+        self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Context
+    ) -> tuple[worker_pb2.Work, int, Outbox]:
+        """Admit a request, and wait for its handoff. Return its work, the number of the attempt and its outbox."""
+        command = await anext(commands)
+        await context.write(worker_pb2.DecodeEvent(admitted=worker_pb2.Admitted(key=command.admit.key)))
+        await anext(commands)
+        return command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
+
     async def Generate(  # type: ignore[override]
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Context
     ) -> None:
-        command = await anext(commands)
-        work, number, outbox = command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
-        await context.write(worker_pb2.DecodeEvent(admitted=worker_pb2.Admitted(key=work.key)))
-        await anext(commands)
+        work, number, outbox = await self._admit(commands, context)
         opening = self._call if work.sampling.seed == _CALL_SEED else ()
         token_ids = itertools.chain(opening, (FIRST_ID + index % IDS for index in itertools.count()))
         for token_id in itertools.islice(token_ids, work.sampling.max_tokens):

@@ -64,10 +64,7 @@ class Chorus(Reciter):
     async def Generate(  # type: ignore[override]
         self, commands: AsyncIterator[worker_pb2.DecodeCommand], context: Context
     ) -> None:
-        command = await anext(commands)
-        work, number, outbox = command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
-        await context.write(worker_pb2.DecodeEvent(admitted=worker_pb2.Admitted(key=work.key)))
-        await anext(commands)
+        work, number, outbox = await self._admit(commands, context)
         # The gateway adds twelve digits to an id that a client chose.
         request_id = work.key.request_id.rpartition("-")[0]
         self.sent[request_id] = []
