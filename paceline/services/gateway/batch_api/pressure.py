@@ -37,7 +37,7 @@ def places_of(fleet: Sequence[Candidate]) -> Places:
         if ready:
             places = sum(each.member.max_seqs for each in ready)
             used = sum(each.member.load.running + each.member.load.waiting + each.unreported for each in ready)
-            most = places - ceil(RESERVE * places)
+            most = max(1, places - ceil(RESERVE * places))  # the only place is for both
             found.append(Places(most, max(0, most - used)))
         elif role == "decode":
             return Places(0, 0)

@@ -116,7 +116,12 @@ def test_a_part_of_the_places_stays_free_for_clients(fleet: list[Candidate]) -> 
     places = places_of(fleet)
     decode = [each for each in fleet if each.member.role == "decode" and each.member.state == "ready"]
     assert 0 <= places.free <= places.most
-    assert places.most <= 0.75 * sum(each.member.max_seqs for each in decode)
+    in_all = sum(each.member.max_seqs for each in decode)
+    assert places.most <= (0.75 * in_all if in_all > 1 else in_all)
+
+
+def test_workers_with_one_place_take_lines() -> None:
+    assert places_of([candidate("decode", 1, 0, True), candidate("prefill", 1, 0, True)]) == Places(1, 1)
 
 
 @pytest.mark.parametrize("first", [True, False])
