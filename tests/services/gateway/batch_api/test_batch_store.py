@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from paceline.services.gateway.store.database import StoreError, open_database
 from paceline.services.gateway.store.store import Store
 
 OpenStore = Callable[[], BatchStore]
-LATER = time.time() + 1000
+LATER = 1e12
 PAST = 1.0
 
 
