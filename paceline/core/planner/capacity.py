@@ -142,18 +142,17 @@ def _queue_workers(
     rates: Sequence[float], services: Sequence[_Service], limits: Sequence[tuple[float, float, _Service]]
 ) -> float:
     """Return the least number of workers that serve these classes in one queue within all limits."""
-    rate = math.fsum(rates)
-    if not rate:
+    if not rates:
         return 0
     busy = math.fsum(rate * service.mean for rate, service in zip(rates, services))
-    mean = busy / rate
-    variability = math.fsum(each * service.variability * service.mean for each, service in zip(rates, services)) / busy
+    # The mean time that is left of the request that a worker computes when another one arrives.
+    residual = math.fsum(rate * each.variability * each.mean**2 for rate, each in zip(rates, services)) / busy
 
     def enough(workers: int) -> bool:
         if busy >= workers * 0.95:
             return False
         chance = erlang_c(workers, busy)
-        pause = mean * variability / (workers - busy)
+        pause = residual / (workers - busy)
         for percentile, limit, service in limits:
             late = max(0.0, math.log(chance / (1 - percentile))) * pause
             # No number of workers computes one prompt faster, so that a limit below its time only bounds the queue.

@@ -17,8 +17,10 @@ ARRIVALS_HALF_LIFE = 20.0
 """Seconds after which an arrival counts half in the recent rate."""
 LENGTHS_HALF_LIFE = 60.0
 """Seconds after which a length or a latency counts half."""
-_LEVEL, _TREND, _DAMPED = 0.5, 0.3, 0.8
+_LEVEL, _TREND, _DAMPED = 0.6, 0.4, 0.9
 """Weights of the newest value in level and trend, and the part of a trend that is left after each interval."""
+_ERRORS = 40
+"""Number of errors of forecasts that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,34 @@ class Series:
     level: float = 0.0
     trend: float = 0.0
     values: int = 0
+    made: tuple[float, ...] = ()
+    """Forecasts whose intervals have not come yet, oldest first."""
+    errors: tuple[float, ...] = ()
+    """Newest differences between values and what was forecast for them."""
 
-    def add(self, value: float) -> Series:
-        """Return this with the value of one more interval."""
+    def add(self, value: float, ahead: int) -> Series:
+        """Return this with the value of one more interval, and a forecast for `ahead` intervals later."""
+        after = self._follow(value)
+        made, errors = after.made, after.errors
+        if len(made) >= ahead:
+            made, errors = made[-ahead + 1 :] if ahead > 1 else (), (*errors, value - made[-ahead])[-_ERRORS:]
+        return replace(after, made=(*made, after.forecast(ahead)), errors=errors)
+
+    def _follow(self, value: float) -> Series:
         if not self.values:
-            return Series(value, 0.0, 1)
-        level = _LEVEL * value + (1 - _LEVEL) * (self.level + _DAMPED * self.trend)
+            return replace(self, level=value, values=1)
+        level = max(0.0, _LEVEL * value + (1 - _LEVEL) * (self.level + _DAMPED * self.trend))
         trend = _TREND * (level - self.level) + (1 - _TREND) * _DAMPED * self.trend
-        return Series(level, trend, self.values + 1)
+        return replace(self, level=level, trend=trend, values=self.values + 1)
 
-    def forecast(self, intervals: float, noise: float) -> float:
-        """Return the value expected after this many intervals. A trend no larger than `noise` is none."""
-        trend = math.copysign(max(0.0, abs(self.trend) - noise), self.trend)
+    def forecast(self, intervals: float) -> float:
+        """Return the value expected after this many intervals."""
         reach: float = _DAMPED * (1 - _DAMPED**intervals) / (1 - _DAMPED)
-        return max(0.0, self.level + reach * trend)
+        return max(0.0, self.level + reach * self.trend)
+
+    def caution(self) -> float:
+        """Return how far values have been above their forecasts lately, at the 90th percentile."""
+        return max(0.0, sorted(self.errors)[math.ceil(0.9 * len(self.errors)) - 1]) if self.errors else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +130,17 @@ class ClassLoad:
             interval=tuple(before + more for before, more in zip(self.interval, new)),
         )
 
-    def end_interval(self) -> ClassLoad:
-        """Return this after an interval between two forecasts has ended."""
+    def end_interval(self, ahead: int) -> ClassLoad:
+        """Return this after an interval between two forecasts has ended. Forecasts are for `ahead` intervals later."""
         seconds, arrivals, prompt_tokens, finished, answer_tokens = self.interval
         if seconds <= 0:
             return self
         return replace(
             self,
             interval=(0.0,) * 5,
-            rates=self.rates.add(arrivals / seconds),
-            prompts=self.prompts.add(prompt_tokens / arrivals) if arrivals else self.prompts,
-            answers=self.answers.add(answer_tokens / finished) if finished else self.answers,
+            rates=self.rates.add(arrivals / seconds, ahead),
+            prompts=self.prompts.add(prompt_tokens / arrivals, ahead) if arrivals else self.prompts,
+            answers=self.answers.add(answer_tokens / finished, ahead) if finished else self.answers,
         )
 
     def now(self) -> Demand:
@@ -135,14 +151,16 @@ class ClassLoad:
             self.arrivals / seconds, self.prompt_tokens, cached, self.answer_tokens, self.media_items / seconds
         )
 
-    def expected(self, horizon: float, interval: float) -> Demand | None:
-        """Return the load expected after `horizon` seconds, if forecasts are made each `interval`; None if unknown."""
+    def expected(self, ahead: int) -> Demand | None:
+        """Return the load to be ready for in `ahead` intervals; None if unknown.
+
+        The rate is above the forecast by as much as forecasts have been too low lately.
+        """
         if not self.rates.values:
             return None
-        now, ahead = self.now(), horizon / interval
-        rate = self.rates.forecast(ahead, math.sqrt(self.rates.level / interval))
-        prompt = self.prompts.forecast(ahead, 0.1 * self.prompts.level)
-        answer = self.answers.forecast(ahead, 0.1 * self.answers.level)
+        now = self.now()
+        rate = self.rates.forecast(ahead) + self.rates.caution()
+        prompt, answer = self.prompts.forecast(ahead), self.answers.forecast(ahead)
         return replace(
             now,
             rate=rate,

@@ -58,11 +58,9 @@ class Outlook:
         """Return the recent load of every class."""
         return [Wanted(each.now(), self.objectives.latency(name)) for name, each in self.state.classes.items()]
 
-    def expected(self, horizon: float) -> list[Wanted]:
-        """Return the forecast for every class."""
-        expected = {
-            name: each.expected(horizon, self.objectives.slow_seconds) for name, each in self.state.classes.items()
-        }
+    def expected(self, ahead: int) -> list[Wanted]:
+        """Return the load of every class to be ready for in `ahead` intervals of the slow loop."""
+        expected = {name: each.expected(ahead) for name, each in self.state.classes.items()}
         return [Wanted(demand, self.objectives.latency(name)) for name, demand in expected.items() if demand]
 
     def is_decode_full(self) -> bool:
@@ -168,18 +166,20 @@ def _places(outlook: Outlook) -> Places:
 
 def look_ahead(outlook: Outlook) -> PlannerState:
     """Return the state after the slow loop: with new forecasts, floors and boosts."""
+    starts = max((seen.startup_seconds for seen in outlook.report.roles.values()), default=0.0)
+    ahead = math.ceil(starts / outlook.objectives.slow_seconds) + 1
     state = replace(
         outlook.state,
         slow_at=outlook.report.at,
-        classes={name: each.end_interval() for name, each in outlook.state.classes.items()},
+        classes={name: each.end_interval(ahead) for name, each in outlook.state.classes.items()},
     )
-    ahead = replace(outlook, state=state)
-    late = _late(ahead)
+    later = replace(outlook, state=state)
+    expected = later.expected(ahead)
+    late = _late(later)
     roles: dict[Role, RoleMemory] = {}
     for role, seen in outlook.report.roles.items():
         memory, times = state.role(role), state.role(role).fit.times()
-        expected = ahead.expected(seen.startup_seconds + outlook.objectives.slow_seconds)
-        floor = 0.0 if times is None else _by_load(role, expected, times, ahead, memory.boost)
+        floor = 0.0 if times is None else _by_load(role, expected, times, later, memory.boost)
         boost = memory.boost * _CALM
         if role in late and _is_settled(role, outlook) and floor <= seen.wanted:
             boost = memory.boost * _BOOST
