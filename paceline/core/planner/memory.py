@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from paceline.core.planner.load import ClassLoad, Sample
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, WorkerReport
-from paceline.core.planner.step_fit import StepFit
+from paceline.core.planner.step_fit import StepFit, StepTimes
 
 WARM_SECONDS = 15.0
 """Steps of a worker count only after it has been ready for this long, because first steps compile and allocate."""
@@ -41,6 +41,8 @@ class RoleMemory:
     boost: float = 1.0
     """Factor on the load, learned from objectives that were missed although the workers seemed to be enough."""
     fit: StepFit = field(default_factory=StepFit)
+    times: StepTimes | None = None
+    """The step times that `fit` gives; None if too little is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +124,12 @@ def _has_requests(report: Report) -> bool:
 def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample) -> RoleMemory:
     seen = report.roles[role]
     workers = [each for each in report.workers if each.role == role]
-    fit = memory.fit
+    fit, times = memory.fit, memory.times
     for worker in workers:
-        if worker.state == "ready" and worker.state_seconds >= WARM_SECONDS:
+        if worker.steps and worker.state == "ready" and worker.state_seconds >= WARM_SECONDS:
             fit = fit.observe(worker.steps)
+    if fit is not memory.fit:
+        times = fit.times()
     change = Change(report.at, before)
     by_planner = memory.wanted is not None and seen.pinned is None
     ready = sum(each.state == "ready" for each in workers)
@@ -137,6 +141,7 @@ def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample
         short_since=None if ready >= seen.wanted else memory.short_since or report.at,
         targets=tuple(each for each in memory.targets if each[0] >= report.at - settle_seconds(seen)),
         fit=fit,
+        times=times,
     )
 
 

@@ -83,7 +83,7 @@ def _assess(role: Role, outlook: Outlook) -> Need:
         return Need(0, 0, "no requests")
     if role == "encode" and not any(each.demand.media_rate > 1e-6 for each in outlook.now()):
         return Need(0, 0, "no media")
-    times = memory.fit.times()
+    times = memory.times
     if times is None:
         return _unmeasured(role, outlook)
     classes = outlook.now()
@@ -178,7 +178,7 @@ def look_ahead(outlook: Outlook) -> PlannerState:
     late = _late(later)
     roles: dict[Role, RoleMemory] = {}
     for role, seen in outlook.report.roles.items():
-        memory, times = state.role(role), state.role(role).fit.times()
+        memory, times = state.role(role), state.role(role).times
         floor = 0.0 if times is None else _by_load(role, expected, times, later, memory.boost)
         boost = memory.boost * _CALM
         if role in late and _is_settled(role, outlook) and floor <= seen.wanted:

@@ -123,8 +123,8 @@ def _fit(known: Sequence[Observed]) -> tuple[float, float, float]:
 def _solve(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
     """Return the least squares solution of `rows @ x = wanted` by normal equations; None if it is not unique."""
     size = len(rows[0])
-    matrix = [[math.fsum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
-    right = [math.fsum(row[i] * want for row, want in zip(rows, wanted)) for i in range(size)]
+    matrix = [[sum(row[i] * row[j] for row in rows) for j in range(size)] for i in range(size)]
+    right = [sum(row[i] * want for row, want in zip(rows, wanted)) for i in range(size)]
     scale = [math.sqrt(matrix[i][i]) or 1.0 for i in range(size)]
     matrix = [[matrix[i][j] / (scale[i] * scale[j]) for j in range(size)] for i in range(size)]
     right = [right[i] / scale[i] for i in range(size)]
