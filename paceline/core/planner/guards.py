@@ -82,6 +82,6 @@ class Guards:
         age = self.outlook.report.at - change.at
         quiet = settle_seconds(self.outlook.report.roles[role])
         load = self.outlook.state.load
-        if age >= quiet or (load is not None and load.differs(change.load, role)):
+        if age >= quiet or (load is not None and change.load is not None and load.differs(change.load, role)):
             return ""
         return f"the last change of {role} is {age:.0f} s old, and the load is the same"

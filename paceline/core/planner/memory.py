@@ -21,7 +21,8 @@ class Change:
     """A change of the number of workers of a role that somebody other than a person made."""
 
     at: float
-    load: Sample
+    load: Sample | None
+    """The load of that time; None if this planner has not seen the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,9 @@ def observe(state: PlannerState, report: Report, objectives: Objectives) -> Plan
         busy_at=report.at if busy else state.busy_at,
         load=load,
         classes=classes,
-        roles={role: _observe_role(state.role(role), role, report, before) for role in report.roles},
+        roles={
+            role: _observe_role(state.role(role), role, report, None if was_away else before) for role in report.roles
+        },
     )
 
 
@@ -121,7 +124,12 @@ def _has_requests(report: Report) -> bool:
     )
 
 
-def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample) -> RoleMemory:
+def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample | None) -> RoleMemory:
+    """Return the memory of a role after a report.
+
+    Args:
+        before: the load at the report before; None if this planner has missed reports.
+    """
     seen = report.roles[role]
     workers = [each for each in report.workers if each.role == role]
     fit, times = memory.fit, memory.times
@@ -130,19 +138,28 @@ def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample
             fit = fit.observe(worker.steps)
     if fit is not memory.fit:
         times = fit.times()
-    change = Change(report.at, before)
-    by_planner = memory.wanted is not None and seen.pinned is None
     ready = sum(each.state == "ready" for each in workers)
     return replace(
         memory,
         wanted=seen.wanted,
-        grown=change if by_planner and seen.wanted > (memory.wanted or 0) else memory.grown,
-        shrunk=change if by_planner and seen.wanted < (memory.wanted or 0) else memory.shrunk,
+        grown=_last_change(memory.grown, before, report.at, seen, memory.wanted, 1),
+        shrunk=_last_change(memory.shrunk, before, report.at, seen, memory.wanted, -1),
         short_since=None if ready >= seen.wanted else memory.short_since or report.at,
         targets=tuple(each for each in memory.targets if each[0] >= report.at - settle_seconds(seen)),
         fit=fit,
         times=times,
     )
+
+
+def _last_change(
+    known: Change | None, before: Sample | None, at: float, seen: RoleReport, wanted: int | None, sign: int
+) -> Change | None:
+    """Return the newest change of a role in one direction, 1 for growth and -1 for the opposite."""
+    if before is None:
+        ago = seen.grown_seconds if sign > 0 else seen.shrunk_seconds
+        return known if ago is None else Change(at - ago, None)
+    has_changed = wanted is not None and sign * (seen.wanted - wanted) > 0 and seen.pinned is None
+    return Change(at, before) if has_changed else known
 
 
 def settle_seconds(seen: RoleReport) -> float:

@@ -78,7 +78,7 @@ def assess(outlook: Outlook) -> dict[Role, Need]:
 
 
 def _assess(role: Role, outlook: Outlook) -> Need:
-    seen, memory = outlook.report.roles[role], outlook.state.role(role)
+    memory = outlook.state.role(role)
     if outlook.is_idle:
         return Need(0, 0, "no requests")
     if role == "encode" and not any(each.demand.media_rate > 1e-6 for each in outlook.now()):
@@ -98,7 +98,7 @@ def _assess(role: Role, outlook: Outlook) -> Need:
         work = math.fsum(each.demand.work(role) for each in classes)
         why = f"{work:,.0f} tokens/s" if role != "encode" else f"{work:,.1f} media inputs/s"
     boosted = f", x{memory.boost:.2f} for missed objectives" if memory.boost > 1.005 else ""
-    return Need(least, most, f"{why}{boosted} {'needs' if seen.wanted != least else 'still needs'} {least}")
+    return Need(least, most, f"{why}{boosted} needs {least}")
 
 
 def _unmeasured(role: Role, outlook: Outlook) -> Need:
