@@ -270,7 +270,9 @@ class Fleet:
             if worker.epoch != epoch or worker not in self.workers:
                 return
             self._advance(worker)
-            for request in [each for each in worker.running if worker.steps >= each.joined + each.answer - each.done - 0.5]:
+            for request in [
+                each for each in worker.running if worker.steps >= each.joined + each.answer - each.done - 0.5
+            ]:
                 self._take_out(worker, request)
                 self.ended.append(request)
                 self._finished.append(request)
@@ -287,7 +289,10 @@ class Fleet:
         names = {each.name for each in (*self._started, *self._finished, *self.waiting)} | self._traffic.keys()
         traffic = {name: self._class(name, seconds) for name in sorted(names)}
         self._traffic, self._started, self._finished = {}, [], []
-        roles = {role: RoleReport(count, startup_seconds=STARTUP, drain_seconds=DRAIN, flip_seconds=FLIP) for role, count in self.wanted.items()}
+        roles = {
+            role: RoleReport(count, startup_seconds=STARTUP, drain_seconds=DRAIN, flip_seconds=FLIP)
+            for role, count in self.wanted.items()
+        }
         workers = tuple(self._worker(each) for each in self.workers)
         return Report(self.at, str(self._revision), workers, roles, traffic)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.reports import Report, Role
 from tests.proof.planner_world import (
@@ -23,6 +25,7 @@ def check_decision(world: World, which: int, seen: Report, decision: Decision) -
     if decision.expects != seen.revision or not decision.line or "\n" in decision.line:
         raise Violation("the decision does not say what it was made from, or why")
     _check_wanted(seen, decision)
+    _check_pauses(seen, decision)
     _check_streams(world, seen, decision)
     _check_lost(world, which, seen, decision)
     _check_edits(seen, decision)
@@ -66,6 +69,15 @@ def _check_wanted(seen: Report, decision: Decision) -> None:
     for role in changed:
         if len({isinstance(action, Add) for action in decision.actions if getattr(action, "role", "") == role}) > 1:
             raise Violation(f"{role} grows and shrinks in one decision")
+
+
+def _check_pauses(seen: Report, decision: Decision) -> None:
+    """A role does not shrink while workers of it drain, unless their drain does not end."""
+    for action in _leaving(decision):
+        for each in seen.workers:
+            recent = each.state_seconds < 3 * seen.roles[each.role].drain_seconds
+            if each.role == action.role and each.state == "draining" and recent:
+                raise Violation(f"{each.worker} still drains: {decision.line}")
 
 
 def _check_streams(world: World, seen: Report, decision: Decision) -> None:
@@ -116,9 +128,9 @@ def _check_limits(world: World, seen: Report, decision: Decision) -> None:
     wanted = {role: each.wanted for role, each in seen.roles.items()}
     for role, count in decision.wanted.items():
         limits = objectives.limits(role)
-        if seen.roles[role].pinned is None and count != wanted[role]:
-            if count > max(limits.most, wanted[role]) or count < min(limits.least, wanted[role]):
-                raise Violation(f"{role} must have {limits.least} to {limits.most} workers: {decision.line}")
+        is_free = seen.roles[role].pinned is None and count != wanted[role]
+        if is_free and not min(limits.least, wanted[role]) <= count <= max(limits.most, wanted[role]):
+            raise Violation(f"{role} must have {limits.least} to {limits.most} workers: {decision.line}")
     if objectives.budget is None:
         return
     used = sum(count * objectives.limits(role).devices for role, count in decision.wanted.items())
@@ -160,7 +172,9 @@ def check_fits(world: World) -> None:
     for role, (tokens, context, seconds) in truth.items():
         times = world.planners[0].role(role).times  # type: ignore[arg-type]
         if times is not None and not 0.8 < times.seconds(tokens, context) / seconds < 1.25:
-            raise Violation(f"the planner believes that a step takes {times.seconds(tokens, context):.2f} s, not {seconds}")
+            raise Violation(
+                f"the planner believes that a step takes {times.seconds(tokens, context):.2f} s, not {seconds}"
+            )
     times = world.planners[0].role("decode").times
     if times is not None and times.seconds(8, 2400) > 1.5 * step_seconds(8):
         raise Violation(f"the planner believes that a step takes {times.seconds(8, 2400):.3f} s")
@@ -181,5 +195,6 @@ def check_rest(world: World, lines: list[str]) -> None:
         if world.wanted[role] != pin:
             raise Violation(f"a person wants {pin} {role} workers, there are {world.wanted[role]}")
     for role, changes in world.changes.items():
-        if len({change.grows for change in changes if change.tick > world.tick - 25}) > 1:
+        recent = [change.grows for change in changes if change.tick > world.tick - 30]
+        if sum(first != second for first, second in itertools.pairwise(recent)) > 2:
             raise Violation(f"{role} goes up and down for ever: {changes}")

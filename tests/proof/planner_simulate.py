@@ -1,7 +1,7 @@
 """Simulate large fleets with many random faults: `python -m tests.proof.planner_simulate --seed N`, or `--seeds 10000`.
 
-A run depends only on its seed. Requests arrive at random around a load that stays the same for a while. A run that breaks
-a promise prints its trace, one line per tick, and can be repeated.
+A run depends only on its seed. Requests arrive at random around a load that stays the same for a while. A run that
+breaks a promise prints its trace, one line per tick, and can be repeated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.proof.world import Violation
 
 FEW_SEEDS = 100
 """Number of seeds in `make test`."""
-TICKS, REST = 80, 60
+TICKS, REST = 60, 50
 
 
 def setup_of(seed: int) -> Setup:
-    """Return a fleet of up to 24 workers, with or without encode workers, flips, twins, a budget, and scaling to zero."""
+    """Return a fleet that starts with up to 17 workers, with or without encode workers, flips, twins and a budget."""
     draw = random.Random(seed)
     counts: dict[Role, int] = {"prefill": draw.randint(1, 6), "decode": draw.randint(1, 8)}
     if draw.random() < 0.4:

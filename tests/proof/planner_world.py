@@ -17,7 +17,7 @@ from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role, RoleReport, State, Steps, Traffic, WorkerReport
 
 TICK = 5.0
-STARTUP, DRAIN, FLIP = 2, 1, 1
+STARTUP, DRAIN, FLIP = 2, 2, 1
 """Ticks that these take, if nothing goes wrong."""
 SETTLE = (STARTUP + DRAIN) * TICK
 MAX_SEQS = 20

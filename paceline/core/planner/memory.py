@@ -33,6 +33,8 @@ class RoleMemory:
     """The platform's target in the last report."""
     grown: Change | None = None
     shrunk: Change | None = None
+    relapses: int = 0
+    """How often the role had to grow again after it had shrunk, under the same load."""
     short_since: float | None = None
     """Since when fewer workers are ready than wanted."""
     targets: tuple[tuple[float, int], ...] = ()
@@ -43,7 +45,7 @@ class RoleMemory:
     """Factor on the load, learned from objectives that were missed although the workers seemed to be enough."""
     fit: StepFit = field(default_factory=StepFit)
     times: StepTimes | None = None
-    """The step times that `fit` gives; None if too little is known."""
+    """The step times that `fit` gave at the newest forecast; None if too little is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +138,16 @@ def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample
     for worker in workers:
         if worker.steps and worker.state == "ready" and worker.state_seconds >= WARM_SECONDS:
             fit = fit.observe(worker.steps)
-    if fit is not memory.fit:
+    if times is None and fit is not memory.fit:
         times = fit.times()
     ready = sum(each.state == "ready" for each in workers)
+    grown = _last_change(memory.grown, before, report.at, seen, memory.wanted, 1)
     return replace(
         memory,
         wanted=seen.wanted,
-        grown=_last_change(memory.grown, before, report.at, seen, memory.wanted, 1),
+        grown=grown,
         shrunk=_last_change(memory.shrunk, before, report.at, seen, memory.wanted, -1),
+        relapses=memory.relapses if grown is memory.grown else _relapses(memory, before, role),
         short_since=None if ready >= seen.wanted else memory.short_since or report.at,
         targets=tuple(each for each in memory.targets if each[0] >= report.at - settle_seconds(seen)),
         fit=fit,
@@ -160,6 +164,13 @@ def _last_change(
         return known if ago is None else Change(at - ago, None)
     has_changed = wanted is not None and sign * (seen.wanted - wanted) > 0 and seen.pinned is None
     return Change(at, before) if has_changed else known
+
+
+def _relapses(memory: RoleMemory, load: Sample | None, role: Role) -> int:
+    """Return the number of relapses after the role has grown under this load."""
+    if memory.shrunk is None or load is None or memory.shrunk.load is None:
+        return memory.relapses
+    return 0 if load.differs(memory.shrunk.load, role) else memory.relapses + 1
 
 
 def settle_seconds(seen: RoleReport) -> float:

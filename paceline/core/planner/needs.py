@@ -178,12 +178,15 @@ def look_ahead(outlook: Outlook) -> PlannerState:
     late = _late(later)
     roles: dict[Role, RoleMemory] = {}
     for role, seen in outlook.report.roles.items():
-        memory, times = state.role(role), state.role(role).times
+        memory = state.role(role)
+        times = memory.fit.times()
         floor = 0.0 if times is None else _by_load(role, expected, times, later, memory.boost)
         boost = memory.boost * _CALM
         if role in late and _is_settled(role, outlook) and floor <= seen.wanted:
             boost = memory.boost * _BOOST
-        roles[role] = replace(memory, floor=math.ceil(floor - 1e-6), boost=min(max(boost, 1.0), _MOST_BOOST))
+        roles[role] = replace(
+            memory, times=times, floor=math.ceil(floor - 1e-6), boost=min(max(boost, 1.0), _MOST_BOOST)
+        )
     return state.with_roles(roles)
 
 

@@ -1,7 +1,7 @@
 """The planner: from reports and objectives to decisions. It does no I/O and reads no clock.
 
-A fast loop compares what the present load needs with what there is. Above it, a slow loop forecasts the load. The answer
-of the slow loop is the least that the fast loop may choose.
+A fast loop compares what the present load needs with what there is. Above it, a slow loop forecasts the load. Its
+answer is the least that the fast loop may choose.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Step times, learned from the steps that the workers of a role have computed. No worker is profiled for it.
 
-Slow first steps of cold workers must not spoil a fit. Three things prevent this: steps of workers that have just started
-are not observed (`memory.py`), each worker contributes a median and not a mean, and of the medians of one load only the
-median of the newest ones counts.
+Slow first steps of cold workers must not spoil a fit. Three things prevent this: steps of workers that have just
+started are not observed (`memory.py`), each worker contributes a median and not a mean, and of the medians of one load
+only the median of the newest ones counts.
 """
 
 from __future__ import annotations
