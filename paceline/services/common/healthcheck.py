@@ -1,4 +1,4 @@
-"""A health check of one service: `python -m paceline.services.common.healthcheck [--alive] 127.0.0.1:7300 [CONFIG_FILE]`.
+"""A health check of one service: `python -m paceline.services.common.healthcheck [--alive] HOST:PORT [CONFIG_FILE]`.
 
 CONFIG_FILE is the service's --config. The keys at its top name the secret and the certificates. Exit code 0: the
 service takes requests; 1: it does not, because it starts, drains or is gone; 2: wrong usage, or it does not trust us.
@@ -19,6 +19,8 @@ from paceline.core.errors import ConfigError, UntrustedError
 from paceline.services.common.credentials import Credentials, read_credentials
 from paceline.services.common.rpc import health_of, open_channel
 
+USAGE = "usage: python -m paceline.services.common.healthcheck [--alive] HOST:PORT [CONFIG_FILE]"
+
 
 async def check(address: str, credentials: Credentials, alive: bool = False) -> bool:
     """Return within 3 seconds whether the service at `address` (host:port) takes requests.
@@ -37,7 +39,7 @@ def main() -> int:
     alive, arguments = "--alive" in sys.argv[1:2], sys.argv[1:]
     address, *rest = arguments[alive:] or [""]
     if len(rest) > 1 or ":" not in address:
-        print("usage: python -m paceline.services.common.healthcheck [--alive] HOST:PORT [CONFIG_FILE]", file=sys.stderr)
+        print(USAGE, file=sys.stderr)
         return 2
     try:
         config = load_config(ServiceConfig, "", Path(rest[0]) if rest else None, {})

@@ -87,8 +87,8 @@ def read_private(file: str, option: str, most_bytes: int, advice: str) -> str:
 def others_may_open(status: os.stat_result, uid: int) -> bool:
     """Return whether users besides `uid` and root may open a file that `uid` has opened.
 
-    A group may read a file of root that nobody else may open: the system's administrator chose that group for us. This is
-    how Kubernetes mounts a Secret for a pod's fsGroup.
+    A group may read a file of root that nobody else may open, because the system's administrator chose that group for
+    us. This is how Kubernetes mounts a Secret for a pod's fsGroup.
     """
     given_by_root = status.st_uid == 0 != uid
     return bool(status.st_mode & (0o037 if given_by_root else 0o077))
