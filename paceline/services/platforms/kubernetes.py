@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import PacelineError, UnavailableError
 from paceline.services.common.tasks import end_tasks
 from paceline.services.platforms.kubernetes_api import GoneError, Json, KubernetesApi, MissingError
 from paceline.services.platforms.kubernetes_pods import (
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 Tell = Callable[[str, Role], Awaitable[None]]
 """Tells a worker, by its id, the role that it shall have. A worker that has it already does nothing.
 
-Raises UnavailableError."""
+Raises PacelineError."""
 
 
 class KubernetesPlatform:
@@ -125,7 +125,10 @@ class KubernetesPlatform:
                     step = 1 if role == "prefill" else -1
                     await self._set_wish(replicas, wish, Wish(wish.prefill + step, wish.decode - step))
                 await self._label(pod, role)
-        await self._tell(worker_id, role)
+        try:
+            await self._tell(worker_id, role)
+        except PacelineError as error:
+            raise UnavailableError(f"{worker_id} does not become a {role} worker: {error}") from error
 
     async def close(self) -> None:
         """See `Platform.close`."""
@@ -210,7 +213,6 @@ class KubernetesPlatform:
                         self._book.note(kind, each)
                     self._note_news()
                     pause = 0.0
-                self._heard = time.monotonic()  # the server ended the watch in order
             except GoneError:
                 version = ""
             except UnavailableError as error:
@@ -235,7 +237,7 @@ class KubernetesPlatform:
             self._changed.clear()
             try:
                 await self._give_roles()
-            except UnavailableError as error:
+            except PacelineError as error:
                 log.warning("roles of pods: %s; trying again", error)
             except Exception:
                 log.exception("unexpected error while giving pods their roles")

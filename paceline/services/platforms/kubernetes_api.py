@@ -24,7 +24,7 @@ Json = dict[str, Any]
 CALL_SECONDS = 10.0
 """Deadline of a call."""
 WATCH_SECONDS = 60
-"""The API server ends a watch after this time, and the client watches on. A dead connection is noticed soon after it."""
+"""The API server ends a watch after so many seconds. A connection that is dead is noticed soon after this time."""
 PAGE = 500
 """Objects that one answer lists at most."""
 ATTEMPTS = 5
@@ -113,7 +113,7 @@ class KubernetesApi:
                 await self.patch(path, {**body, "metadata": metadata})
                 return
             except ConflictError:
-                await asyncio.sleep(random.uniform(0, 0.1 * 2**attempt))
+                await asyncio.sleep(random.uniform(0, 0.02 * 2**attempt))
         raise UnavailableError(f"others keep changing {path}; is there an autoscaler besides the planner?")
 
     async def list(self, path: str, labels: str) -> tuple[list[Json], str]:
@@ -130,7 +130,8 @@ class KubernetesApi:
     async def watch(self, path: str, labels: str, version: str) -> AsyncIterator[tuple[str, Json]]:
         """Yield changes after `version` until the API server ends the watch.
 
-        A change is ADDED, MODIFIED, DELETED or BOOKMARK, with the object. A bookmark has only a newer version.
+        A change is ADDED, MODIFIED, DELETED or BOOKMARK, with the object. A bookmark has only a newer version. The
+        first one is from this client and has the old version. It says that the API server has accepted the watch.
 
         Raises GoneError if the version is too old, and UnavailableError if the connection breaks.
         """
@@ -151,6 +152,7 @@ class KubernetesApi:
                 if response.is_error:
                     await response.aread()
                     raise _error(path, response.status_code, response.text)
+                yield "BOOKMARK", {"metadata": {"resourceVersion": version}}
                 async for line in response.aiter_lines():
                     event = json.loads(line)
                     if event["type"] == "ERROR":

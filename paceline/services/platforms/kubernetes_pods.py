@@ -178,7 +178,7 @@ def choose_victims(pods: Sequence[Pod], role: Role, count: int, wished: Sequence
 
 
 def costs(pods: Sequence[Pod], victims: Sequence[Pod]) -> dict[str, int]:
-    """Return the costs to set, by pod. The first victim gets the lowest one, and pods of earlier choices get 0 again."""
+    """Return the costs to set, by pod. The first victim gets the lowest one. Pods of earlier choices get 0 again."""
     wanted = {pod.name: place - len(victims) for place, pod in enumerate(victims)}
     return {pod.name: cost for pod in living(pods) if (cost := wanted.get(pod.name, 0)) != pod.cost}
 

@@ -44,7 +44,7 @@ def read_wish(roles: Json, replicas: int) -> Wish:
 
     Args:
         roles: the ConfigMap `roles`. Without data, all workers decode.
-        replicas: those of the Deployment `worker`. If a person has changed them, there are more or fewer decode workers.
+        replicas: those of the Deployment `worker`. If a person has changed them, the number of decode workers changes.
     """
     prefill, decode, before = (_number(roles, name) for name in ("prefill", "decode", "before"))
     wish = Wish(prefill or 0, decode or 0, before)
