@@ -69,7 +69,7 @@ GOT = (
     "/metrics",
     "/fleet",
     "/fleet/scale",
-    "/fleet/steps?most=4",
+    "/fleet/steps",
     "/console/requests",
 )
 
