@@ -111,6 +111,7 @@ _METAVARS = {
     "classes_file": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
+    "record_trace": "FILE",
     "root_path": "PATH",
     "ssl_ca_certs": "FILE",
     "ssl_cert_reqs": "0|1|2",
