@@ -38,8 +38,8 @@ class PlatformState:
 class Platform(Protocol):
     """A fleet that is scaled by calls. Every call may be repeated: it says what shall be, and not what changes.
 
-    All methods raise UnavailableError if the platform does not answer, or refuses; its text says what to do. The planner
-    tries again later.
+    All methods raise UnavailableError if the platform does not answer, or refuses; its text says what to do. The
+    planner tries again later.
     """
 
     name: str
