@@ -194,6 +194,7 @@ class Gateway:
             state="draining" if self.draining else "ready",
             load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
             keys=self.limiter.report(),
+            traffic=self.runner.traffic.report(),
         )
 
 
