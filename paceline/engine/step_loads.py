@@ -16,6 +16,8 @@ MOST_LOADS = 64
 class StepLoad:
     """All steps with about the same load."""
 
+    number: int
+    """The same for all steps with such a load."""
     tokens: int = 0
     """Sum of the tokens that the steps computed."""
     context: int = 0
@@ -27,7 +29,7 @@ class StepLoads:
     """Steps by load: numbers of tokens within a factor of two, and contexts within a factor of four."""
 
     def __init__(self) -> None:
-        self._loads: dict[tuple[int, int], StepLoad] = {}
+        self._loads: dict[int, StepLoad] = {}
         """The load that was seen last is the last one."""
 
     def count(self, chunks: Sequence[Chunk], seconds: float) -> None:
@@ -35,9 +37,9 @@ class StepLoads:
         if not chunks:
             return
         tokens, context = sum(chunk.length for chunk in chunks), sum(chunk.end for chunk in chunks)
-        place = tokens.bit_length(), context.bit_length() // 2
-        load = self._loads.pop(place, None) or StepLoad()
-        self._loads[place] = load
+        number = tokens.bit_length() << 8 | context.bit_length() // 2
+        load = self._loads.pop(number, None) or StepLoad(number)
+        self._loads[number] = load
         load.tokens += tokens
         load.context += context
         load.seconds.add(seconds)

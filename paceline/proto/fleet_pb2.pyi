@@ -331,9 +331,12 @@ class StepLoad(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     """Sums over the steps: tokens that they computed, and tokens whose KV they read."""
     context: _builtins.int
+    load: _builtins.int
+    """Number of the load, which is the same in all reports of a worker."""
     @_builtins.property
     def seconds(self) -> Global___Distribution:
         """Seconds of the steps."""
@@ -344,10 +347,11 @@ class StepLoad(_message.Message):
         tokens: _builtins.int = ...,
         context: _builtins.int = ...,
         seconds: Global___Distribution | None = ...,
+        load: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "load", b"load", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -169,7 +169,12 @@ class Worker:
             kv_tokens=int(counts.total * self.layout.slot_bytes / self.layout.token_bytes) if counts else 0,
             computed_tokens=self._streams.computed_tokens,
             steps=[
-                StepLoad(tokens=load.tokens, context=load.context, seconds=distribution_to_pb(load.seconds))
+                StepLoad(
+                    load=load.number,
+                    tokens=load.tokens,
+                    context=load.context,
+                    seconds=distribution_to_pb(load.seconds),
+                )
                 for load in loads
             ],
         )
