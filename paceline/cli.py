@@ -111,6 +111,7 @@ _METAVARS = {
     "cluster_certfile": "FILE",
     "cluster_keyfile": "FILE",
     "chat_template": "FILE",
+    "classes_file": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
     "root_path": "PATH",

@@ -242,6 +242,13 @@ class GatewayConfig(ServiceConfig):
         "its owner may be able to read it. It is read again when it changes",
         "network",
     )
+    classes_file: str = option(
+        "",
+        "TOML file with a table for each class of requests: its objectives, ttft_seconds and itl_seconds, and the "
+        "weight of its keys in the queue. A key of --api-keys-file names its class; all other requests have the class "
+        "default",
+        "limits",
+    )
     allowed_origins: str = option(
         "",
         "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
@@ -605,6 +612,7 @@ class ServeConfig(PlannerOptions):
     api_key: str = same_option(GatewayConfig, "api_key")
     admin_key: str = same_option(GatewayConfig, "admin_key")
     api_keys_file: str = same_option(GatewayConfig, "api_keys_file")
+    classes_file: str = same_option(GatewayConfig, "classes_file")
     allowed_origins: str = same_option(GatewayConfig, "allowed_origins")
     allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
     allowed_headers: str = same_option(GatewayConfig, "allowed_headers")

@@ -13,6 +13,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.core.options import listed
+from paceline.core.request_classes import read_classes
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.credentials import read_credentials
@@ -55,7 +56,9 @@ class Gateway:
         self.config = config
         self.tokenizer = tokenizer
         client_keys = listed(config.api_key) or env.api_keys()
-        self.keys = AccessBook(client_keys, listed(config.admin_key) or env.admin_keys(), config.api_keys_file)
+        self.classes = read_classes(config.classes_file)
+        admin_keys = listed(config.admin_key) or env.admin_keys()
+        self.keys = AccessBook(client_keys, admin_keys, config.api_keys_file, self.classes)
         self.limiter = Limiter(self.keys, self._gateways)
         self._watch: asyncio.Task[None] | None = None
         self.forms = choose_forms(

@@ -212,6 +212,8 @@ class Generation:
                     media=prompt.media,
                     media_inputs=prompt.inputs,
                     priority=self.plan.priority,
+                    owner=self.plan.owner,
+                    request_class=self.plan.request_class,
                     background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.planner.distribution import Distribution
+from paceline.core.request_classes import DEFAULT
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
 from paceline.services.common.distributions import distribution_to_pb
 from paceline.services.gateway.sequence import SequenceRun
 
 MOST_CLASSES = 16
 """Classes that are counted apart. Requests of further ones count as the default class."""
-DEFAULT = "default"
-BACKGROUND = "background"
 
 
 @dataclass(slots=True)
@@ -128,7 +127,7 @@ class TrafficBook:
         return TrafficReport(seconds=now - self._began, classes=classes)
 
     def _totals(self, sequence: SequenceRun) -> _Totals:
-        name = BACKGROUND if sequence.background else DEFAULT
+        name = sequence.request_class
         if name not in self._classes and len(self._classes) < MOST_CLASSES:
             self._classes[name] = _Totals()
         return self._classes.get(name, self._classes[DEFAULT])

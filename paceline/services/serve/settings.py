@@ -22,6 +22,7 @@ _GATEWAY = (
     "api_key",
     "admin_key",
     "api_keys_file",
+    "classes_file",
     "allowed_origins",
     "allowed_methods",
     "allowed_headers",
