@@ -240,7 +240,7 @@ def _merged(gains: list[_Gain], seconds: float) -> Traffic:
 
 
 def _steps_since(before: WorkReport, after: WorkReport) -> tuple[Steps, ...]:
-    """Return the steps between two reports of one worker, by load. A load that it had forgotten meanwhile counts anew."""
+    """Return the steps between two reports of one worker, by load. A load that it had forgotten counts anew."""
     earlier = {load.load: load for load in before.steps}
     found = []
     for load in after.steps:
