@@ -33,6 +33,7 @@ from paceline.core.config import (
 from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.options import Options, flag, group_of
+from paceline.core.planner_config import PlannerConfig
 from paceline.core.progress import StatusLines
 from paceline.run_batch import run_batch
 from paceline.scale import scale
@@ -54,6 +55,7 @@ one service each, for containers and clusters
   decode MODEL        a worker that turns KV blocks into tokens
   encode MODEL        a worker that turns images, frames and audio into encodings
   kvtransfer          the owner of a host's KV memory
+  planner             adds and drains workers as the load asks
 
 tools
   top                 show the fleet and its speed, live
@@ -93,10 +95,11 @@ SERVICES = {
     "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker"),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
+    "planner": Service(PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "planner"),
 }
 _EXTRAS = {"profile": "gateway"}
 """The pip extra with the dependencies of a tool; those of the others are in "convert"."""
-_GROUPS = ("model", "fleet", "compute", "memory", "store", "media", "limits", "network", "cluster", "logs")
+_GROUPS = ("model", "fleet", "planner", "compute", "memory", "store", "media", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",
@@ -124,6 +127,10 @@ _METAVARS = {
     "store": "FILE|URL|none",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
+    "record": "FILE",
+    "replay": "FILE",
+    "docker_socket": "PATH",
+    "compose_project": "NAME",
     "redis": "URL",
     "speculative_config": "JSON",
 }
