@@ -64,12 +64,10 @@ tools
   scale ROLE=N        change how many workers a running stack has
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
   prepare MODEL       fetch or convert a model and print its folder
-  key NAME            make a key for a client or an admin, for --api-keys-file
-  token FILE          make the secret that the services of a cluster share
+  key, token          make a key for --api-keys-file, or the secret that services share
   version             print the version
 
 examples
-  paceline serve
   paceline serve gemma-3-270m --prefill 2 --decode 2 --port 9000
   paceline decode /models/llama --redis redis://redis:6379/0 --config paceline.toml
 
