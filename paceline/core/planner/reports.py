@@ -55,7 +55,7 @@ class WorkerReport:
     flips_to: tuple[Role, ...] = ()
     """Roles that the worker can take without a restart."""
     loss: float = 0.0
-    """What is lost if this worker ends, in tokens that would be computed again. The worker with the least leaves first."""
+    """What is lost if this worker ends, in tokens that would be computed again. The least loss leaves first."""
     steps: tuple[Steps, ...] = ()
 
 
