@@ -1,4 +1,4 @@
-// The report's page. It draws the JSON of `Results` (simulator/result.py), which the page holds.
+// The report's page. It draws the JSON of `Report` (content.py), which the page holds.
 const results = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("main");
 const PALETTE = ["--p50", "--p99", "--handoff", "--encode"];
@@ -108,9 +108,10 @@ function drawMarks(plot, result) {
 }
 
 function chart(result, { title, lines, format, most = 0 }) {
-  const known = lines.filter(([name]) => result.series.values[name]?.some((value) => value != null));
+  const series = result.series.find((each) => lines.some(([name]) => name in each.values));
+  const known = lines.filter(([name]) => series?.values[name]?.some((value) => value != null));
   if (!known.length) return null;
-  const data = [result.series.at, ...known.map(([name]) => result.series.values[name])];
+  const data = [series.at, ...known.map(([name]) => series.values[name])];
   const values = known.map(() => h("b", {}, ""));
   const keys = known.map(([, label], index) => {
     const swatch = h("i", { "aria-hidden": "true" });
