@@ -1,4 +1,4 @@
-"""What a simulation found, as plain values with JSON. The report is a page of it.
+"""What the report of a simulation shows, as plain values with JSON.
 
 Times are in seconds. A percentile of no values, and a value that does not exist at an instant, is None.
 """
@@ -21,7 +21,7 @@ class Percentiles(_Value):
     p99: float | None = None
 
 
-class ClassResult(_Value):
+class ShownClass(_Value):
     """The requests of one class."""
 
     requests: int
@@ -52,7 +52,13 @@ class Series(_Value):
     at: tuple[float, ...] = ()
     """Instants from the begin of the trace, in order: the ends of equal intervals."""
     values: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
-    """By name, one value for each instant: of the interval before it if the name is of a rate, share or percentile."""
+    """By the names that report.js draws, one value for each instant. Any name may be missing.
+
+    arrivals: per second. waiting, running: requests. prefill, decode: ready workers. changing: workers that start or
+    drain. devices: in use. cost: of an hour. within: share of the requests that met their objectives. hit_rate: share
+    of prompt tokens found in caches. kv_usage: share of KV memory that requests use. ttft_p50, ttft_p99, itl_p50,
+    itl_p99: seconds.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Series:
@@ -61,7 +67,7 @@ class Series(_Value):
         return self
 
 
-class DecisionMark(_Value):
+class ShownDecision(_Value):
     """A decision of the planner that changed the fleet, and what came of it."""
 
     at: float
@@ -73,7 +79,7 @@ class DecisionMark(_Value):
     """What it did, such as "ready after 61 s; TTFT p99 4.10 s before, 1.20 s after"."""
 
 
-class Result(_Value):
+class ShownSimulation(_Value):
     """One simulation."""
 
     name: str
@@ -86,46 +92,27 @@ class Result(_Value):
     """The fleet at the begin, and how it was scaled."""
     seconds: float
     """Simulated time."""
-    classes: dict[str, ClassResult]
+    classes: dict[str, ShownClass]
     """By name of the class; "" is all requests together."""
     device_seconds: float = 0.0
     cost: float = 0.0
     """Price of all devices, in the currency of the profile."""
     hit_rate: float | None = None
     """Share of prompt tokens that were found in caches."""
-    series: Series = Series()
-    decisions: tuple[DecisionMark, ...] = ()
+    series: tuple[Series, ...] = ()
+    """Values over time. Each name is in one of them."""
+    decisions: tuple[ShownDecision, ...] = ()
     notes: tuple[str, ...] = ()
     """Conclusions in sentences, such as whether disaggregation pays for this load."""
 
 
-class Results(_Value):
+class Report(_Value):
     """Simulations of one load that are compared with each other."""
 
-    simulations: tuple[Result, ...] = Field(min_length=1)
+    simulations: tuple[ShownSimulation, ...] = Field(min_length=1)
     """The first one is the one that was asked for; the others are alternatives to it."""
     notes: tuple[str, ...] = ()
     """What the comparison shows."""
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1)
-
-
-SERIES = {
-    "arrivals": "requests that arrive, per second",
-    "waiting": "requests that wait for a worker",
-    "running": "requests that run",
-    "prefill": "ready prefill workers",
-    "decode": "ready decode workers",
-    "changing": "workers that start or drain",
-    "devices": "devices in use",
-    "cost": "price of the devices, per hour",
-    "hit_rate": "share of prompt tokens found in caches",
-    "kv_usage": "share of the KV memory that requests use",
-    "within": "share of the requests that met their objectives",
-    "ttft_p50": "seconds",
-    "ttft_p99": "seconds",
-    "itl_p50": "seconds",
-    "itl_p99": "seconds",
-}
-"""Names of columns that the report draws, and what they are. A column may be missing."""
