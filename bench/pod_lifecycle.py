@@ -2,10 +2,10 @@
 
     python -m bench.pod_lifecycle [--streams 1000] [--hurry 1]
 
-Decode workers, prefill workers and gateways are replaced again and again, one pod at a time: a new one starts and passes
-its probe, then an old one is deleted. Times, strategy and probes are those of kubernetes/base. A gateway that was deleted
-gets new streams until the load balancers know of it. A stream is lost if it breaks, or has another text than without any
-of this. No stream is tried again.
+Decode workers, prefill workers and gateways are replaced again and again, one pod at a time: a new one starts and
+passes its probe, then an old one is deleted. Times, strategy and probes are those of kubernetes/base. A deleted gateway
+gets new streams until the load balancers know of it. A stream is lost if it breaks, or has another text than without
+any of this. No stream is tried again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pods are replaced as Kubernetes does it, and no stream is lost. `python -m bench.pod_lifecycle` takes 1,000 streams."""
+"""Pods are replaced as Kubernetes does it, and no stream is lost. `python -m bench.pod_lifecycle` has 1,000 streams."""
 
 from __future__ import annotations
 
