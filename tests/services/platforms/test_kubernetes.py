@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from paceline.core.errors import UnavailableError
+from paceline.core.planner.reports import Role
 from paceline.services.platforms.kubernetes import KubernetesPlatform
 from paceline.services.platforms.kubernetes_api import KubernetesApi
-from paceline.services.platforms.platform import Role, RoleState
+from paceline.services.platforms.platform import RoleState
 from tests.services.platforms.toy_cluster import CONFIG_MAPS, DEPLOYMENTS, NAMESPACE, PODS, ToyCluster
 
 PATIENCE = 20.0
