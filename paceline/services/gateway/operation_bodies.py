@@ -128,6 +128,23 @@ class FleetState(BaseModel):
     waiting: int
 
 
+class WorkerSteps(BaseModel):
+    worker_id: str
+    role: str
+    host_id: str
+    epoch: int
+    steps: list[list[float]]
+    """Newest steps in order, each with the numbers that FleetSteps.fields names."""
+
+
+class FleetSteps(BaseModel):
+    fields: list[str]
+    """number: of the step, among all of the worker. ended: seconds on the worker's own clock. seconds: length of the
+    step. prompt_tokens: computed tokens of prompts. prompt_pairs: sum of the tokens to which they attend. sequences:
+    those that got a token after their prompt. context_tokens: sum of the tokens to which these attend."""
+    workers: list[WorkerSteps]
+
+
 class Trace(BaseModel):
     request_id: str
     own_id: str

@@ -1,0 +1,79 @@
+"""What an operator wants of a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.core.errors import ConfigError
+from paceline.core.planner.reports import ROLES, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Objectives of one class of requests. A share of them, `percentile`, must be at least as fast as this."""
+
+    ttft: float | None = None
+    """Seconds to the first token; None is no objective."""
+    itl: float | None = None
+    """Seconds between two tokens; None is no objective."""
+    percentile: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLimits:
+    """The least and the most workers of one role, and what one of them costs."""
+
+    least: int = 0
+    most: int = 64
+    devices: int = 1
+    """Devices that one worker takes of the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """The objectives of every class, the limits of every role, and the times after which the planner acts."""
+
+    classes: Mapping[str, Latency] = field(default_factory=dict)
+    """By name of the class. A class that is missing has the objectives of `default`."""
+    default: Latency = Latency(ttft=2.0, itl=0.1)
+    roles: Mapping[Role, RoleLimits] = field(default_factory=dict)
+    """A role that is missing has no workers."""
+    budget: int | None = None
+    """Most devices that all workers take together, draining ones included; None is no limit."""
+    advisory: bool = False
+    """Whether decisions are only shown, and nobody carries them out."""
+    flips: bool = True
+    """Whether workers may change their role."""
+    fast_seconds: float = 5.0
+    """Time between two decisions from measured load."""
+    slow_seconds: float = 60.0
+    """Time between two forecasts, whose answer is the floor of the fast decisions."""
+    idle_seconds: float = 300.0
+    """How long there must be no request before the last workers of a role may leave."""
+    stale_seconds: float = 15.0
+    """Reports older than this are lost. The fleet does not shrink while one is lost."""
+
+    def limits(self, role: Role) -> RoleLimits:
+        """Return the limits of a role. A role without limits has no workers."""
+        return self.roles.get(role, RoleLimits(0, 0))
+
+    def latency(self, name: str) -> Latency:
+        """Return the objectives of the class with this name."""
+        return self.classes.get(name, self.default)
+
+    def check(self) -> None:
+        """Raise ConfigError if these objectives contradict each other or name something unknown."""
+        for name, latency in (("default", self.default), *self.classes.items()):
+            if not 0 < latency.percentile < 1:
+                raise ConfigError(f"class {name}: the percentile must be between 0 and 1, such as 0.95")
+            if any(limit is not None and limit <= 0 for limit in (latency.ttft, latency.itl)):
+                raise ConfigError(f"class {name}: TTFT and ITL must be above 0 seconds")
+        for role, limits in self.roles.items():
+            if role not in ROLES:
+                raise ConfigError(f"there is no role {role}; roles are {', '.join(ROLES)}")
+            if not 0 <= limits.least <= limits.most or limits.devices < 0:
+                raise ConfigError(f"{role}: 0 <= least <= most must hold, and devices must not be negative")
+        least = sum(limits.least * limits.devices for limits in self.roles.values())
+        if self.budget is not None and least > self.budget:
+            raise ConfigError(f"the least workers of all roles take {least} devices, the budget has {self.budget}")

@@ -1,0 +1,127 @@
+"""What the planner knows: the workers of the fleet and the traffic of an interval. Plain values with JSON both ways.
+
+All durations are in seconds. A report has one instant, `at`, on a clock of the planner's service; everything else is a
+duration up to that instant, because services send durations to each other and never instants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.core.planner.distribution import Distribution
+
+Role = Literal["prefill", "decode", "encode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "encode")
+State = Literal["starting", "ready", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of one worker with about the same load, since the worker's report before: statistics for a fit."""
+
+    tokens: float
+    """Mean number of tokens that a step computed: of prompts, and one or more for each decoding sequence."""
+    context: float
+    """Mean number of tokens whose KV a step read, over all of its sequences."""
+    seconds: Distribution
+    """How long the steps took."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One worker as it described itself last."""
+
+    worker: str
+    """Name of the worker. It stays the same when the worker changes its role."""
+    role: Role
+    host: str = ""
+    state: State = "ready"
+    state_seconds: float = 0.0
+    """How long the worker has been in this state."""
+    age: float = 0.0
+    """How long ago the worker described itself. An old report says nothing about the present load."""
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens that the worker has accepted and not computed yet."""
+    max_seqs: int = 1
+    """Most requests that the worker runs at the same time."""
+    kv_pressure: float = 0.0
+    """Share of the worker's KV memory that running requests use, from 0 to 1."""
+    kv_tokens: int = 0
+    """Tokens that its KV memory holds; 0 if unknown."""
+    flips_to: tuple[Role, ...] = ()
+    """Roles that the worker can take without a restart."""
+    loss: float = 0.0
+    """What is lost if this worker ends, in tokens that would be computed again. The least loss leaves first."""
+    steps: tuple[Steps, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoleReport:
+    """One role as the platform sees it."""
+
+    wanted: int = 0
+    """Number of workers that the platform tries to have: the target of the newest change by anybody."""
+    pinned: int | None = None
+    """Number of workers that a person has set. It wins over every decision until the person releases it."""
+    startup_seconds: float = 60.0
+    """From the wish for a worker until it is ready: a high percentile of recent starts, or an estimate."""
+    drain_seconds: float = 30.0
+    """From the start of a drain until the worker has ended: a high percentile, or an estimate."""
+    flip_seconds: float = 5.0
+    """From the start of a flip away from this role until the worker is ready in the other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The requests of one class in all gateways, in one interval."""
+
+    seconds: float
+    """Length of the interval."""
+    arrivals: int = 0
+    finished: int = 0
+    refused: int = 0
+    """Requests that were given up because there was no room."""
+    waiting: int = 0
+    """Requests that wait for a worker now, at the end of the interval."""
+    oldest_wait: float = 0.0
+    """How long the first of them has waited."""
+    prompt_tokens: Distribution = field(default_factory=Distribution)
+    """Lengths of the prompts that arrived."""
+    cached_tokens: int = 0
+    """How many of the tokens of started prompts were found in caches."""
+    started_tokens: int = 0
+    """All tokens of prompts that were started, so that `cached_tokens` is a share of them."""
+    answer_tokens: Distribution = field(default_factory=Distribution)
+    """Lengths of the answers that ended."""
+    media_items: int = 0
+    """Images, frames and pieces of audio that arrived."""
+    ttft: Distribution = field(default_factory=Distribution)
+    """Times to first token of requests that got it in this interval."""
+    itl: Distribution = field(default_factory=Distribution)
+    """Times between tokens, one value for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that a decision reads."""
+
+    at: float
+    """Instant of this report, on a clock that never goes back."""
+    revision: str
+    """Names the state that the platform's targets, pins and roles had when they were read: it changes with every change
+    of them by anybody. A platform carries out a decision only if this is still its revision."""
+    workers: tuple[WorkerReport, ...]
+    roles: Mapping[Role, RoleReport]
+    """Every role that this fleet may have."""
+    traffic: Mapping[str, Traffic]
+    """By class of requests."""
+    traffic_age: float = 0.0
+    """How long ago the oldest of the gateways' figures was made. Gateways that do not answer make this large."""
+    gateways_lost: int = 0
+    """Number of gateways that are members and whose figures are missing."""
+    pinned_workers: frozenset[str] = frozenset()
+    """Workers that a person keeps as they are until the person releases them."""
