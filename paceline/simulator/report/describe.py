@@ -86,7 +86,7 @@ def _together(shown: Sequence[ShownClass]) -> ShownClass:
     judged = [own for own in shown if own.within is not None]
 
     def worst(times: Sequence[Percentiles]) -> Percentiles:
-        return max(times, key=lambda each: each.p99 or 0.0)
+        return max(times, key=lambda each: each.p99 or 0.0, default=Percentiles())
 
     return ShownClass(
         requests=requests,
