@@ -13,6 +13,10 @@ TIMES = WorkerTimes(steps=StepTimes(prefill=Curve(points=((1, 0.01),)), decode=C
 PROFILE = Profile(machine="a machine", model="a model", token_bytes=1.0, prefill=TIMES, decode=TIMES)
 
 
+def minute(number: int, arrivals: int, good: int) -> MinuteResult:
+    return MinuteResult(number, arrivals, good, 0, arrivals, 0.1 * good, 0.2 * good, 0.01, 0.02)
+
+
 def own_class(p99: float, minutes: list[MinuteResult]) -> ClassResult:
     times = Percentiles(p99, p99, p99, p99, p99)
     arrivals, good = sum(each.arrivals for each in minutes), sum(each.good for each in minutes)
@@ -38,8 +42,8 @@ def own_class(p99: float, minutes: list[MinuteResult]) -> ClassResult:
 
 
 def result(**more: object) -> Result:
-    chats = own_class(1.0, [MinuteResult(0, 10, 5, 0), MinuteResult(2, 10, 10, 0)])
-    batches = own_class(9.0, [MinuteResult(0, 10, 10, 0)])
+    chats = own_class(1.0, [minute(0, 10, 5), minute(2, 10, 10)])
+    batches = own_class(9.0, [minute(0, 10, 10)])
     levels = [Level(at, 1, 1 + (at >= 70), 0, 0, 3, 0, 0.5) for at in (0.0, 10.0, 60.0, 70.0, 180.0)]
     decisions = [
         Decision(12.0, "r", {}, (Add("decode", 2, "late"), Flip("w1", "prefill", "decode", "late")), "add decode: late")
@@ -77,6 +81,7 @@ def test_a_decision_tells_what_came_of_it() -> None:
     levels, minutes = shown.series
     assert levels.values["devices"] == (4, 4, 4, 6, 6)
     assert minutes.values["within"] == (0.75, None, 1.0)
+    assert minutes.values["ttft_p99"] == (2.0, None, 2.0)
 
 
 def test_a_simulation_without_requests_can_be_shown() -> None:

@@ -8,7 +8,7 @@ from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip
 from paceline.core.planner.objectives import Latency
 from paceline.simulator.recorder import MINUTE
 from paceline.simulator.report.content import Percentiles, Series, ShownClass, ShownDecision, ShownSimulation
-from paceline.simulator.result import ClassResult, Level, Result
+from paceline.simulator.result import ClassResult, Level, MinuteResult, Result
 from paceline.simulator.result import Percentiles as Times
 from paceline.simulator.scenario import Scenario
 
@@ -127,21 +127,24 @@ def _levels(levels: Sequence[Level], scenario: Scenario) -> Series:
 
 
 def _minutes(result: Result) -> Series:
-    """Return what became of the requests that arrived in each minute."""
-    arrivals: dict[int, int] = {}
-    good: dict[int, int] = {}
+    """Return what became of the requests that arrived in each minute. Percentiles are those of the slowest class."""
+    by_minute: dict[int, list[MinuteResult]] = {}
     for own in result.classes.values():
         for each in own.minutes:
-            arrivals[each.minute] = arrivals.get(each.minute, 0) + each.arrivals
-            good[each.minute] = good.get(each.minute, 0) + each.good
-    minutes = range(max(arrivals, default=-1) + 1)
+            by_minute.setdefault(each.minute, []).append(each)
+    minutes = [by_minute.get(minute, []) for minute in range(max(by_minute, default=-1) + 1)]
+    arrivals = [sum(each.arrivals for each in own) for own in minutes]
+    good = [sum(each.good for each in own) for own in minutes]
+
+    def slowest(name: str) -> tuple[float | None, ...]:
+        return tuple(max((getattr(each, name) for each in own if each.finished), default=None) for own in minutes)
+
     return Series(
-        at=tuple((minute + 1) * MINUTE for minute in minutes),
+        at=tuple((minute + 1) * MINUTE for minute in range(len(minutes))),
         values={
-            "arrivals": tuple(arrivals.get(minute, 0) / MINUTE for minute in minutes),
-            "within": tuple(
-                good.get(minute, 0) / arrivals[minute] if arrivals.get(minute) else None for minute in minutes
-            ),
+            "arrivals": tuple(count / MINUTE for count in arrivals),
+            "within": tuple(own / count if count else None for own, count in zip(good, arrivals)),
+            **{name: slowest(name) for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")},
         },
     )
 
