@@ -32,6 +32,8 @@ from paceline.client import GatewayClient
 from paceline.core.errors import PacelineError
 from paceline.core.step_times import Profile, read_profile
 from paceline.profiler.profile import profile
+from paceline.simulator.scenario import Scenario
+from paceline.simulator.simulation import simulate
 from paceline.simulator.trace import Trace
 from paceline.simulator.trace_files import read_trace
 
@@ -162,6 +164,19 @@ def _note(pieces: Sequence[tuple[float, str]], sent: float, seen: Seen) -> list[
     return tokens
 
 
+def simulated(learned: Profile, trace: Trace, aggregated: bool) -> Figures:
+    """Return what a simulation of the trace says, with the fleet that the stack had."""
+    scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated, workers_per_host=2)
+    (own,) = simulate(scenario, trace).classes.values()
+    return {
+        "TTFT p50": own.ttft.p50,
+        "TTFT p99": own.ttft.p99,
+        "ITL p50": own.itl.p50,
+        "ITL p99": own.itl.p99,
+        "hit rate": own.hit_rate,
+    }
+
+
 def error_of(measured: float, simulated: float) -> float:
     """Return the relative error; of two zeros, 0."""
     return abs(simulated - measured) / measured if measured else math.inf if simulated else 0.0
@@ -170,7 +185,13 @@ def error_of(measured: float, simulated: float) -> float:
 def report(found: dict[str, tuple[Figures, Figures]]) -> str:
     """Return a table: measured, simulated and the error of each figure, by load."""
     rows = [
-        [load, name, _shown(name, measured[name]), _shown(name, simulated[name]), f"{error_of(measured[name], simulated[name]):.0%}"]
+        [
+            load,
+            name,
+            _shown(name, measured[name]),
+            _shown(name, simulated[name]),
+            f"{error_of(measured[name], simulated[name]):.0%}",
+        ]
         for load, (measured, simulated) in found.items()
         for name in measured
     ]
