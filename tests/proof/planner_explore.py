@@ -41,7 +41,7 @@ SETUPS = {
     "swing": Setup(_objectives(4), {"prefill": 2, "decode": 2}, DOCUMENTS, (CHATS, FEW), pins=(("decode", 3),)),
     "zero": Setup(_objectives(4, 0), {"prefill": 1, "decode": 1}, FEW, (NOTHING, CHATS), pins=(("decode", 0),)),
     "asleep": Setup(_objectives(4, 0), {"prefill": 0, "decode": 0}, NOTHING, (FEW, CHATS)),
-    "no_flips": Setup(_objectives(5, flips=False), {"prefill": 2, "decode": 1}, CHATS, (DOCUMENTS, NOTHING)),
+    "no_flips": Setup(_objectives(4, flips=False), {"prefill": 1, "decode": 3}, CHATS, (DOCUMENTS, NOTHING)),
     "twins": Setup(_objectives(4), {"prefill": 2, "decode": 2}, CHATS, (DOCUMENTS, FEW), twins=True),
     "pinned": Setup(_objectives(6), {"prefill": 2, "decode": 3}, FEW, (CHATS,), pins=(("prefill", 1), ("decode", 4))),
 }

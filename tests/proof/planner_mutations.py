@@ -9,8 +9,7 @@ import pytest
 from paceline.core.planner import guards, memory, moves, needs, planner, sizing, step_fit
 from paceline.core.planner.actions import Decision
 from paceline.core.planner.guards import Guards
-from paceline.core.planner.memory import Change, PlannerState
-from paceline.core.planner.moves import Moves
+from paceline.core.planner.memory import PlannerState
 from paceline.core.planner.needs import Need, Outlook
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.planner import Planner
@@ -42,24 +41,9 @@ def without_the_guard_against_reversals(patch: Patch) -> None:
     patch.setattr(Guards, "_reversal", lambda guards, role, change, patience: "")
 
 
-def without_changes_of_others(patch: Patch) -> None:
-    """Forget what the platform says about changes that this planner has not seen."""
-
-    def last_change(known: Change | None, before: object, *rest: object) -> Change | None:
-        return known if before is None else original(known, before, *rest)  # type: ignore[arg-type]
-
-    original = memory._last_change
-    patch.setattr(memory, "_last_change", last_change)
-
-
 def without_a_memory_of_relapses(patch: Patch) -> None:
     """Shrink again and again after the same time, although the role had to grow again each time."""
     patch.setattr(memory, "_relapses", lambda memory, load, role: 0)
-
-
-def without_steady_targets(patch: Patch) -> None:
-    """Shrink to the newest target, and not to the largest of the last ones."""
-    patch.setattr(Moves, "_highest", lambda moves, role, reports: 0)
 
 
 def without_a_pause_while_workers_start(patch: Patch) -> None:

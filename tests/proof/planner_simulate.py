@@ -19,7 +19,7 @@ from tests.proof.planner_moves import CALM, Move, faults, step
 from tests.proof.planner_world import KINDS, Load, Setup, World, make_world
 from tests.proof.world import Violation
 
-FEW_SEEDS = 100
+FEW_SEEDS = 150
 """Number of seeds in `make test`."""
 TICKS, REST = 60, 50
 

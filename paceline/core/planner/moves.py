@@ -94,7 +94,8 @@ class Moves:
         if count <= 0 or self._refuses(self._guards.growing(role), role, "grow"):
             return
         if objectives.budget is not None and (each := objectives.limits(role).devices):
-            used = devices(self.wanted, objectives) + draining_devices(self.outlook.report, objectives)
+            leaving = sum(objectives.limits(act.role).devices for act in self.actions if isinstance(act, Drain))
+            used = devices(self.wanted, objectives) + draining_devices(self.outlook.report, objectives) + leaving
             count = min(count, (objectives.budget - used) // each)
         if count <= 0:
             self.held.append(f"{role} needs {self.needs[role].least}, but the budget has no room")

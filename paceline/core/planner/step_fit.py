@@ -98,7 +98,8 @@ def _middle(each: Observed) -> float:
 def _fit(known: Sequence[Observed]) -> tuple[float, float, float]:
     """Return the coefficients, none of them negative, with the least sum of squared relative errors.
 
-    An error is relative to the measured time, so that a load of which only slow steps were seen counts little. Three coefficients leave seven choices of those that are not 0. Each choice is solved exactly.
+    An error is relative to the measured time, so that a load of which only slow steps were seen counts little. Three
+    coefficients leave seven choices of those that are not 0. Each choice is solved exactly.
     """
     rows, right = [], []
     for each in known:

@@ -122,6 +122,20 @@ def test_a_planner_goes_on_from_saved_state(planner: Planner) -> None:
         assert other.decide(report) == planner.decide(report)
 
 
+def test_a_new_planner_does_not_undo_a_change_that_it_has_not_seen() -> None:
+    known = Planner(OBJECTIVES)
+    run(known, lambda at: decode_report(at, 1, 40), 5)
+    assert known.state.role("decode").times is not None
+
+    def grown_later(ago: float | None) -> list[int]:
+        planner = Planner(OBJECTIVES, replace(known.state, at=None))
+        roles = {"decode": RoleReport(1, shrunk_seconds=ago, startup_seconds=30.0, drain_seconds=10.0)}
+        return wanted(run(planner, lambda at: decode_report(at, 1, 60, roles=roles), 2, first=25.0))
+
+    assert max(grown_later(None)) > 1
+    assert max(grown_later(5.0)) == 1
+
+
 def test_advice_is_marked() -> None:
     planner = Planner(replace(OBJECTIVES, advisory=True))
     assert planner.decide(decode_report(5.0, 2, 10)).advisory
