@@ -8,7 +8,7 @@ from paceline.core.planner.memory import STUCK, Change, is_fresh, missing, settl
 from paceline.core.planner.needs import Outlook
 from paceline.core.planner.reports import Role, WorkerReport
 
-_MOST_RELAPSES = 6
+_MOST_RELAPSES = 4
 """Each relapse doubles the time before a role shrinks again, up to this number. So two planners with different memories
 cannot go on undoing each other's changes, and a fleet between two sizes comes to rest at the larger one."""
 
@@ -39,7 +39,9 @@ class Guards:
         if (left := settle_seconds(report.roles[role]) - (report.at - state.since)) > 0:
             return f"it has been watched too shortly, {left:.0f} s are left"
         memory = state.role(role)
-        return self._reversal(role, memory.grown, 2.0 ** min(memory.relapses, _MOST_RELAPSES))
+        is_certain = self.outlook.is_idle or self._nothing_is_served()
+        relapses = 0 if is_certain else min(memory.relapses, _MOST_RELAPSES)
+        return self._reversal(role, memory.grown, 2.0**relapses)
 
     def leaving(self, worker: WorkerReport, others: list[WorkerReport]) -> str:
         """Return why this worker must not leave its role if `others` are those that stay; empty if it may.
@@ -62,6 +64,11 @@ class Guards:
             if worker.running + worker.waiting > places or worker.kv_pressure > memory:
                 return f"the other decode workers have no room for the requests of {worker.worker}"
         return ""
+
+    def _nothing_is_served(self) -> bool:
+        """Return whether requests wait and a role has no worker, perhaps because others have all devices."""
+        roles = self.outlook.report.roles
+        return bool(self.outlook.waiting) and any(not seen.wanted for role, seen in roles.items() if role != "encode")
 
     def _is_changing(self, role: Role) -> bool:
         """Return whether workers of a role start or drain, unless they will never end doing so."""
