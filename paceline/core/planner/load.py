@@ -15,6 +15,8 @@ from paceline.core.planner.reports import Role, Traffic
 
 ARRIVALS_HALF_LIFE = 20.0
 """Seconds after which an arrival counts half in the recent rate."""
+NEWEST_HALF_LIFE = 5.0
+"""The same for the newest rate, which tells at once whether the load has changed, but is less exact."""
 LENGTHS_HALF_LIFE = 60.0
 """Seconds after which a length or a latency counts half."""
 _LEVEL, _TREND, _DAMPED = 0.6, 0.4, 0.9
@@ -99,6 +101,8 @@ class ClassLoad:
     arrivals: float = 0.0
     seconds: float = 0.0
     """Recent arrivals, and the time in which they came; both fade, so that their quotient is a rate at once."""
+    newest_arrivals: float = 0.0
+    newest_seconds: float = 0.0
     media_items: float = 0.0
     cached_tokens: float = 0.0
     started_tokens: float = 0.0
@@ -115,6 +119,7 @@ class ClassLoad:
     def add(self, traffic: Traffic) -> ClassLoad:
         """Return this with the traffic of one more interval."""
         quick = 0.5 ** (traffic.seconds / ARRIVALS_HALF_LIFE)
+        newest = 0.5 ** (traffic.seconds / NEWEST_HALF_LIFE)
         slow = 0.5 ** (traffic.seconds / LENGTHS_HALF_LIFE)
         prompts, answers = traffic.prompt_tokens, traffic.answer_tokens
         new = (traffic.seconds, traffic.arrivals, prompts.total, answers.count, answers.total)
@@ -122,6 +127,8 @@ class ClassLoad:
             self,
             arrivals=self.arrivals * quick + traffic.arrivals,
             seconds=self.seconds * quick + traffic.seconds,
+            newest_arrivals=self.newest_arrivals * newest + traffic.arrivals,
+            newest_seconds=self.newest_seconds * newest + traffic.seconds,
             media_items=self.media_items * quick + traffic.media_items,
             cached_tokens=self.cached_tokens * slow + traffic.cached_tokens,
             started_tokens=self.started_tokens * slow + traffic.started_tokens,
@@ -172,11 +179,13 @@ class ClassLoad:
             stretch_answers=answer / now.answer_tokens.mean if answer and now.answer_tokens.mean else 1.0,
         )
 
-    def noise(self, role: Role) -> float:
-        """Return the standard deviation of `now().work(role)` that chance alone causes, for independent arrivals."""
+    def newest(self, role: Role) -> tuple[float, float]:
+        """Return the work of a role that arrived just now, and its standard deviation for independent arrivals."""
+        now = self.now()
+        rate = self.newest_arrivals / (self.newest_seconds or 1.0)
+        work = now.work(role) * (rate / now.rate) if now.rate else 0.0
         lengths = self.prompt_tokens if role == "prefill" else self.answer_tokens
-        mean, count = self.now().work(role), max(self.arrivals, 1.0)
-        return mean * math.sqrt((1 + lengths.squared_variation) / count)
+        return work, work * math.sqrt((1 + lengths.squared_variation) / max(self.newest_arrivals, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +200,9 @@ class Sample:
     def of(at: float, classes: Iterable[ClassLoad], roles: Iterable[Role]) -> Sample:
         """Return the sample of this instant."""
         classes, roles = list(classes), list(roles)
-        work = {role: math.fsum(each.now().work(role) for each in classes) for role in roles}
-        noise = {role: math.hypot(*(each.noise(role) for each in classes)) for role in roles}
+        newest = {role: [each.newest(role) for each in classes] for role in roles}
+        work = {role: math.fsum(work for work, _ in values) for role, values in newest.items()}
+        noise = {role: math.hypot(*(noise for _, noise in values)) for role, values in newest.items()}
         return Sample(at, work, noise)
 
     def differs(self, other: Sample, role: Role) -> bool:

@@ -106,7 +106,8 @@ def observe(state: PlannerState, report: Report, objectives: Objectives) -> Plan
         load=load,
         classes=classes,
         roles={
-            role: _observe_role(state.role(role), role, report, None if was_away else before) for role in report.roles
+            role: _observe_role(state.role(role), role, report, None if was_away else (before, load))
+            for role in report.roles
         },
     )
 
@@ -126,11 +127,11 @@ def _has_requests(report: Report) -> bool:
     )
 
 
-def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample | None) -> RoleMemory:
+def _observe_role(memory: RoleMemory, role: Role, report: Report, loads: tuple[Sample, Sample] | None) -> RoleMemory:
     """Return the memory of a role after a report.
 
     Args:
-        before: the load at the report before; None if this planner has missed reports.
+        loads: the load at the report before, and now; None if this planner has missed reports.
     """
     seen = report.roles[role]
     workers = [each for each in report.workers if each.role == role]
@@ -141,7 +142,9 @@ def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample
     if times is None and fit is not memory.fit:
         times = fit.times()
     ready = sum(each.state == "ready" for each in workers)
-    grown = _last_change(memory.grown, before, report.at, seen, memory.wanted, 1)
+    # If the load changes around a change, the fleet shrinks with more hesitation than it grows.
+    before, now = loads or (None, None)
+    grown = _last_change(memory.grown, now, report.at, seen, memory.wanted, 1)
     return replace(
         memory,
         wanted=seen.wanted,
@@ -156,14 +159,14 @@ def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample
 
 
 def _last_change(
-    known: Change | None, before: Sample | None, at: float, seen: RoleReport, wanted: int | None, sign: int
+    known: Change | None, load: Sample | None, at: float, seen: RoleReport, wanted: int | None, sign: int
 ) -> Change | None:
     """Return the newest change of a role in one direction, 1 for growth and -1 for the opposite."""
-    if before is None:
+    if load is None:
         ago = seen.grown_seconds if sign > 0 else seen.shrunk_seconds
         return known if ago is None else Change(at - ago, None)
     has_changed = wanted is not None and sign * (seen.wanted - wanted) > 0 and seen.pinned is None
-    return Change(at, before) if has_changed else known
+    return Change(at, load) if has_changed else known
 
 
 def _relapses(memory: RoleMemory, load: Sample | None, role: Role) -> int:

@@ -98,7 +98,7 @@ class Moves:
             used = devices(self.wanted, objectives) + draining_devices(self.outlook.report, objectives) + leaving
             count = min(count, (objectives.budget - used) // each)
         if count <= 0:
-            self.held.append(f"{role} needs {self.needs[role].least}, but the budget has no room")
+            self._hold(f"{role} has {self.wanted[role]}: needs {self.needs[role].least}, but the budget has no room")
             return
         self.wanted[role] += count
         self.actions.append(Add(role, self.wanted[role], self.needs[role].reason))
@@ -125,7 +125,7 @@ class Moves:
         if self._refuses(self._guards.shrinking(role), role, "shrink"):
             return None
         if self._shrinks[role] >= max(1, self.outlook.report.roles[role].wanted // 8):
-            self.held.append(f"{role} shrinks slowly")
+            self._hold(f"{role} shrinks slowly")
             return None
         staying = self._staying[role]
         present = [each for each in staying if each.state != "draining"]
@@ -140,10 +140,15 @@ class Moves:
             if not refusal:
                 return worker
             refusals.append(refusal)
-        self.held.extend(refusals[:1])
+        if refusals:
+            self._hold(refusals[0])
         return None
 
     def _refuses(self, reason: str, role: Role, what: str) -> bool:
-        if reason and f"{role} may not {what}: {reason}" not in self.held:
-            self.held.append(f"{role} may not {what}: {reason}")
+        if reason:
+            self._hold(f"{role} may not {what}: {reason}")
         return bool(reason)
+
+    def _hold(self, reason: str) -> None:
+        if reason not in self.held:
+            self.held.append(reason)
