@@ -13,6 +13,8 @@ from paceline.core.planner.sizing import devices, draining_devices
 
 _FLIP_REPORTS = 2.5
 """A worker flips only if it was not needed for this multiple of `fast_seconds`; a worker drains after a longer time."""
+_SHARE = 8
+"""One of so many workers of a role leaves in one decision, so that its requests find places before others leave."""
 
 
 @dataclass
@@ -124,7 +126,8 @@ class Moves:
         """Return the worker that leaves a role with the least loss; None if none may leave now."""
         if self._refuses(self._guards.shrinking(role), role, "shrink"):
             return None
-        if self._shrinks[role] >= max(1, self.outlook.report.roles[role].wanted // 8):
+        most = max(1, self.outlook.report.roles[role].wanted // _SHARE)
+        if self._shrinks[role] >= most and not self.outlook.is_idle:
             self._hold(f"{role} shrinks slowly")
             return None
         staying = self._staying[role]
