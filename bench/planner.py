@@ -25,7 +25,8 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from bench.load import table
-from bench.planner_fleet import Fleet, Request
+from bench.planner_fleet import Fleet
+from bench.planner_workers import Request
 from paceline.core.planner.actions import Action, Add, Decision, Drain, Hold
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner

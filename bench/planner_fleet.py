@@ -11,11 +11,11 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+from bench.planner_workers import Request, Worker
 from paceline.core.planner.actions import Add, Decision, Drain, Flip
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.reports import Report, Role, RoleReport, State, Steps, Traffic, WorkerReport
+from paceline.core.planner.reports import Report, Role, RoleReport, Steps, Traffic, WorkerReport
 
 STARTUP, DRAIN, FLIP = 60.0, 10.0, 4.0
 CHUNK, PREFILL_FIXED, PREFILL_TOKEN = 2048, 0.01, 0.00012
@@ -24,60 +24,6 @@ MAX_SEQS, KV_TOKENS = 128, 250_000
 HANDOFF = 0.02
 COLD_SECONDS, COLD = 3.0, 4.0
 """A new worker's steps take this many times as long for its first seconds."""
-
-
-@dataclass(eq=False)
-class Request:
-    name: str
-    arrived: float
-    prompt: int
-    answer: int
-    first: float = 0.0
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    """Times between tokens and how many of them, for tokens on earlier workers."""
-    done: int = 0
-    """Tokens that earlier workers have made."""
-    decode: Worker | None = None
-    joined: int = 0
-    """Steps of its worker when it joined."""
-
-
-@dataclass(eq=False)
-class Worker:
-    name: str
-    role: Role
-    state: State = "starting"
-    since: float = 0.0
-    started: float = 0.0
-    queue: deque[Request] = field(default_factory=deque)
-    is_busy: bool = False
-    reserved: int = 0
-    """Requests that have a place here while their prompt is computed."""
-    running: set[Request] = field(default_factory=set)
-    base: int = 0
-    """Sum of contexts of running requests, less the worker's steps for each of them."""
-    steps: float = 0.0
-    at: float = 0.0
-    epoch: int = 0
-    """Grows with every change of the batch, so that events of an earlier batch are ignored."""
-    history: list[tuple[float, float, float]] = field(default_factory=list)
-    """Steps before, number of steps, and the time of each: newest last."""
-    batches: dict[int, tuple[float, float, Distribution]] = field(default_factory=dict)
-    """Sums of tokens and contexts, and times of the steps since the last report, by size."""
-
-    @property
-    def load(self) -> int:
-        return self.reserved + len(self.running)
-
-    @property
-    def context(self) -> float:
-        return self.base + len(self.running) * self.steps
-
-    def note(self, tokens: float, context: float, seconds: float, times: float) -> None:
-        """Count steps for the next report."""
-        before = self.batches.setdefault(int(tokens).bit_length(), (0.0, 0.0, Distribution()))
-        before[2].add(seconds, times)
-        self.batches[int(tokens).bit_length()] = (before[0] + tokens * times, before[1] + context * times, before[2])
 
 
 class Fleet:

@@ -6,17 +6,8 @@ import itertools
 
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.reports import Report, Role
-from tests.proof.planner_world import (
-    CHUNK,
-    CHUNK_SECONDS,
-    ENCODE_SECONDS,
-    ENCODED,
-    SETTLE,
-    TICK,
-    World,
-    apply,
-    step_seconds,
-)
+from tests.proof.planner_reports import ENCODE_SECONDS, ENCODED, step_seconds
+from tests.proof.planner_world import CHUNK, CHUNK_SECONDS, SETTLE, TICK, World, apply
 from tests.proof.world import Violation
 
 

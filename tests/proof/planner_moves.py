@@ -9,6 +9,7 @@ from typing import Any
 from paceline.core.planner.memory import PlannerState
 from paceline.core.planner.reports import Report, Role
 from tests.proof import planner_judge as judge
+from tests.proof.planner_reports import report
 from tests.proof.planner_world import (
     STARTUP,
     TICK,
@@ -18,7 +19,6 @@ from tests.proof.planner_world import (
     apply,
     decide,
     pass_tick,
-    report,
     set_worker,
 )
 
