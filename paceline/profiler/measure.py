@@ -60,7 +60,7 @@ def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> 
     _add(found.prompts, found.decoding, stack.new_steps())
     tell("texts, which the gateway tokenizes")
     for repeats in (2, 20, 20, 20):
-        words = f"{stack.prompt(1)} {_WORDS * repeats}"[: 4 * longest]
+        words = f"{stack.prompt(1)} {_WORDS * repeats}"[:longest]
         found.texts.append(_single(stack, words))
     stack.new_steps()
     _batches(stack, facts, found, tell)
@@ -99,7 +99,9 @@ def _batches(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable
     counts = sorted({min(2**power, most) for power in range(8)} | {min(3 * 2**power, most) for power in range(5)})
     tell(f"{', '.join(map(str, counts))} requests at the same time")
     for count in counts:
-        stack.ask_together([stack.prompt(24) for _ in range(count)], ANSWER_TOKENS)
+        # The first ones must not have ended when the last one begins.
+        tokens = min(ANSWER_TOKENS + 2 * count, facts.max_model_len - 32)
+        stack.ask_together([stack.prompt(24) for _ in range(count)], tokens)
         _keep_full(found, stack.new_steps(), count // facts.workers["decode"])
 
 
