@@ -49,7 +49,7 @@ def test_a_profile_is_learned_and_simulates_what_was_recorded(small: Stack, reco
     learned = read_profile(path)
     assert (learned.machine, learned.max_model_len, learned.prefill.max_batched_tokens) == ("a laptop", 512, 128)
     assert learned.turns is None
-    assert {1, 2} <= {rows for rows, _ in learned.decode.steps.decode.points} <= {1, 2, 3, 4}
+    assert min(learned.decode.steps.decode.points)[0] == 1
     assert {16, 32, 64, 128} <= {tokens for tokens, _ in learned.prefill.steps.prefill.points}
     assert 0 < learned.prefill.steps.prefill_seconds(128, 0) < 1
     assert learned.host_tokens > 512
