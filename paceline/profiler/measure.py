@@ -1,6 +1,6 @@
 """The requests of a profile, in phases, and what they show.
 
-    prompts    single requests with prompts of every length that a step can have, and three that take several steps
+    prompts    single requests with prompts of every length that a step can have, and some that take several steps
     texts      single requests with texts, which the gateway has to tokenize
     batches    1, 2, 4, … requests at the same time, up to what the workers run at once
     contexts   4 requests at the same time with long prompts
@@ -23,7 +23,7 @@ Steps = dict[str, list[StepRow]]
 """Steps by the role of their workers."""
 
 REPEATS = 6
-LONGEST_PROMPT = 8192
+LONGEST_PROMPT = 4096
 """Longest prompt of a profile, in tokens."""
 MOST_TOGETHER = 64
 """Most requests at the same time."""
@@ -55,7 +55,7 @@ def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> 
     sizes = sorted(set(_prompt_sizes(facts.max_batched_tokens, longest)))
     tell(f"prompts of {', '.join(map(str, sizes))} tokens, one after another")
     for size in sizes:
-        for _ in range(REPEATS if size <= facts.max_batched_tokens else 3):
+        for _ in range(REPEATS if size <= facts.max_batched_tokens else 2):
             found.singles.append(_single(stack, stack.prompt(size)))
     _add(found.prompts, found.decoding, stack.new_steps())
     tell("texts, which the gateway tokenizes")
