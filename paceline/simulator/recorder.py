@@ -62,6 +62,8 @@ class Minute:
     good: int = 0
     """Those that met all objectives."""
     refused: int = 0
+    ttft: Distribution = field(default_factory=Distribution)
+    mean_itl: Distribution = field(default_factory=Distribution)
 
 
 @dataclass(slots=True)
@@ -205,6 +207,8 @@ class Recorder:
         is_good = (limits.ttft is None or ttft <= limits.ttft) and (limits.itl is None or itl <= limits.itl)
         minute = own.minutes[int(sequence.arrival / MINUTE)]
         minute.finished += 1
+        minute.ttft.add(ttft)
+        minute.mean_itl.add(max(0.0, itl))
         minute.good += is_good
         own.good += is_good
         if self._watches:

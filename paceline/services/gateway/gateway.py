@@ -202,6 +202,7 @@ class Gateway:
             state="draining" if self.draining else "ready",
             load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
             keys=self.limiter.report(),
+            traffic=self.runner.traffic.report(),
         )
 
 

@@ -38,7 +38,7 @@ _GATEWAY = (
     "vllm_metric_names",
 )
 """Options of `serve` that only the gateway has."""
-_SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")
+_SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "revision")
 """Options of `serve` that no service has."""
 
 
