@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from paceline.core.step_times import WorkerTimes
+from paceline.engine.scheduler import TAIL_TOKENS
+from paceline.engine.stats import MEASURED_TOKENS
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
 from paceline.simulator.rows import Row, Rows
@@ -24,11 +26,6 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 State = Literal["starting", "ready", "draining", "gone"]
-
-TAIL_TOKENS = 128
-"""Tokens of a prompt's last chunk if another host reads its blocks, as `engine/scheduler.py` has it."""
-MEASURED_TOKENS = 128
-"""Least prompt tokens of a step from which the speed of prefill is measured, as in `engine/stats.py`."""
 
 
 @dataclass(frozen=True, slots=True)
