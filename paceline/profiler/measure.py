@@ -44,6 +44,9 @@ class Measured:
     decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which a fixed number of requests were answered."""
     mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
+    """Steps that did both."""
+    beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
+    """Steps of prompts that were computed while a fixed number of requests were answered."""
 
 
 def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:
@@ -128,9 +131,10 @@ def _mixed(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[
         return
     tell(f"prompts of {length} tokens while {together} requests are answered")
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(together)], 3 * ANSWER_TOKENS)
-        for _ in range(REPEATS):
+        running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(together)], 4 * ANSWER_TOKENS)
+        for _ in range(2 * REPEATS):
             stack.ask(stack.prompt(length), 1)
         running.result()
     for role, rows in stack.new_steps().items():
+        found.beside[role] += rows
         found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]
