@@ -41,11 +41,6 @@ def without_the_guard_against_reversals(patch: Patch) -> None:
     patch.setattr(Guards, "_reversal", lambda guards, role, change, patience: "")
 
 
-def without_a_memory_of_relapses(patch: Patch) -> None:
-    """Shrink again and again after the same time, although the role had to grow again each time."""
-    patch.setattr(memory, "_relapses", lambda memory, load, role: 0)
-
-
 def without_a_pause_while_workers_start(patch: Patch) -> None:
     """Shrink while workers start or drain."""
     patch.setattr(Guards, "_is_changing", lambda guards, role: False)

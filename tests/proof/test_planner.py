@@ -12,7 +12,6 @@ from tests.proof.planner_simulate import FEW_SEEDS, simulate
 from tests.proof.world import Violation
 
 FAILING_SEEDS = {
-    "without_a_memory_of_relapses": 169,
     "without_a_look_for_stuck_workers": 40,
     "without_a_look_for_missing_figures": 8,
 }
