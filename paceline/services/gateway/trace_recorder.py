@@ -2,8 +2,8 @@
 
 The format is Mooncake's with more fields, so tools for either can read it. `paceline simulate` does. A line has
 
-    timestamp      milliseconds from 1970 to the request's arrival, so that files of several gateways can be joined; lines
-                   are in order of their ends
+    timestamp      milliseconds from 1970 to the request's arrival, so that files of several gateways can be joined;
+                   lines are in order of their ends
     input_length   tokens of the prompt
     output_length  tokens of the answer
     block_tokens   tokens of a block
