@@ -38,6 +38,11 @@ class KVClient:
         self.on_lease_lost: Callable[[Key], None] = lambda key: None
         self._leases = Leases(lambda key: self.on_lease_lost(key))
         self.session = KVSession(address, worker_id, role, credentials, self._leases)
+        self.take_role(role)
+
+    def take_role(self, role: str) -> None:
+        """Use the session in a role from now on. The worker has no leases."""
+        self.session.role = role
         # A prefill worker's seals do not linger, because kvtransfer sends sealed blocks to other hosts at once.
         self._may_linger = role == "decode"
 

@@ -73,7 +73,8 @@ class KVSession:
         self.has_disk = False
         """Whether the arena has a disk tier."""
         self._worker_id = worker_id
-        self._role = role
+        self.role = role
+        """The worker's role, which may change while it has no leases."""
         self._leases = leases
         self._channel = open_channel(address, credentials)
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
@@ -171,7 +172,7 @@ class KVSession:
     def _attach_request(self, layout: KVLayout, **again: Any) -> pb.AttachRequest:
         return pb.AttachRequest(
             worker_id=self._worker_id,
-            role=self._role,
+            role=self.role,
             layout=layout_to_pb(layout),
             context_tokens=self._context_tokens,
             **again,
@@ -217,7 +218,7 @@ class KVSession:
         self.sender.pause()
         self._disconnect()
         await asyncio.sleep(0)  # lets answers that have arrived be handled first
-        self._leases.lose_all(keep_used=self._role == "decode")
+        self._leases.lose_all(keep_used=self.role == "decode")
         claims = self._leases.claims(self._layout)
         try:
             async with asyncio.timeout(RETURN_SECONDS):

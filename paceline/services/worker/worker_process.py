@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
+from paceline.services.worker.worker_role import WorkerRole
 from paceline.services.worker.worker_setup import WorkerSetup
 
 log = logging.getLogger(__name__)
@@ -97,12 +97,11 @@ class WorkerProcess(Generic[W]):
         self.numerics: Numerics | None = None
         """None until the options are resolved."""
         self._config = config
-        self._role = role
+        self._role = WorkerRole(role, config.drain_seconds, self._tell_role_change)
         credentials = read_credentials(config)
         self._model_id = model_digest(Path(config.model))
         self._worker: W | None = None
         self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
-        self._epoch = time.time_ns()
         self._server = RpcServer(config.host, config.port, credentials, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
@@ -168,6 +167,7 @@ class WorkerProcess(Generic[W]):
         """
         admission = self.worker.admission
         admission.begin_drain()
+        await self._role.stop()
         self._registrar.announce()
         await self._server.set_ready(False)
         await self._first(admission.drain(seconds))
@@ -183,6 +183,11 @@ class WorkerProcess(Generic[W]):
             task.cancel()
         if self.worker.failed.done():
             self.worker.failed.result()
+
+    async def _tell_role_change(self, ready: bool) -> None:
+        """Tell the cluster that the worker drains to change its role, or serves in its new one."""
+        self._registrar.announce()
+        await self._server.set_ready(ready)
 
     async def _leave(self) -> None:
         """Leave the cluster and end all calls."""
@@ -207,8 +212,8 @@ class WorkerProcess(Generic[W]):
     def _describe(self) -> Member:
         member = Member(
             worker_id=self.worker_id,
-            role=self._role,
-            epoch=self._epoch,
+            role=self._role.name,
+            epoch=self._role.epoch,
             address=self.address,
             host_id=self._kv.session.host_id,
             state="starting",
@@ -223,7 +228,7 @@ class WorkerProcess(Generic[W]):
             state="draining" if worker.admission.draining else "ready",
             layout=worker.layout.fingerprint,
             max_model_len=worker.max_model_len,
-            events=self.socket,
+            events=self.socket if self._role.name == "decode" else "",
             load=worker.load(),
             metrics=metrics_to_pb(worker.samples()),
         )
