@@ -96,7 +96,9 @@ SERVICES = {
     "gateway": Service(GatewayConfig, "MODEL", "The HTTP API.", "gateway"),
     "prefill": Service(WorkerConfig, "MODEL", "A worker that turns prompts into KV blocks.", "worker", "prefill"),
     "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker", "decode"),
-    "worker": Service(WorkerConfig, "MODEL", "A worker that waits until the planner gives it a role.", "worker", "standby"),
+    "worker": Service(
+        WorkerConfig, "MODEL", "A worker that waits until the planner gives it a role.", "worker", "standby"
+    ),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }

@@ -11,7 +11,9 @@ ROLES = ("prefill", "decode", "encode")
 
 def least_loss_first(gateway: Gateway) -> list[str]:
     """Return the ids of all workers that do not drain. If a role has too many, its first ones should leave."""
-    workers = [each for each in gateway.fleet.workers() if each.member.role in ROLES and each.member.state != "draining"]
+    workers = [
+        each for each in gateway.fleet.workers() if each.member.role in ROLES and each.member.state != "draining"
+    ]
     standing = [_standing(worker) for worker in workers]
     cached = tokens_only_here(gateway.cached_blocks())
     return [name for role in ROLES for name in victims(standing, role, len(standing), cached)]

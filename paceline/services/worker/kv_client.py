@@ -227,6 +227,15 @@ class KVClient:
         self._leases.release(key)
         self._submit(pb.Operation(release=pb.Release(key=key_to_pb(key))))
 
+    async def leave(self, seconds: float) -> None:
+        """Say that this worker is about to leave. If it is the last one of its host, wait up to `seconds` until other
+        hosts have copied what they may need. A failure costs them only time, so it is logged."""
+        call = self.session.stub.Leave(pb.LeaveRequest(session=self.session.id), timeout=max(seconds, 0.1))
+        try:
+            await self._answer(call)
+        except PacelineError as error:
+            log.info("the hot prefixes of this host were not all copied: %s", error)
+
     async def _answer(self, call: grpc.aio.UnaryUnaryCall[Any, T]) -> T:
         """Return the reply of a long call. The call ends if the caller is cancelled."""
         try:

@@ -64,6 +64,8 @@ class KVSession:
     def __init__(self, address: str, worker_id: str, role: str, credentials: Credentials, leases: Leases) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session is over. All leases have ended then."""
+        self.leaving = asyncio.Event()
+        """Set when the service is about to end. It waits until its workers have drained and ended."""
         self.sender = BatchSender(self._send)
         self.address = address
         self.id = 0
@@ -204,7 +206,9 @@ class KVSession:
         again: Stream | None = call
         while again is not None:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await again.read()  # no second message comes; this ends with the session
+                while isinstance(event := await again.read(), pb.AttachEvent):  # else the session has ended
+                    if event.leaving:
+                        self.leaving.set()
             again = await self._return()
         log.info("the session with kvtransfer ended")
 

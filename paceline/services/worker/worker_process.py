@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -154,8 +154,8 @@ class WorkerProcess(Generic[W]):
         self._registrar.announce()
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Wait until `stop` is set. Raises UnavailableError if the worker cannot go on."""
-        await self._first(stop.wait())
+        """Wait until `stop` is set or kvtransfer leaves. Raises UnavailableError if the worker cannot go on."""
+        await self._first(_first_set(stop, self._kv.session.leaving))
         if self._kv.session.lost.done() and not stop.is_set():
             # All blocks are lost with the session. A new process is the simplest way back to a clean state.
             raise UnavailableError("the kvtransfer service of this host went away")
@@ -163,20 +163,21 @@ class WorkerProcess(Generic[W]):
     async def drain(self, seconds: float) -> None:
         """Take no new work. Finish running requests, or let gateways move them, for at most `seconds`.
 
-        Requests that still run after that time are ended. Raises UnavailableError if the engine failed.
+        The last worker of a host also waits until other hosts have copied the hot prefixes of its host. Requests that
+        still run after that time are ended. Raises UnavailableError if the engine failed.
         """
         admission = self.worker.admission
         admission.begin_drain()
         await self._role.stop()
         self._registrar.announce()
         await self._server.set_ready(False)
-        await self._first(admission.drain(seconds))
+        await self._first(asyncio.gather(admission.drain(seconds), self._kv.leave(seconds)))
         if self._kv.session.lost.done() and admission.active:
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
 
-    async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
+    async def _first(self, awaited: Awaitable[Any]) -> None:
         """Wait until `awaited` is done, the session is lost or the engine fails. The last raises UnavailableError."""
-        task = asyncio.create_task(awaited)
+        task = asyncio.ensure_future(awaited)
         try:
             await asyncio.wait((task, self._kv.session.lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -232,3 +233,13 @@ class WorkerProcess(Generic[W]):
             load=worker.load(),
             metrics=metrics_to_pb(worker.samples()),
         )
+
+
+async def _first_set(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
