@@ -52,7 +52,7 @@ one service each, for containers and clusters
   gateway MODEL       the HTTP API
   prefill MODEL       a worker that turns prompts into KV blocks
   decode MODEL        a worker that turns KV blocks into tokens
-  worker MODEL        a worker that waits until the planner gives it one of these roles
+  worker MODEL        a worker that waits until it is told to be prefill or decode
   encode MODEL        a worker that turns images, frames and audio into encodings
   kvtransfer          the owner of a host's KV memory
 
@@ -96,9 +96,7 @@ SERVICES = {
     "gateway": Service(GatewayConfig, "MODEL", "The HTTP API.", "gateway"),
     "prefill": Service(WorkerConfig, "MODEL", "A worker that turns prompts into KV blocks.", "worker", "prefill"),
     "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker", "decode"),
-    "worker": Service(
-        WorkerConfig, "MODEL", "A worker that waits until the planner gives it a role.", "worker", "standby"
-    ),
+    "worker": Service(WorkerConfig, "MODEL", "A worker that waits until it is given a role.", "worker", "standby"),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
 }

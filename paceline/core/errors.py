@@ -42,8 +42,8 @@ class UnavailableError(PacelineError):
 
 
 class DrainingError(UnavailableError):
-    """A worker drains, or has got another role. It has not begun, or not finished, what it was asked for. Another worker
-    goes on with it, and nobody has failed."""
+    """A worker drains, or has got another role. It has not begun, or not finished, what it was asked for. Another
+    worker goes on with it, and nobody has failed."""
 
 
 class UntrustedError(UnavailableError):

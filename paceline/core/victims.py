@@ -7,8 +7,8 @@ A loss is measured in tokens that have to be computed again, or moved to another
     cached tokens        of its host that no other host has, if the worker is the last one of its host: nobody computes
                          there any more
 
-Two things outweigh every loss. A worker that is not ready yet has nothing to lose. The last worker with its numerics that
-runs requests leaves last, because their next tokens could differ elsewhere.
+Two things outweigh every loss. A worker that is not ready yet has nothing to lose. The last worker with its numerics
+that runs requests leaves last, because their next tokens could differ elsewhere.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class SequenceRunner:
     def _leave_draining_workers(self) -> None:
         """Move sequences from draining decode workers to others, as many as these have room for.
 
-        A sequence whose tokens might change, because only workers with other numerics have room, stays until it is ended.
+        A sequence stays if only workers with other numerics have room, because its tokens might change there.
         """
         staying = [(a, a.decode) for a in self._running if a.decode is not None and a.decode.member.state == "draining"]
         if not staying:

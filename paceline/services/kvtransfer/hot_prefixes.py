@@ -25,8 +25,8 @@ def hot_prefixes(
         most_blocks: the most blocks of the chains that no other host has, about.
 
     Returns:
-        One hash for each BASE_TOKENS tokens of each prefix. If blocks have more tokens, the links at which no block ends
-        are zeros.
+        One hash for each BASE_TOKENS tokens of each prefix. If blocks have more tokens, the links at which no block
+        ends are zeros.
     """
     full = [(group.block_tokens, index) for index, group in enumerate(layout.groups) if group.shape.window == 0]
     if not full:
