@@ -50,7 +50,7 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
-        return await _ask_supervisor(socket, {})
+        return await _ask_supervisor(socket, {}) if socket else _state_of(gateway.fleet)
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
@@ -70,14 +70,14 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
     """Give workers other roles, without a supervisor. Returns when they have begun to drain for the change.
 
-    Raises InvalidRequestError if a worker is unknown or no decode worker would be left, or the error of a worker.
+    Raises InvalidRequestError if a worker is unknown or no decode worker would stay one, or the error of a worker.
     """
     workers = {worker.member.worker_id: worker for worker in fleet.workers() if worker.member.state == "ready"}
     if unknown := sorted(flips.keys() - workers.keys()):
         raise InvalidRequestError(f"no ready worker has the id {unknown[0]!r}; GET /fleet names all workers", "flip")
-    roles = {name: worker.member.role for name, worker in workers.items()}
-    if "decode" in roles.values() and "decode" not in {**roles, **flips}.values():
-        raise InvalidRequestError("no decode worker would be left; add one first", "flip")
+    decode = {name for name, worker in workers.items() if worker.member.role == "decode"}
+    if decode and decode <= {name for name, role in flips.items() if role != "decode"}:
+        raise InvalidRequestError("no decode worker would be left during the change; add one first", "flip")
     for name, role in flips.items():
         try:
             await set_role(workers[name].channel, name, role, workers[name].member.epoch)
@@ -99,11 +99,15 @@ def _state_of(fleet: Fleet) -> dict[str, Any]:
 
 
 async def _ask_supervisor(socket: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fleet's state after the supervisor has begun to do what is asked."""
+    """Return the fleet's state after the supervisor has begun to do what is asked.
+
+    Raises ApiError if there is no supervisor, InvalidRequestError if it refuses, UnavailableError if it is silent.
+    """
     if not socket:
         raise ApiError(
             409,
-            "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services",
+            "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services; "
+            "here only roles can be changed, with flip alone",
             code="no_supervisor",
         )
     try:

@@ -98,4 +98,3 @@ async def test_a_stream_survives_the_flip_of_its_worker(start_stack: StartStack)
     first.state = "ready"
     first.take_role("prefill")
     assert await reader.task == TEXT[:40]
-

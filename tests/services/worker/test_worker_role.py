@@ -113,7 +113,8 @@ async def test_asking_twice_changes_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "older", "error"), [("encode", 0, InvalidRequestError), ("", 0, InvalidRequestError), ("decode", 1, StaleError)]
+    ("wanted", "older", "error"),
+    [("encode", 0, InvalidRequestError), ("", 0, InvalidRequestError), ("decode", 1, StaleError)],
 )
 async def test_what_cannot_be_is_refused(wanted: str, older: int, error: type[PacelineError]) -> None:
     role, worker, _ = make()
