@@ -6,8 +6,8 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
-from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.codec import from_json, to_json
+from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.reports import Report, RoleReport, Steps, Traffic, WorkerReport
 

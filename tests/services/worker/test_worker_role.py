@@ -138,10 +138,16 @@ async def test_a_worker_that_ends_does_not_change_its_role() -> None:
 
 async def test_requests_that_outlive_the_drain_are_ended_and_told_why() -> None:
     role, worker, told = make(drain_seconds=0.0)
-    with pytest.raises(DrainingError):
+
+    async def request() -> None:
         async with worker.admission.admit():
-            role.change(worker, "decode", 0)
             await asyncio.sleep(20)
+
+    running = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    role.change(worker, "decode", 0)
+    with pytest.raises(DrainingError):
+        await running
     await changed(told)
     assert role.name == "decode"
 
