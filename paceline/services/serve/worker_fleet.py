@@ -217,4 +217,4 @@ async def tell_role(credentials: Credentials, worker: Worker, role: Role) -> Non
     try:
         await set_role(channel, worker.name, role)
     finally:
-        await channel.close()
+        await channel.close(None)
