@@ -67,7 +67,6 @@ tools
   version             print the version
 
 examples
-  paceline serve
   paceline serve gemma-3-270m --prefill 2 --decode 2 --port 9000
   paceline decode /models/llama --redis redis://redis:6379/0 --config paceline.toml
 
