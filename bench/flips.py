@@ -141,9 +141,10 @@ async def settled(client: httpx.AsyncClient, flipped: Mapping[str, str]) -> dict
             state = (await client.get("/fleet/scale")).json()
             seen = [each for each in (await client.get("/fleet")).json()["workers"] if each["role"] in LEAST]
             workers = {role: [each["worker_id"] for each in seen if each["role"] == role] for role in LEAST}
-            is_calm = all(each["state"] == "ready" for each in seen) and not any(r["draining"] for r in state.values())
+            is_calm = all(own["ready"] == own["wanted"] and not own["draining"] for own in state.values())
             is_seen = all(flipped.get(each["worker_id"], each["role"]) == each["role"] for each in seen)
-            if is_calm and is_seen and all(len(workers[role]) == state[role]["wanted"] for role in LEAST):
+            is_seen = is_seen and all(len(workers[role]) == state[role]["wanted"] for role in LEAST)
+            if is_calm and is_seen and all(each["state"] == "ready" for each in seen):
                 return workers
             await asyncio.sleep(0.1)
 
