@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ def main() -> int:
     flags = ("--prefill=2", "--decode=2", "--threads=1", "--kv-memory=512MiB", "--local-prefill-tokens=0")
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log", options.model, *flags) as (_, url):
         tally = asyncio.run(measure(url, options.model, options.actions, options.requests, options.seed))
-    result = {**asdict(tally), "seed": options.seed}
+    result = {**vars(tally), "actions": dict(tally.actions), "seed": options.seed}
     print(json.dumps(result, indent=2))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
