@@ -399,6 +399,11 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
                 _registered_method=True)
+        self.Steps = channel.unary_unary(
+                '/paceline.v1.Maintenance/Steps',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
+                _registered_method=True)
 
 
 class MaintenanceServicer:
@@ -420,6 +425,13 @@ class MaintenanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Steps(self, request, context):
+        """Returns the newest steps of the engine, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MaintenanceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -432,6 +444,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.SerializeToString,
+            ),
+            'Steps': grpc.unary_unary_rpc_method_handler(
+                    servicer.Steps,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.StepsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -489,6 +506,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/SetRole',
             paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Steps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/Steps',
+            paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
             options,
             channel_credentials,
             insecure,

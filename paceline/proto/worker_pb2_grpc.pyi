@@ -212,6 +212,8 @@ class MaintenanceStub:
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
     """
+    Steps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]
+    """Returns the newest steps of the engine, in order."""
 
 @_typing.type_check_only
 class MaintenanceAsyncStub(MaintenanceStub):
@@ -224,6 +226,8 @@ class MaintenanceAsyncStub(MaintenanceStub):
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
     """
+    Steps: _aio.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]  # type: ignore[assignment]
+    """Returns the newest steps of the engine, in order."""
 
 class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
     """What operators and the planner ask of a prefill, decode or standby worker."""
@@ -245,5 +249,13 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
         """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
         serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
         """
+
+    @_abc_1.abstractmethod
+    def Steps(
+        self,
+        request: _worker_pb2.StepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StepsReply, _abc.Awaitable[_worker_pb2.StepsReply]]:
+        """Returns the newest steps of the engine, in order."""
 
 def add_MaintenanceServicer_to_server(servicer: MaintenanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConfigError
 from paceline.core.planner.reports import ROLES, Role
 
 
@@ -47,7 +47,7 @@ class Objectives:
     """Whether workers may change their role."""
     fast_seconds: float = 5.0
     """Time between two decisions from measured load."""
-    slow_seconds: float = 60.0
+    slow_seconds: float = 30.0
     """Time between two forecasts, whose answer is the floor of the fast decisions."""
     idle_seconds: float = 300.0
     """How long there must be no request before the last workers of a role may leave."""
@@ -63,19 +63,17 @@ class Objectives:
         return self.classes.get(name, self.default)
 
     def check(self) -> None:
-        """Raise InvalidRequestError if these objectives contradict each other or name something unknown."""
+        """Raise ConfigError if these objectives contradict each other or name something unknown."""
         for name, latency in (("default", self.default), *self.classes.items()):
             if not 0 < latency.percentile < 1:
-                raise InvalidRequestError(f"class {name}: the percentile must be between 0 and 1, such as 0.95")
+                raise ConfigError(f"class {name}: the percentile must be between 0 and 1, such as 0.95")
             if any(limit is not None and limit <= 0 for limit in (latency.ttft, latency.itl)):
-                raise InvalidRequestError(f"class {name}: TTFT and ITL must be above 0 seconds")
+                raise ConfigError(f"class {name}: TTFT and ITL must be above 0 seconds")
         for role, limits in self.roles.items():
             if role not in ROLES:
-                raise InvalidRequestError(f"there is no role {role}; roles are {', '.join(ROLES)}")
+                raise ConfigError(f"there is no role {role}; roles are {', '.join(ROLES)}")
             if not 0 <= limits.least <= limits.most or limits.devices < 0:
-                raise InvalidRequestError(f"{role}: 0 <= least <= most must hold, and devices must not be negative")
+                raise ConfigError(f"{role}: 0 <= least <= most must hold, and devices must not be negative")
         least = sum(limits.least * limits.devices for limits in self.roles.values())
         if self.budget is not None and least > self.budget:
-            raise InvalidRequestError(
-                f"the least workers of all roles take {least} devices, the budget has {self.budget}"
-            )
+            raise ConfigError(f"the least workers of all roles take {least} devices, the budget has {self.budget}")

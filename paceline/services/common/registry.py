@@ -23,13 +23,21 @@ from paceline.core.errors import ConfigError
 from paceline.core.metrics import Family, MetricKind, Sample
 from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
-from paceline.proto.fleet_pb2 import HostReport, KeyUse, LoadReport, MetricFamily
+from paceline.proto.fleet_pb2 import (
+    HostReport,
+    KeyUse,
+    LoadReport,
+    MetricFamily,
+    PlanReport,
+    TrafficReport,
+    WorkReport,
+)
 from paceline.services.common.tasks import end_tasks
 
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
 
-Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "standby"]
+Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
 WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
 """Roles that one worker can have one after another."""
@@ -65,6 +73,12 @@ class Member:
     metrics: Sequence[MetricFamily] = ()
     keys: Sequence[KeyUse] = ()
     """Set by gateways only."""
+    traffic: TrafficReport = dataclasses.field(default_factory=TrafficReport)
+    """Set by gateways only."""
+    work: WorkReport = dataclasses.field(default_factory=WorkReport)
+    """Set by prefill, decode and encode workers only."""
+    plan: PlanReport = dataclasses.field(default_factory=PlanReport)
+    """Set by planners only."""
     numerics: Numerics | None = None
     """None if unknown: the member is no worker, is starting, or is of an earlier release."""
 

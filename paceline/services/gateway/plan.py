@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaInput, MediaSpan
+from paceline.core.request_classes import DEFAULT
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.gateway.answer_plan import AnswerPlan, answer_constraint, plan_answer
@@ -73,6 +74,8 @@ class Plan:
     """The priority that the client wants; None if it does not say."""
     priority: int = 0
     """The priority with which the request runs, which depends on the caller; lower is more urgent."""
+    request_class: str = DEFAULT
+    """Class of the caller's key; "background" for lines of batches."""
     background: bool = False
     """Whether nobody waits for the answer, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from paceline.core.request_classes import BACKGROUND
 from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.access.limiter import admission_of
@@ -64,7 +65,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
 
     Raises ApiError if a header is not valid, or if the caller's key has no tokens left.
     """
-    plan = dataclasses.replace(_with_headers(plan, request), background=is_background(request))
+    plan = _with_headers(plan, request)
     caller, admission = caller_of(request), admission_of(request)
     admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),
@@ -89,6 +90,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         media_memory=gateway.media.memory,
         resources=request.state.resources,
         admission=admission,
+        recorder=gateway.recorder,
     )
 
 
@@ -142,4 +144,12 @@ def _with_headers(plan: Plan, request: Request) -> Plan:
             raise ApiError(400, message, param=_PRIORITY_HEADER)
         wanted = int(header)
     caller = caller_of(request)
-    return dataclasses.replace(plan, session_id=session_id, priority=caller.priority_for(wanted), owner=caller.owner)
+    background = is_background(request)
+    return dataclasses.replace(
+        plan,
+        session_id=session_id,
+        priority=caller.priority_for(wanted),
+        request_class=BACKGROUND if background else caller.request_class,
+        background=background,
+        owner=caller.owner,
+    )

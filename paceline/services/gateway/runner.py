@@ -35,6 +35,7 @@ from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
+from paceline.services.gateway.traffic import TrafficBook
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
 
 REFUSED_SECONDS = (0.1, 0.4)
@@ -57,6 +58,7 @@ class SequenceRunner:
         self._prefixes = prefixes
         self._encodings = EncodingIndex(prefixes)
         self.hints = HintSender(fleet.host, prefixes)
+        self.traffic = TrafficBook()
         self._turns = itertools.count()
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._aborted = False
@@ -89,7 +91,7 @@ class SequenceRunner:
         # Work of the background may wait for others much longer. Its caller has a deadline of its own.
         seconds = BACKGROUND_SECONDS if sequence.background else self._config.request_seconds
         deadline = sequence.trace.arrived + seconds
-        with self.sequences.running(), self._counted(sequence):
+        with self.sequences.running(), self._counted(sequence), self.traffic.counted(sequence):
             while True:
                 attempt = await self._admit(sequence, deadline)
                 refusal: EncodeRefusedError | None = None

@@ -6,16 +6,16 @@ is scaled by its orchestrator; then this endpoint only changes roles.
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from paceline.core.errors import BusyError, InvalidRequestError, StaleError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError
+from paceline.core.planner.reports import ROLES
 from paceline.services.common.set_role import set_role
+from paceline.services.common.supervisor import ask_supervisor
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
@@ -24,10 +24,6 @@ from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.operation_bodies import Scale
 from paceline.services.gateway.victims import least_loss_first
 
-ANSWER_SECONDS = 30.0
-"""Deadline of the supervisor's answer. It starts processes in this time; it does not wait until they are ready."""
-
-Role = Literal["prefill", "decode", "encode"]
 NewRole = Literal["prefill", "decode", "standby"]
 
 
@@ -50,19 +46,21 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
-        return await _ask_supervisor(socket, {}) if socket else _state_of(gateway.fleet)
+        return await ask_supervisor(socket, {}) if socket else _state_of(gateway.fleet)
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
         asked = body.model_dump(exclude_none=True, exclude_defaults=True)
         if not asked:
             raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
-        if body.flip and not socket and len(asked) == 1:
+        if not socket:
+            if asked.keys() != {"flip"}:
+                raise _no_supervisor()
             await _flip(gateway.fleet, body.flip)
             return _state_of(gateway.fleet)
-        if asked.keys() - {"drain", "flip"}:
+        if asked.keys() & set(ROLES):
             asked["victims"] = least_loss_first(gateway)
-        return await _ask_supervisor(socket, asked)
+        return await ask_supervisor(socket, asked)
 
     return router
 
@@ -87,7 +85,7 @@ async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
 
 def _state_of(fleet: Fleet) -> dict[str, Any]:
     """Return for each role how many workers are wanted, ready and draining, as far as this gateway sees."""
-    states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in get_args(Role)}
+    states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in ROLES}
     return {
         role: {
             "wanted": len(own) - own.count("draining"),
@@ -98,30 +96,10 @@ def _state_of(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-async def _ask_supervisor(socket: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fleet's state after the supervisor has begun to do what is asked.
-
-    Raises ApiError if there is no supervisor, InvalidRequestError if it refuses, UnavailableError if it is silent.
-    """
-    if not socket:
-        raise ApiError(
-            409,
-            "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services; "
-            "here only roles can be changed, with flip alone",
-            code="no_supervisor",
-        )
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            reader, writer = await asyncio.open_unix_connection(socket)
-            try:
-                writer.write(json.dumps(asked).encode() + b"\n")
-                answer = json.loads(await reader.readline())
-            finally:
-                writer.close()
-    except (OSError, ValueError, TimeoutError) as error:
-        raise UnavailableError(
-            f"the supervisor does not answer ({error or 'no answer in time'}); try again later"
-        ) from error
-    if "error" in answer:
-        raise InvalidRequestError(answer["error"], "decode")
-    return dict(answer)
+def _no_supervisor() -> ApiError:
+    return ApiError(
+        409,
+        "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services; here "
+        "only roles can be changed, with flip alone",
+        code="no_supervisor",
+    )

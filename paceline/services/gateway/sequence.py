@@ -11,6 +11,7 @@ from opentelemetry.trace import Span, get_current_span
 from paceline.core.context import Context
 from paceline.core.errors import UnavailableError
 from paceline.core.media import MediaInput, MediaSpan
+from paceline.core.request_classes import DEFAULT
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
@@ -35,6 +36,10 @@ class SequenceRun:
     """The encoder's input for each of `media`. Kept until the sequence ends, because any attempt may need them."""
     priority: int = 0
     """Lower is more urgent."""
+    owner: str = ""
+    """Digest of the client's key; "" if it has none."""
+    request_class: str = DEFAULT
+    """Class of the request, which has objectives and a weight; see `core/request_classes.py`."""
     background: bool = False
     """Whether nobody waits for the sequence, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE

@@ -9,6 +9,7 @@ from paceline.services.common.rpc import mapped_errors
 from paceline.services.worker.worker import Worker
 
 ResetContext = grpc.aio.ServicerContext[worker_pb2.ResetPoolRequest, worker_pb2.ResetPoolReply]
+StepsContext = grpc.aio.ServicerContext[worker_pb2.StepsRequest, worker_pb2.StepsReply]
 RoleContext = grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.SetRoleReply]
 
 
@@ -20,6 +21,16 @@ class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
 
     async def ResetPool(self, request: worker_pb2.ResetPoolRequest, context: ResetContext) -> worker_pb2.ResetPoolReply:
         return worker_pb2.ResetPoolReply(blocks=await self._worker.reset_pool())
+
+    async def Steps(self, request: worker_pb2.StepsRequest, context: StepsContext) -> worker_pb2.StepsReply:
+        worker = self._worker
+        steps = worker.engine.stats.log.newest(request.most)
+        return worker_pb2.StepsReply(
+            steps=[worker_pb2.StepRecord(**step._asdict()) for step in steps],
+            max_batched_tokens=worker.limits.max_batched_tokens,
+            takes_turns=worker.takes_turns,
+            itl_target_seconds=worker.limits.itl_target or 0.0,
+        )
 
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: RoleContext) -> worker_pb2.SetRoleReply:
         async with mapped_errors(context):

@@ -6,12 +6,13 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from paceline.core.errors import ConfigError
+from paceline.core.request_classes import NO_CLASSES
 from paceline.services.common.secret import digest_of
 from paceline.services.gateway.access.callers import ANYONE, Caller
-from paceline.services.gateway.access.keys import Key, check_distinct, given_keys, read_keys
+from paceline.services.gateway.access.keys import Key, check_classes, check_distinct, given_keys, read_keys
 
 LOOK_SECONDS = 1.0
 """Time between two looks whether the file of keys has changed, in seconds."""
@@ -28,13 +29,21 @@ class AccessBook:
         client_keys: keys of clients without a name.
         admin_keys: keys of admins without a name.
         file: `--api-keys-file`; "" if there is none.
+        classes: names of the classes that keys may have.
 
-    Raises ConfigError if the file is not valid, or if a key has two names.
+    Raises ConfigError if the file is not valid, if a key has two names, or if its class does not exist.
     """
 
-    def __init__(self, client_keys: Sequence[str] = (), admin_keys: Sequence[str] = (), file: str = "") -> None:
+    def __init__(
+        self,
+        client_keys: Sequence[str] = (),
+        admin_keys: Sequence[str] = (),
+        file: str = "",
+        classes: Container[str] = NO_CLASSES,
+    ) -> None:
         self._given = [*given_keys(client_keys, "client"), *given_keys(admin_keys, "admin")]
         self._file = file
+        self._classes = classes
         self._version = _version(file)
         self._keys: dict[str, Key] = {}
         """The keys by their digests in hexadecimal."""
@@ -80,6 +89,7 @@ class AccessBook:
     def _load(self) -> None:
         keys = [*self._given, *(read_keys(self._file) if self._file else ())]
         check_distinct(keys)
+        check_classes(keys, self._classes)
         self._keys = {key.digest.hex(): key for key in keys}
         roles = {key.role for key in keys}
         self.has_clients |= "client" in roles
@@ -88,7 +98,7 @@ class AccessBook:
 
 def caller_with(key: Key) -> Caller:
     """Return the caller that has sent a key."""
-    return Caller(key.name, key.digest.hex(), key.role == "admin", key.priority)
+    return Caller(key.name, key.digest.hex(), key.role == "admin", key.priority, key.request_class)
 
 
 def _version(file: str) -> tuple[int, ...]:

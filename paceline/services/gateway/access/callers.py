@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from paceline.core.request_classes import DEFAULT
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -19,6 +21,8 @@ class Caller:
     """Whether the caller may see and end what others have sent."""
     priority: int = 0
     """Priority of requests that state none, and the most urgent one that a key may use; lower is more urgent."""
+    request_class: str = DEFAULT
+    """Class of its requests."""
 
     def may_see(self, owner: str) -> bool:
         """Return whether the caller may see and end what `owner` has sent."""

@@ -3,6 +3,7 @@
 [alice]
 sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 priority = 10
+class = "interactive"
 requests_per_minute = 60
 tokens_per_minute = 100_000
 max_concurrent = 8
@@ -15,13 +16,14 @@ role = "admin"
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.core.errors import ConfigError
+from paceline.core.request_classes import DEFAULT
 from paceline.services.common.secret import digest_of, read_private
 
 _MOST_BYTES = 4 << 20
@@ -52,6 +54,8 @@ class Key:
     role: Role = "client"
     priority: int = 0
     limits: Limits = Limits()
+    request_class: str = DEFAULT
+    """Class of its requests, a name in `Classes`."""
 
 
 class _Entry(BaseModel):
@@ -63,6 +67,7 @@ class _Entry(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
     role: Role = "client"
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_class: Annotated[str, Field(alias="class")] = DEFAULT
     requests_per_minute: Amount | None = None
     tokens_per_minute: Amount | None = None
     max_concurrent: Amount | None = None
@@ -103,6 +108,13 @@ def check_distinct(keys: Sequence[Key]) -> None:
         digests[key.digest] = key.name
 
 
+def check_classes(keys: Sequence[Key], classes: Container[str]) -> None:
+    """Raise ConfigError if the class of a key does not exist."""
+    for key in keys:
+        if key.request_class not in classes:
+            raise ConfigError(f"the key {key.name!r} has the class {key.request_class!r}, which --classes-file lacks")
+
+
 def _key(file: str, name: str, table: Any) -> Key:
     where = f"--api-keys-file {file}: [{name}]"
     if not isinstance(table, dict):
@@ -117,4 +129,4 @@ def _key(file: str, name: str, table: Any) -> Key:
         raise ConfigError(f"{where} needs either key or sha256; {_ADVICE}")
     digest = digest_of(entry.key) if entry.key is not None else bytes.fromhex(entry.sha256 or "")
     limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
-    return Key(name, digest, entry.role, entry.priority, limits)
+    return Key(name, digest, entry.role, entry.priority, limits, entry.request_class)

@@ -63,6 +63,7 @@ def test_a_file_names_keys_with_roles_and_limits(tmp_path: Path) -> None:
         [alice]
         key = "{CLEAR}"
         priority = 10
+        class = "background"
         requests-per-minute = 60
         tokens_per_minute = 1_000
         max_concurrent = 8
@@ -74,7 +75,7 @@ def test_a_file_names_keys_with_roles_and_limits(tmp_path: Path) -> None:
     alice = keys.key(digest(CLEAR))
     assert alice is not None
     assert alice.limits == Limits(60, 1000, 8)
-    assert keys.caller(digest(CLEAR)) == Caller("alice", digest(CLEAR), False, 10)
+    assert keys.caller(digest(CLEAR)) == Caller("alice", digest(CLEAR), False, 10, "background")
     assert keys.caller(digest("root")) == Caller("ops", digest("root"), True)
     assert keys.caller(digest("one")) == Caller("key-1", digest("one"), False)
 
@@ -104,6 +105,10 @@ def test_a_new_key_is_accepted_by_its_lines(tmp_path: Path) -> None:
         (f'[alice]\nkey = "{CLEAR}"\nrpm = 1', "rpm: Extra inputs are not permitted"),
         (f'[alice]\nkey = "{CLEAR}"\n[bob]\nkey = "{CLEAR}"', "the keys 'alice' and 'bob' are the same"),
         (f'[alice]\nkey = "{CLEAR}"\n[bob]\nkey = "given"', "the keys 'key-1' and 'bob' are the same"),
+        (
+            f'[alice]\nkey = "{CLEAR}"\nclass = "gold"',
+            "'alice' has the class 'gold', which --classes-file lacks",
+        ),
         (f'[key-1]\nkey = "{CLEAR}"', "two keys have the name 'key-1'"),
     ],
 )

@@ -1,0 +1,94 @@
+"""Classes of requests: their objectives and weights, and the file that names them:
+
+[interactive]
+ttft_seconds = 1.0
+itl_seconds = 0.1
+weight = 4
+
+[default]
+ttft_seconds = 5.0
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.core.errors import ConfigError
+
+DEFAULT = "default"
+"""Class of the requests whose key names none."""
+BACKGROUND = "background"
+"""Class of the lines of batches. It has no objectives, because nobody waits for an answer."""
+
+_ADVICE = "docs/operations.md shows how to write it"
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    """What the requests of one class are promised."""
+
+    ttft_seconds: float | None = None
+    """The 99th percentile of the time to the first token is at most this; None has no objective."""
+    itl_seconds: float | None = None
+    """The 99th percentile of the time between two tokens is at most this; None has no objective."""
+    weight: float = 1.0
+    """Share of the work that a key of this class gets, relative to other keys that wait."""
+
+
+Classes = Mapping[str, RequestClass]
+NO_CLASSES: Classes = MappingProxyType({DEFAULT: RequestClass(), BACKGROUND: RequestClass()})
+
+
+class _Entry(BaseModel):
+    """A table of the file."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, allow_inf_nan=False)
+
+    ttft_seconds: Seconds | None = None
+    itl_seconds: Seconds | None = None
+    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+
+
+def read_classes(file: str) -> Classes:
+    """Return the classes in a TOML file by name; "default" and "background" exist without being named.
+
+    Args:
+        file: "" if there is no file.
+
+    Raises ConfigError if the file cannot be read or is not valid.
+    """
+    if not file:
+        return NO_CLASSES
+    where = f"--classes-file {file}"
+    try:
+        tables = tomllib.loads(Path(file).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}; {_ADVICE}") from None
+    if BACKGROUND in tables:
+        raise ConfigError(f"{where}: [{BACKGROUND}] is the class of batches, which has no objectives; remove it")
+    return {**NO_CLASSES, **{name: _request_class(where, name, table) for name, table in tables.items()}}
+
+
+def _request_class(where: str, name: str, table: object) -> RequestClass:
+    if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) is None:
+        raise ConfigError(f"{where}: a name has 1 to 64 letters, digits and _.-, and {name!r} has others")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {name} must be the heading of a class, [{name}]; {_ADVICE}")
+    try:
+        entry = _Entry.model_validate({field.replace("-", "_"): value for field, value in table.items()})
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where}: [{name}] {field}: {first['msg']}; {_ADVICE}") from None
+    return RequestClass(entry.ttft_seconds, entry.itl_seconds, entry.weight)

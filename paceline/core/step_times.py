@@ -1,0 +1,247 @@
+"""The measured times of one machine and one model, as plain values that are stored as JSON.
+
+`paceline profile` fits them to a running stack. The simulator takes the time of every step, transfer and start from
+them. A time is a fitted function of the work, multiplied by a ratio that is drawn from the measured distribution of
+(measured time / fitted time). So simulated percentiles have the tails of the machine, and not only its means.
+
+All times are in seconds, and all lengths in tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from paceline.core.errors import ConfigError
+
+FORMAT: Literal[1] = 1
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=1)]
+Chance = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Curve(_Value):
+    """A function that is linear between measured points.
+
+    Before the first point it has the first point's value. After the last one it goes on with the last slope.
+    """
+
+    points: tuple[tuple[float, Seconds], ...] = Field(min_length=1)
+    """(amount of work, seconds), in ascending order of the work."""
+
+    @field_validator("points")
+    @classmethod
+    def _ascend(cls, points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        if any(before[0] >= after[0] for before, after in itertools.pairwise(points)):
+            raise ValueError("the points of a curve must be in ascending order of the work")
+        return points
+
+    def at(self, work: float) -> float:
+        """Return the seconds for an amount of work."""
+        points = self.points
+        if work <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        index = min(bisect.bisect_left(points, (work,)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[index - 1], points[index]
+        return max(0.0, y0 + (y1 - y0) * (work - x0) / (x1 - x0))
+
+
+class Spread(_Value):
+    """The distribution of a time's ratio to the fitted time."""
+
+    quantiles: tuple[Seconds, ...] = Field(default=(1.0,), min_length=1)
+    """Ratios at evenly spaced levels from 0 to 1: the least one first, the median in the middle, the largest last."""
+
+    @field_validator("quantiles")
+    @classmethod
+    def _ascend(cls, quantiles: tuple[float, ...]) -> tuple[float, ...]:
+        if any(before > after for before, after in itertools.pairwise(quantiles)):
+            raise ValueError("quantiles must be in ascending order")
+        return quantiles
+
+    def at(self, level: float) -> float:
+        """Return the ratio below which a share `level` of all ratios is; `level` is in [0, 1]."""
+        place = level * (len(self.quantiles) - 1)
+        index = min(int(place), len(self.quantiles) - 2)
+        if index < 0:
+            return self.quantiles[0]
+        low, high = self.quantiles[index], self.quantiles[index + 1]
+        return low + (high - low) * (place - index)
+
+
+class Delay(_Value):
+    """A time that depends on nothing but, perhaps, a number of tokens."""
+
+    seconds: Seconds = 0.0
+    per_token: Seconds = 0.0
+    spread: Spread = Spread()
+
+    def at(self, tokens: float, level: float) -> float:
+        """Return the time for a number of tokens, at a level of its distribution in [0, 1]."""
+        return (self.seconds + self.per_token * tokens) * self.spread.at(level)
+
+
+class StepTimes(_Value):
+    """The time of one step, of the model alone.
+
+    A step without prompts takes `decode` of its rows. A step with prompts takes `prefill` of their tokens. Both are
+    longer by the time of attention, which is linear in the positions that are read. A mixed step takes both times less
+    `shared`, because it reads the weights once.
+    """
+
+    prefill: Curve
+    """Seconds by the number of prompt tokens in the step, without attention to earlier tokens."""
+    prefill_pair: Seconds = 0.0
+    """Seconds for each pair of a prompt token and a token before it: a chunk of n tokens after c others has
+    n * (c + n / 2) pairs."""
+    decode: Curve
+    """Seconds by the number of rows in the step: decoding sequences and the drafts that are verified for them."""
+    decode_context: Seconds = 0.0
+    """Seconds for each token of context of a decoding sequence."""
+    shared: Seconds = 0.0
+    """Seconds that a step with prompts and decoding sequences saves."""
+    draft: Seconds = 0.0
+    """Seconds to draft one token for one sequence."""
+    prefill_spread: Spread = Spread()
+    """Distribution for steps that have prompts."""
+    decode_spread: Spread = Spread()
+    """Distribution for steps without prompts."""
+
+    def prefill_seconds(self, tokens: int, pairs: float) -> float:
+        """Return the fitted time of the prompts in a step; 0 if there are none."""
+        return self.prefill.at(tokens) + self.prefill_pair * pairs if tokens else 0.0
+
+    def decode_seconds(self, rows: float, context: float, drafts: float = 0.0) -> float:
+        """Return the fitted time of the decoding sequences in a step; 0 if there are none.
+
+        Args:
+            rows: sequences and their drafts.
+            context: tokens of context of all sequences together.
+            drafts: tokens that the step drafts for the next one.
+        """
+        return self.decode.at(rows) + self.decode_context * context + self.draft * drafts if rows else 0.0
+
+    def mixed_seconds(self, tokens: int, pairs: float, rows: float, context: float, drafts: float = 0.0) -> float:
+        """Return the fitted time of a step with prompts and, perhaps, decoding sequences."""
+        prompts, decoding = self.prefill_seconds(tokens, pairs), self.decode_seconds(rows, context, drafts)
+        return max(prompts, decoding, prompts + decoding - self.shared) if prompts and decoding else prompts + decoding
+
+
+class Drafts(_Value):
+    """How well drafts are accepted."""
+
+    most: int = Field(default=0, ge=0)
+    """Drafts of one sequence in each step; 0 without speculation."""
+    accepted: tuple[Chance, ...] = ()
+    """The chance that the j-th draft of a step is accepted if all drafts before it are."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if len(self.accepted) != self.most:
+            raise ValueError(f"{self.most} drafts need as many chances, not {len(self.accepted)}")
+        return self
+
+
+class WorkerTimes(_Value):
+    """What is known of the workers of one role."""
+
+    steps: StepTimes
+    max_seqs: Tokens = 32
+    max_batched_tokens: Tokens = 2048
+    drafts: Drafts = Drafts()
+    planned_steps: int = Field(default=1, ge=0, le=1)
+    """Steps after the one under way that are planned already, so that work which comes now is not in them. 0 if the
+    worker takes turns on shared cores, because it then plans each step just before the step begins."""
+    join: Delay = Delay()
+    """Time from the message that begins a prompt on a worker, or hands one over to it, until a step can include it."""
+    startup: Seconds = 60.0
+    """Time from the start of a worker's process until it is ready."""
+    drain: Seconds = 30.0
+    """Time that an idle worker needs to leave."""
+    devices: float = Field(default=1.0, gt=0)
+    """Devices that a worker occupies."""
+    hourly_cost: float = Field(default=1.0, ge=0)
+    """Price of one device for an hour, in any currency."""
+
+
+class Turns(_Value):
+    """How workers of one host that share its cores take turns: a decode worker computes when it has work, and leaves
+    prefill some time after each of its steps. See `core/turns.py`."""
+
+    itl_target: Seconds = 0.028
+    """Prefill gets what a decode step leaves of this time."""
+    least_share: float = Field(default=1.5, gt=0)
+    """Prefill gets at least this time for each second of decoding."""
+
+
+class Profile(_Value):
+    """Everything that was measured of a stack on one machine."""
+
+    format: Literal[1] = FORMAT
+    machine: str
+    """Name of the machine, such as its processor or its GPU."""
+    model: str
+    version: str = ""
+    """Paceline's version."""
+    max_model_len: Tokens = 131_072
+    token_bytes: float = Field(gt=0)
+    """Bytes of KV for each token."""
+    host_tokens: Tokens = 1 << 20
+    """Tokens of KV that the arena of one host holds."""
+    prefill: WorkerTimes
+    decode: WorkerTimes
+    """Also the times of the workers of a fleet that is not disaggregated."""
+    turns: Turns | None = None
+    """None if every worker has a device, or cores, of its own."""
+    gateway: Delay = Delay()
+    """Time in the gateway from the arrival of a request until its placement, by prompt tokens: tokenizing, hashing."""
+    admit: Delay = Delay()
+    """Time from the placement until the decode worker has admitted the request."""
+    first_token: Delay = Delay()
+    """Time from the end of the prompt's last step until the client has the first token."""
+    handoff: Delay = Delay()
+    """Time from the end of the prompt's last step until the decode worker on the same host has the request."""
+    token: Delay = Delay()
+    """Time from the end of a decode step until clients have its tokens."""
+    transfer_seconds: Seconds = 0.01
+    """Time that a transfer between hosts takes in addition to the time for its bytes."""
+    transfer_bytes: float = Field(default=1e9, gt=0)
+    """Bytes per second that a host can receive from other hosts."""
+
+    def to_json(self) -> str:
+        """Return the profile as indented JSON."""
+        return self.model_dump_json(indent=1)
+
+    @staticmethod
+    def from_json(text: str | bytes, name: str = "profile") -> Profile:
+        """Return the profile of a JSON text. Raises ConfigError, which names the field that is wrong.
+
+        Args:
+            name: name of the text for errors, such as its file.
+        """
+        try:
+            return Profile.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            advice = "paceline profile writes such files"
+            raise ConfigError(
+                f"{name} is not a profile: {place + ': ' if place else ''}{first['msg']}; {advice}"
+            ) from None
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile. Raises ConfigError."""
+    try:
+        return Profile.from_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

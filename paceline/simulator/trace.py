@@ -1,0 +1,43 @@
+"""The load of a simulation: requests in the order of their arrival.
+
+A trace has no text. It has the names of the blocks of each prompt, so that two requests share a cached prefix in the
+simulation exactly if they shared one in reality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class TraceRequest(NamedTuple):
+    """One request of a trace."""
+
+    arrival: float
+    """Seconds since the begin of the trace. Requests are in ascending order of it."""
+    prompt_tokens: int
+    """At least 1."""
+    answer_tokens: int
+    """At least 1."""
+    blocks: Sequence[int] = ()
+    """Names of the context's full blocks, `Trace.block_tokens` tokens each, in order; each a number of 64 bits or less.
+    A name stands for its block and all blocks before it. Blocks of the answer may follow those of the prompt if they
+    are known. A block without a name is shared with no other request."""
+    group: str = ""
+    """Class of the request, for which objectives may be given."""
+    session: str = ""
+    """Conversation of the request, if known. The simulator does not need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A load. It can be iterated once or often, as its `requests` can."""
+
+    block_tokens: int
+    """Tokens of one named block; a multiple of 16."""
+    requests: Iterable[TraceRequest]
+    """The requests. A generator keeps a long trace out of the memory."""
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self.requests)
