@@ -93,7 +93,7 @@ async def test_a_standby_worker_takes_no_work_until_it_has_a_role() -> None:
     role, worker, told = make("standby")
     for wanted in ("prefill", "decode", None):
         with pytest.raises(DrainingError):
-            role.check(0, wanted)  # type: ignore[arg-type]
+            role.check(0, wanted)
     role.change(worker, "decode", role.epoch)
     await changed(told)
     role.check(role.epoch, "decode")
