@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from paceline.cli import build_parser
-from tests.kubernetes.kustomize import build
-from tests.kubernetes.test_manifests import KUBERNETES, RELEASES, ROOT, config_of, of, pod_of
+from tests.kubernetes.kustomize import build, main_container, pod_of
+from tests.kubernetes.test_manifests import KUBERNETES, RELEASES, ROOT, config_of, of
 
 GUIDE = (ROOT / "docs" / "kubernetes.md").read_text()
 BLOCKS = re.findall(r"(?:^(?: {4}.*)?\n)+", GUIDE, re.MULTILINE)
@@ -61,9 +61,8 @@ def test_the_table_of_ends_has_the_times_of_the_manifests(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`[^|]*\|([^|]*)\|([^|]*)\| (\d+) s \|$", GUIDE, re.MULTILINE)
     workload = {**of("Deployment"), **of("DaemonSet")}[name]
     pod = pod_of(workload)
-    assert pod is not None
     before, drain, grace = row
-    lifecycle = pod["containers"][0].get("lifecycle")
+    lifecycle = main_container(workload).get("lifecycle")
     assert int(grace) == pod["terminationGracePeriodSeconds"]
     assert [int(n) for n in re.findall(r"(\d+) s", before)] == (
         [lifecycle["preStop"]["sleep"]["seconds"]] if lifecycle else []
