@@ -39,7 +39,7 @@ BASE = Path(__file__).parents[1] / "kubernetes" / "base"
 TOKENS = 128
 PROMPTS = 32
 """Different prompts, each with a known answer."""
-FLEET = {"decode": 2, "prefill": 2, "gateway": 2}
+ROLES = ("decode", "prefill", "gateway")
 PROBES = 20
 
 
@@ -79,7 +79,7 @@ class Cluster:
 
     def __init__(self, services: Services, hurry: float = 1.0) -> None:
         self.services = services
-        self.times = {role: PodTimes.read(role) for role in FLEET}
+        self.times = {role: PodTimes.read(role) for role in ROLES}
         self.endpoints: dict[str, str] = {}
         """URLs of the gateways to which load balancers send new streams, by name."""
         self.ends: Counter[str] = Counter()
@@ -200,12 +200,19 @@ async def clients(
 
 
 async def run(
-    folder: Path, streams: int, concurrency: int = 8, hurry: float = 1.0, propagation: float = 5.0
+    folder: Path, streams: int, concurrency: int, hurry: float = 1.0, propagation: float = 5.0, pods: int = 2
 ) -> tuple[Outcomes, Cluster]:
-    """Roll all pods, each role at least once, until so many streams have ended. Return what clients saw."""
+    """Replace all pods at least once, and until so many streams have ended. Return what clients saw.
+
+    Args:
+        concurrency: streams at the same time.
+        hurry: see `Cluster`.
+        propagation: seconds until load balancers know that a gateway was deleted.
+        pods: number of pods of each role.
+    """
     model = write_toy_model(folder / "model")
     write_tiny(model, "llama", vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=512)
-    drains = {role: f"--drain-seconds={PodTimes.read(role).drain}" for role in FLEET}
+    drains = {role: f"--drain-seconds={PodTimes.read(role).drain}" for role in ROLES}
     options = {
         "prefill": ("--threads=1", drains["prefill"]),
         "decode": ("--threads=1", drains["decode"]),
@@ -216,15 +223,15 @@ async def run(
     with Services(folder, str(model), (Host(),), **options) as services:
         services.wait_ready(services.start_kvtransfer(0))
         cluster = Cluster(services, hurry)
-        for role, count in FLEET.items():
-            for _ in range(count):
+        for role in ROLES:
+            for _ in range(pods):
                 await cluster.start(role)
         url = next(iter(cluster.endpoints.values()))
         expected = [await stream(url, number) for number in range(PROMPTS)]
         load = asyncio.create_task(clients(cluster, concurrency, outcomes, expected, rolled))
         try:
             while not cluster.ends or outcomes.good + len(outcomes.lost) < streams:
-                for role in FLEET:
+                for role in ROLES:
                     await cluster.roll(role, propagation)
         finally:
             rolled.set()
