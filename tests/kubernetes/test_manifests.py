@@ -134,7 +134,7 @@ def test_a_drain_fits_into_the_grace_of_its_pod(name: str) -> None:
     roles = ["prefill", "decode"] if name == "worker" else [""]
     drain = max(config_of(OURS[name], command=role).drain_seconds for role in roles)
     before = main_container(OURS[name]).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    drain = 0 if name in ("kvtransfer", "planner") else drain  # these end at once
+    drain = 0 if name == "planner" else drain  # it has nothing to drain
     assert before + drain + LAST_WORDS_SECONDS + 10 <= pod["terminationGracePeriodSeconds"]
     assert bool(before) is (name == "gateway")
 
