@@ -133,8 +133,11 @@ class Cluster:
         """Return whether a pod's readiness probe passes."""
         probe = self.times[role_of(name)].probe
         if "httpGet" in probe:
-            async with httpx.AsyncClient() as http:
-                return (await http.get(f"{self.services.url_of(name)}{probe['httpGet']['path']}")).is_success
+            try:
+                async with httpx.AsyncClient(timeout=probe["timeoutSeconds"]) as http:
+                    return (await http.get(f"{self.services.url_of(name)}{probe['httpGet']['path']}")).is_success
+            except httpx.TransportError:
+                return False
         address = re.findall(r"serves at ([^ ,]+)", self.services.processes[name].text)[-1]
         _, *command = probe["exec"]["command"][:-2]  # without the address and the file of options
         asked = await asyncio.create_subprocess_exec(sys.executable, *command, address)
@@ -233,6 +236,7 @@ async def run(
             while not cluster.ends or outcomes.good + len(outcomes.lost) < streams:
                 for role in ROLES:
                     await cluster.roll(role, propagation)
+                    print(f"all {role} pods are replaced; {outcomes}", flush=True)
         finally:
             rolled.set()
             await load
