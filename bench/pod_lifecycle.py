@@ -253,11 +253,12 @@ def main() -> None:
         default=5.0,
         help="seconds until load balancers know that a gateway was deleted [%(default)s]",
     )
+    parser.add_argument("--pods", type=int, default=2, help="pods of each role [%(default)s]")
     parser.add_argument("--hurry", type=float, default=1.0, help="divides preStop and --propagation [%(default)s]")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         outcomes, cluster = asyncio.run(
-            run(Path(folder), given.streams, given.concurrency, given.hurry, given.propagation)
+            run(Path(folder), given.streams, given.concurrency, given.hurry, given.propagation, given.pods)
         )
     print(outcomes)
     print(f"pods: {dict(cluster.ends)}; longest drain {max(cluster.drains):.1f} s")
