@@ -6,10 +6,10 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.reports import Report, Role, RoleReport, Steps, Traffic, WorkerReport
+from paceline.core.planner.reports import ROLES, Report, Role, RoleReport, Steps, Traffic, WorkerReport
 from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, TrafficReport, WorkReport
 from paceline.services.common.distributions import distribution_from_pb
 from paceline.services.common.registry import Member
@@ -62,7 +62,7 @@ class ReportBuilder:
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0) -> None:
         self._estimates = startup_seconds, drain_seconds
         self._known: dict[str, _Known] = {}
-        self._times: dict[Role, _Times] = {role: _Times() for role in get_args(Role)}
+        self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
         self._reported_at: float | None = None
         self._began: float | None = None
 
@@ -125,14 +125,14 @@ class ReportBuilder:
 
     def _note_start(self, member: Member, before: _Known | None) -> None:
         """Remember how long a worker took to start, when it is seen to be ready for the first time."""
-        times = self._times.get(member.role)  # type: ignore[call-overload]
+        times = self._times.get(member.role)
         if times is None or member.state != "ready" or member.work.startup_seconds <= 0:
             return
         if before is None or before.seen.member.epoch != member.epoch or before.seen.member.state == "starting":
             times.startups.append(member.work.startup_seconds)
 
     def _note_end(self, known: _Known) -> None:
-        times = self._times.get(known.seen.member.role)  # type: ignore[call-overload]
+        times = self._times.get(known.seen.member.role)
         if times is not None:
             times.drains.append(known.at - known.since)
 
@@ -230,13 +230,13 @@ def _gain(before: ClassTraffic, after: ClassTraffic) -> _Gain:
 
 def _merged(gains: list[_Gain], seconds: float) -> Traffic:
     """Return the traffic of one class in all gateways."""
-    return Traffic(
-        seconds=seconds,
-        waiting=sum(gain.now.waiting for gain in gains),
-        oldest_wait=max((gain.now.oldest_wait_seconds for gain in gains), default=0.0),
-        **{name: sum(gain.counts[name] for gain in gains) for name in _COUNTS},
-        **{name: Distribution.merged(gain.distributions[name] for gain in gains) for name in _DISTRIBUTIONS},
-    )
+    counts: dict[str, Any] = {name: sum(gain.counts[name] for gain in gains) for name in _COUNTS}
+    values: dict[str, Any] = {
+        name: Distribution.merged(gain.distributions[name] for gain in gains) for name in _DISTRIBUTIONS
+    }
+    waiting = sum(gain.now.waiting for gain in gains)
+    oldest = max((gain.now.oldest_wait_seconds for gain in gains), default=0.0)
+    return Traffic(seconds=seconds, waiting=waiting, oldest_wait=oldest, **counts, **values)
 
 
 def _steps_since(before: WorkReport, after: WorkReport) -> tuple[Steps, ...]:
