@@ -249,6 +249,15 @@ class GatewayConfig(ServiceConfig):
         "default",
         "limits",
     )
+    record_trace: str = option(
+        "",
+        "file to which a line is written for each request that ends: when it came, its lengths, hashes of its blocks, "
+        "but no text. paceline simulate reads it",
+        "logs",
+    )
+    record_trace_size: Size = option(
+        "256MiB", "size of the file of --record-trace and of the older one, FILE.1, together", "logs"
+    )
     allowed_origins: str = option(
         "",
         "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
@@ -613,6 +622,8 @@ class ServeConfig(PlannerOptions):
     admin_key: str = same_option(GatewayConfig, "admin_key")
     api_keys_file: str = same_option(GatewayConfig, "api_keys_file")
     classes_file: str = same_option(GatewayConfig, "classes_file")
+    record_trace: str = same_option(GatewayConfig, "record_trace")
+    record_trace_size: Size = same_option(GatewayConfig, "record_trace_size")
     allowed_origins: str = same_option(GatewayConfig, "allowed_origins")
     allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
     allowed_headers: str = same_option(GatewayConfig, "allowed_headers")

@@ -90,6 +90,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         media_memory=gateway.media.memory,
         resources=request.state.resources,
         admission=admission,
+        recorder=gateway.recorder,
     )
 
 

@@ -23,6 +23,8 @@ _GATEWAY = (
     "admin_key",
     "api_keys_file",
     "classes_file",
+    "record_trace",
+    "record_trace_size",
     "allowed_origins",
     "allowed_methods",
     "allowed_headers",

@@ -97,6 +97,7 @@ class Worker:
         """None if the model has no encoders."""
         self.media = RequestMediaTable(self.encodings, kv.session.source)
         self.limits = limits
+        self.takes_turns = turns is not None
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
         self._facts = loaded.model.config
