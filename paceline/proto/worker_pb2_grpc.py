@@ -380,7 +380,7 @@ class Media:
 
 
 class MaintenanceStub:
-    """What operators ask of any worker.
+    """What operators and the planner ask of a prefill, decode or standby worker.
     """
 
     def __init__(self, channel):
@@ -399,10 +399,15 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/paceline.v1.Maintenance/SetRole',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
+                _registered_method=True)
 
 
 class MaintenanceServicer:
-    """What operators ask of any worker.
+    """What operators and the planner ask of a prefill, decode or standby worker.
     """
 
     def ResetPool(self, request, context):
@@ -414,6 +419,14 @@ class MaintenanceServicer:
 
     def Steps(self, request, context):
         """Returns the newest steps of the engine, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
+        serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -432,6 +445,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.StepsReply.SerializeToString,
             ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'paceline.v1.Maintenance', rpc_method_handlers)
@@ -441,7 +459,7 @@ def add_MaintenanceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Maintenance:
-    """What operators ask of any worker.
+    """What operators and the planner ask of a prefill, decode or standby worker.
     """
 
     @staticmethod
@@ -488,6 +506,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/Steps',
             paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/SetRole',
+            paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
             options,
             channel_credentials,
             insecure,

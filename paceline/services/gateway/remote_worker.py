@@ -52,7 +52,7 @@ class RemoteWorker:
         self.member = member
         self.channel: grpc.aio.Channel = open_channel(member.address, credentials)
         self.feed = EventFeed(self.channel, str(self), member.events)
-        self.feed.on_draining = self._note_draining
+        self.feed.on_draining = self.note_draining
         self.in_flight = 0
         self.encodings = 0
         """Calls for encodings. They take none of the places for requests, so they are not in `in_flight`."""
@@ -140,7 +140,8 @@ class RemoteWorker:
         self._in_flight_at_updates = (self._in_flight_at_updates[1], self._tokens_in_flight)
         self._begun_at_updates = (self._begun_at_updates[1], self._begun)
 
-    def _note_draining(self) -> None:
+    def note_draining(self) -> None:
+        """Note that the worker takes no new work in its present epoch. Redis may tell so later, or not at all."""
         self.member = dataclasses.replace(self.member, state="draining")
 
     def note_listed(self, listed: bool) -> None:

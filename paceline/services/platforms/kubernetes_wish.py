@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.services.platforms.platform import Role
+from paceline.core.planner.reports import Role
 
 Json = Mapping[str, Any]
 
