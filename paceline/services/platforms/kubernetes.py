@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.planner.reports import Role
 from paceline.services.common.tasks import end_tasks
 from paceline.services.platforms.kubernetes_api import GoneError, Json, KubernetesApi, MissingError
 from paceline.services.platforms.kubernetes_pods import (
@@ -30,7 +31,7 @@ from paceline.services.platforms.kubernetes_pods import (
     problem_of,
 )
 from paceline.services.platforms.kubernetes_wish import Wish, failure_of, is_rolling, read_wish, replicas_of
-from paceline.services.platforms.platform import Ability, PlatformState, Role, RoleState
+from paceline.services.platforms.platform import Ability, PlatformState, RoleState
 
 BLIND_SECONDS = 90.0
 """Without a word from the API server for so long, what is known of the pods is too old to act on."""
