@@ -7,12 +7,13 @@ is scaled by its orchestrator; then this endpoint only changes roles.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
 from paceline.core.errors import BusyError, InvalidRequestError, StaleError
+from paceline.core.planner.reports import ROLES, Role
 from paceline.services.common.set_role import set_role
 from paceline.services.common.supervisor import ask_supervisor
 from paceline.services.gateway.answer_format import Body
@@ -23,7 +24,6 @@ from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.operation_bodies import Scale
 from paceline.services.gateway.victims import least_loss_first
 
-Role = Literal["prefill", "decode", "encode"]
 NewRole = Literal["prefill", "decode", "standby"]
 
 
@@ -38,6 +38,8 @@ class ScaleRequest(Body):
     """Ids of workers that shall end."""
     flip: dict[str, NewRole] = Field(default_factory=dict, max_length=64)
     """New roles of running workers, by their ids."""
+    release: list[Role] = Field(default_factory=list, max_length=3)
+    """Roles that the planner may scale again, after a number of workers was set here."""
 
 
 def make_scaling(gateway: Gateway) -> APIRouter:
@@ -46,19 +48,28 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
-        return await ask_supervisor(_socket_of(gateway), {})
+        if not socket and not gateway.fleet.has_planner:
+            raise _no_supervisor()
+        return await ask_supervisor(socket, {}) if socket else _state_of(gateway.fleet)
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
         asked = body.model_dump(exclude_none=True, exclude_defaults=True)
         if not asked:
             raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
-        if body.flip and not socket and len(asked) == 1:
+        release = asked.pop("release", [])
+        numbers = {role: asked[role] for role in ROLES if role in asked}
+        has_planner = gateway.fleet.has_planner
+        if not socket and (body.drain or (numbers and not has_planner)):
+            raise _no_supervisor()
+        if release or (numbers and has_planner):
+            await gateway.pin(numbers, release)
+        if not socket:
             await _flip(gateway.fleet, body.flip)
             return _state_of(gateway.fleet)
-        if asked.keys() - {"drain", "flip"}:
+        if numbers:
             asked["victims"] = least_loss_first(gateway)
-        return await ask_supervisor(_socket_of(gateway), asked)
+        return await ask_supervisor(socket, asked)
 
     return router
 
@@ -83,7 +94,7 @@ async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
 
 def _state_of(fleet: Fleet) -> dict[str, Any]:
     """Return for each role how many workers are wanted, ready and draining, as far as this gateway sees."""
-    states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in get_args(Role)}
+    states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in ROLES}
     return {
         role: {
             "wanted": len(own) - own.count("draining"),
@@ -94,12 +105,10 @@ def _state_of(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _socket_of(gateway: Gateway) -> str:
-    """Return the path of the supervisor's socket. Raises ApiError if there is no supervisor."""
-    if not gateway.config.supervisor_socket:
-        raise ApiError(
-            409,
-            "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services",
-            code="no_supervisor",
-        )
-    return gateway.config.supervisor_socket
+def _no_supervisor() -> ApiError:
+    return ApiError(
+        409,
+        "this gateway has no supervisor and no planner: scale with docker compose, Kubernetes or whatever started the "
+        "services",
+        code="no_supervisor",
+    )

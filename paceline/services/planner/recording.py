@@ -13,8 +13,9 @@ from typing import TextIO
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.planner.actions import Decision
 from paceline.core.planner.codec import from_json, to_json
+from paceline.core.planner.memory import PlannerState
 from paceline.core.planner.objectives import Objectives
-from paceline.core.planner.planner import Planner, PlannerState
+from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report
 
 KEPT = 4
