@@ -19,6 +19,7 @@ from paceline.services.common.lifecycle import announce_ready, reachable_address
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.planner.recording import Recorder, replay
+from paceline.services.planner.role_teller import RoleTeller
 from paceline.services.planner.service import PlannerService
 from paceline.services.platforms.platform import Platform
 
@@ -37,9 +38,10 @@ async def run(config: PlannerConfig) -> None:
     async with AsyncExitStack() as undo:
         client = connect(config.redis)
         undo.push_async_callback(client.aclose)
-        platform = await make_platform(config)
+        credentials = read_credentials(config)
+        platform = await make_platform(config, RoleTeller(client, config.cluster, credentials))
         undo.push_async_callback(platform.close)
-        server = RpcServer(config.host, config.port, read_credentials(config), name)
+        server = RpcServer(config.host, config.port, credentials, name)
         undo.push_async_callback(server.close, 0)
         address = reachable_address(config, server.bind())
         await server.start()
@@ -60,8 +62,14 @@ async def run(config: PlannerConfig) -> None:
         await service.run(stop)
 
 
-async def make_platform(config: PlannerConfig) -> Platform:
-    """Return the platform that the options name. Raises ConfigError if one is missing."""
+async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
+    """Return the platform that the options name. Raises ConfigError if an option is missing."""
+    # Each platform has packages of its own.
+    if config.platform == "kubernetes":
+        from paceline.services.platforms.kubernetes import KubernetesPlatform
+        from paceline.services.platforms.kubernetes_api import KubernetesApi
+
+        return KubernetesPlatform(KubernetesApi.in_cluster(), teller.tell)
     if config.platform == "compose":
         from paceline.services.platforms.compose import open_compose
 
