@@ -162,7 +162,7 @@ def simulate(name: str, policy: Policy, counts: dict[Role, int], load: str, minu
     everything = statistics.fmean(within for minute in judged.values() for within in minute)
     below = sum(share < 0.95 for share in shares)
     for minute, values in judged.items():
-        lines.append(f"{minute*60:6d} s  hold {statistics.fmean(values):.3f}")
+        lines.append(f"{minute * 60:6d} s  hold {statistics.fmean(values):.3f}")
     return Outcome(name, min(shares), below, everything, fleet.device_seconds / (minutes * 60), lines)
 
 

@@ -270,7 +270,9 @@ class Fleet:
             if worker.epoch != epoch or worker not in self.workers:
                 return
             self._advance(worker)
-            for request in [each for each in worker.running if worker.steps >= each.joined + each.answer - each.done - 0.5]:
+            for request in [
+                each for each in worker.running if worker.steps >= each.joined + each.answer - each.done - 0.5
+            ]:
                 self._take_out(worker, request)
                 self.ended.append(request)
                 self._finished.append(request)
