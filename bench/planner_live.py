@@ -2,11 +2,11 @@
 
     python -m bench.planner_live ~/.cache/paceline/smollm2-135m-instruct --minutes 4 --json /tmp/planner.json
 
-The gateway, Redis and the planner's service are real. Workers (`bench.stand_in`) take the step times of --profile, which
-`paceline profile` writes, or built-in ones. The load goes from long prompts with short answers to short prompts with long
-answers and back, each for --minutes. A request is within its objectives if its first token came in time, and 95 % of the
-others in time after the one before. For each minute the share of the requests that arrived in it is printed. The first
-minute after each change of the load is the planner's time to follow and counts, too; only --warm-up does not.
+The gateway, Redis and the planner's service are real. Workers (`bench.stand_in`) take the step times of --profile,
+which `paceline profile` writes, or built-in ones. The load goes from long prompts with short answers to short prompts
+with long answers and back, each for --minutes. A request is within its objectives if its first token came in time, and
+95 % of the others in time after the one before. The share of such requests is printed for each minute of arrival. The
+minutes in which the load changes count, too; only those of --warm-up do not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.load import Outcome, Server, new_file, table
 from bench.services import Process, free_port
@@ -150,8 +150,8 @@ class StandInPlatform:
         self.device_seconds += (now - self._counted_at) * (len(self._workers) + len(self._leaving))
         self._counted_at = now
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.create_task(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -15,7 +15,7 @@ from paceline.services.common.credentials import ClusterTls, Credentials
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.gateway import fleet
-from paceline.services.gateway.remote_worker import DecayingSum
+from paceline.services.gateway.worker_calls import DecayingSum
 from tests.authority import Authority
 from tests.services.gateway.conftest import Cluster, eventually
 
