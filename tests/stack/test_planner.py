@@ -30,6 +30,7 @@ OPTIONS = (
     "--fast-seconds=1",
     "--slow-seconds=5",
     "--idle-seconds=2",
+    "--drain-seconds=2",
     "--max-seqs=2",
     "--kv-memory=4MiB",
     "--threads=1",
@@ -84,7 +85,7 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back(planned: tuple[Stack
         # What a person sets stays, although there is no load.
         await client.post("/fleet/scale", json={"decode": 2})
         await wait_for_decode(client, 2)
-        await asyncio.sleep(6)
+        await asyncio.sleep(3)
         (planner,) = (await wait_for_decode(client, 2))["planners"]
         assert planner["pinned"] == {"decode": 2}
         await client.post("/fleet/scale", json={"release": ["decode"]})

@@ -45,7 +45,7 @@ async def run(config: PlannerConfig) -> None:
         undo.push_async_callback(server.close, 0)
         address = reachable_address(config, server.bind())
         await server.start()
-        service = PlannerService(planner, platform, client, config.cluster, name, recorder)
+        service = PlannerService(planner, platform, client, config.cluster, name, config.drain_seconds, recorder)
         epoch = time.time_ns()
 
         def describe() -> Member:

@@ -65,10 +65,13 @@ class ReportBuilder:
         self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
         self._reported_at: float | None = None
         self._began: float | None = None
+        self._seen_at = 0.0
+        """When the members were read last."""
 
     def observe(self, now: float, members: Iterable[Seen]) -> None:
         """Take in the members that Redis lists at the instant `now`. Call this more often than `report`."""
         self._began = now if self._began is None else self._began
+        self._seen_at = now
         listed = {seen.member.worker_id: seen for seen in members}
         for name, seen in listed.items():
             known = self._known.get(name)
@@ -137,15 +140,15 @@ class ReportBuilder:
             times.drains.append(known.at - known.since)
 
     def _forget_ended(self, platform: PlatformState) -> None:
-        """Forget workers that are lost, if the platform says that all others are all there are."""
+        """Forget workers that vanished, if the platform says that the others are all there are."""
         for role, state in platform.roles.items():
-            known = self._of(role)
-            newest = max((each.at for each in known), default=0.0)
-            here = [each for each in known if each.at == newest and each.seen.member.state != "draining"]
-            if len(here) >= state.running:
-                for each in known:
-                    if each.at < newest:
-                        del self._known[each.seen.member.worker_id]
+            gone = [known for known in self._of(role) if known.at < self._seen_at]
+            here = [known for known in self._of(role) if known.at == self._seen_at]
+            if sum(known.seen.member.state != "draining" for known in here) >= state.running:
+                for known in gone:
+                    # An idle worker drains in less time than there is between two looks.
+                    self._times[role].drains.append(self._seen_at - known.at)
+                    del self._known[known.seen.member.worker_id]
 
     def _role(self, role: Role, platform: PlatformState, pinned: Mapping[Role, int]) -> RoleReport:
         startup, drain = self._estimates

@@ -53,6 +53,7 @@ class PlannerService:
     Args:
         platform: what starts and stops the workers.
         name: unique among all planners that ever run.
+        drain_seconds: the longest time that a worker drains, which is expected until one was seen to.
         recorder: gets each report and decision; None records nothing.
     """
 
@@ -63,6 +64,7 @@ class PlannerService:
         client: Redis,
         cluster: str,
         name: str,
+        drain_seconds: float = 30.0,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,7 +79,7 @@ class PlannerService:
         self._clock = clock
         self._lease = Lease(client, cluster, name)
         self._pins = Pins(client, cluster)
-        self._builder = ReportBuilder()
+        self._builder = ReportBuilder(drain_seconds=drain_seconds)
         self._asked: dict[Role, set[int]] = {}
         """Numbers of workers that the platform may want because a planner has asked for them. After a call that failed,
         nobody knows whether it wants the old or the new number."""

@@ -225,7 +225,8 @@ def records(folder: Path) -> list[Path]:
 async def test_a_record_replays_to_the_same_decisions(bench: Bench, tmp_path: Path) -> None:
     planner = Planner(OBJECTIVES)
     recorder = Recorder(tmp_path / "record", 2000, planner)
-    service = PlannerService(planner, bench.platform, bench.client, bench.cluster, "one", recorder, lambda: bench.now)
+    facts = planner, bench.platform, bench.client, bench.cluster, "one"
+    service = PlannerService(*facts, recorder=recorder, clock=lambda: bench.now)
     for _ in range(6):
         await bench.tick(service)
     recorder.close()
