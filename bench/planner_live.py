@@ -3,10 +3,10 @@
     python -m bench.planner_live ~/.cache/paceline/smollm2-135m-instruct --minutes 4 --json /tmp/planner.json
 
 The gateway, Redis and the planner's service are real. Workers (`bench.stand_in`) take the step times of --profile,
-which `paceline profile` writes, or built-in ones. The load goes from long prompts with short answers to short prompts
-with long answers and back, each for --minutes. A request is within its objectives if its first token came in time, and
-95 % of the others in time after the one before. The share of such requests is printed for each minute of arrival. The
-minutes in which the load changes count, too; only those of --warm-up do not.
+which `paceline profile` writes, or built-in ones. The load swings from long prompts with short answers to short prompts
+with long answers and back within --minutes. A request is within its objectives if its first token came in time, and
+95 % of the others in time after the one before. The share of such requests is printed for each minute of arrival. Those
+of --warm-up do not count.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import random
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from bench.load import Outcome, Server, new_file, table
 from bench.services import Process, free_port
-from bench.stand_in import StandIn
+from bench.stand_in import DRAIN_SECONDS, StandIn
 from bench.workloads import FIRST_ID, Request, Workload
 from paceline.core.model_folder import model_digest
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
@@ -34,6 +35,7 @@ from paceline.core.planner.reports import Role
 from paceline.core.step_times import Curve, StepTimes, read_profile
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
+from paceline.services.planner.recording import Recorder
 from paceline.services.planner.service import PlannerService
 from paceline.services.platforms.platform import Ability, PlatformState, RoleState
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
@@ -60,20 +62,23 @@ class Phase(NamedTuple):
     answer: int
 
 
-PROMPTS, ANSWERS = Phase(4.0, 1500, 24), Phase(3.2, 150, 160)
+PROMPTS, ANSWERS = Phase(5.0, 1500, 24), Phase(3.2, 150, 160)
 
 
 def load(minutes: float, seed: int) -> Workload:
-    """Return requests that arrive at random: prompt-heavy, decode-heavy, prompt-heavy. Groups are their minutes."""
+    """Return requests that arrive at random, and that swing from one kind to the other and back. Groups are minutes."""
     draw, requests = random.Random(seed), []
-    for number, phase in enumerate((PROMPTS, ANSWERS, PROMPTS)):
-        at, end = 60 * minutes * number, 60 * minutes * (number + 1)
-        while (at := at + draw.expovariate(phase.rate)) < end:
-            prompt = tuple(
-                draw.choices(range(FIRST_ID, 30_000), k=max(1, round(phase.prompt * draw.uniform(0.5, 1.5))))
-            )
+    at, end = 0.0, 60 * minutes
+    while (at := at + draw.expovariate(PROMPTS.rate + ANSWERS.rate)) < end:
+        share = 0.5 + 0.5 * math.cos(2 * math.pi * at / end)
+        phase, present = (
+            (PROMPTS, share) if draw.random() < PROMPTS.rate / (PROMPTS.rate + ANSWERS.rate) else (ANSWERS, 1 - share)
+        )
+        if draw.random() < present:
+            tokens = max(1, round(phase.prompt * draw.uniform(0.5, 1.5)))
+            prompt = tuple(draw.choices(range(FIRST_ID, 30_000), k=tokens))
             answer = max(2, round(phase.answer * draw.uniform(0.5, 1.5)))
-            requests.append(Request(prompt, answer, f"{at // 60:.0f}", at))
+            requests.append(Request(prompt, answer, str(int(at // 60)), at))
     return Workload("swing", tuple(requests), concurrency=len(requests))
 
 
@@ -194,18 +199,25 @@ async def fleet(
                 await asyncio.to_thread(process.stop)
 
 
-async def measure(model: Path, times: dict[str, StepTimes], workload: Workload, planned: bool) -> Figures:
+async def measure(
+    model: Path, times: dict[str, StepTimes], workload: Workload, planned: bool, record: Path | None = None
+) -> Figures:
     """Send the load to a fleet that the planner scales, or to a static one."""
+    lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         async with fleet(model, times, Path(folder)) as (url, redis, platform), contextlib.AsyncExitStack() as undo:
-            service: PlannerService | None = None
             if planned:
                 limits = {role: RoleLimits(1, BUDGET - 1) for role in ROLES}
                 objectives = Objectives(
                     default=Latency(TTFT, ITL, 0.95), roles=limits, budget=BUDGET, fast_seconds=2.0, slow_seconds=30.0
                 )
                 client = await undo.enter_async_context(contextlib.aclosing(connect(redis)))
-                service = PlannerService(Planner(objectives), platform, client, "bench", "planner")
+                planner = Planner(objectives)
+                recorder = Recorder(record, 1 << 30, planner) if record else None
+                service = PlannerService(planner, platform, client, "bench", "planner", DRAIN_SECONDS, recorder)
+                service.on_decision = lambda: lines.extend(
+                    past.line for past in service.report().decisions[-1:] if past.acted
+                )
                 stop = asyncio.Event()
                 running = asyncio.create_task(service.run(stop))
                 undo.push_async_callback(asyncio.wait, {running})
@@ -215,7 +227,6 @@ async def measure(model: Path, times: dict[str, StepTimes], workload: Workload, 
                 outcomes = await server.run(workload)
             platform._count_devices()
             devices = (platform.device_seconds - used) / (time.monotonic() - began)
-            lines = [] if service is None else [past.line for past in service.report().decisions if past.acted]
     minutes = sorted({outcome.group for outcome in outcomes}, key=int)
     within = {}
     for minute in minutes:
@@ -227,10 +238,11 @@ async def measure(model: Path, times: dict[str, StepTimes], workload: Workload, 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.planner_live", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="Hugging Face folder; only its tokenizer is read")
-    parser.add_argument("--minutes", type=float, default=4.0, help="length of each of the three phases [%(default)s]")
+    parser.add_argument("--minutes", type=float, default=12.0, help="length of the load [%(default)s]")
     parser.add_argument("--warm-up", type=int, default=1, help="minutes at the beginning that do not count")
     parser.add_argument("--profile", type=Path, help="step times, from paceline profile")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", type=new_file, help="file for the planner's reports and decisions")
     parser.add_argument("--only", choices=("planner", "static"), help="measure only one of the fleets")
     parser.add_argument("--json", type=new_file, help="file for all figures")
     options = parser.parse_args()
@@ -240,7 +252,9 @@ def main() -> int:
         times = {"prefill": profile.prefill.steps, "decode": profile.decode.steps}
     workload = load(options.minutes, options.seed)
     names = [options.only] if options.only else ["planner", "static"]
-    figures = {name: asyncio.run(measure(options.model, times, workload, name == "planner")) for name in names}
+    figures = {
+        name: asyncio.run(measure(options.model, times, workload, name == "planner", options.record)) for name in names
+    }
     minutes = list(next(iter(figures.values())).within)
     rows = [[minute, *(f"{100 * own.within[minute]:.1f}" for own in figures.values())] for minute in minutes]
     rows.append(["devices", *(f"{own.devices:.2f}" for own in figures.values())])

@@ -194,9 +194,10 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
             cached = _cached_tokens(work)
             admitted = worker_pb2.Admitted(key=work.key, cached_tokens=cached)
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
-            command = await anext(commands)
+            if (then := await anext(commands, None)) is None:
+                raise asyncio.CancelledError  # the gateway has cancelled the call
             position = len(work.token_ids) - work.prompt_tokens
-            if command.HasField("handoff"):
+            if then.HasField("handoff"):
                 position += 1
             else:
                 await self._compute_prompt(work, cached)
