@@ -6,11 +6,11 @@
 Workers are stand-ins, whose steps take as long as a formula says (`bench.planner_fleet`). The load goes from documents
 (long prompts, short answers) to chats (short prompts, long answers) and back. A request is within its objectives if its
 first token came in time, and if 95 % of its tokens came in time after the one before. The figure is the share of such
-requests among those that arrived in a minute: the least of all minutes after the warm-up, and the share of all requests.
+requests among those that arrived in a minute: the least of all minutes after the warm-up, and the share of all.
 
-llm-d's law: for each role, s is the mean of 45 s of min(2, P90 / objective), TTFT for prefill and TPOT for decode. Above
-0.55 the role grows by ceil(n * (s / 0.55 * ready / n - 1)), below 0.40 it shrinks by floor(n * (1 - s / 0.40)); at most
-100 % or 4 workers more in 60 s, and one less in 120 s.
+For each role, llm-d's law takes s, the mean of 45 s of min(2, P90 / objective), of TTFT or TPOT. Above
+0.55, the role grows by ceil(n * (s / 0.55 * ready / n - 1)). Below 0.40, it shrinks by floor(n * (1 - s / 0.40)). It
+grows by at most 100 % or 4 workers in 60 s, and shrinks by at most one in 120 s.
 """
 
 from __future__ import annotations

@@ -289,7 +289,10 @@ class Fleet:
         names = {each.name for each in (*self._started, *self._finished, *self.waiting)} | self._traffic.keys()
         traffic = {name: self._class(name, seconds) for name in sorted(names)}
         self._traffic, self._started, self._finished = {}, [], []
-        roles = {role: RoleReport(count, None, STARTUP, DRAIN, FLIP) for role, count in self.wanted.items()}
+        roles = {
+            role: RoleReport(count, startup_seconds=STARTUP, drain_seconds=DRAIN, flip_seconds=FLIP)
+            for role, count in self.wanted.items()
+        }
         workers = tuple(self._worker(each) for each in self.workers)
         return Report(self.at, str(self._revision), workers, roles, traffic)
 

@@ -35,7 +35,7 @@ from paceline.core.planner.reports import Role
 from paceline.core.step_times import Curve, StepTimes, read_profile
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
-from paceline.services.planner.recording import Recorder
+from paceline.services.planner.recording import RecordFile
 from paceline.services.planner.service import PlannerService
 from paceline.services.platforms.platform import Ability, PlatformState, RoleState
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
@@ -213,8 +213,8 @@ async def measure(
                 )
                 client = await undo.enter_async_context(contextlib.aclosing(connect(redis)))
                 planner = Planner(objectives)
-                recorder = Recorder(record, 1 << 30, planner) if record else None
-                service = PlannerService(planner, platform, client, "bench", "planner", DRAIN_SECONDS, recorder)
+                kept = RecordFile(record, 1 << 30, planner) if record else None
+                service = PlannerService(planner, platform, client, "bench", "planner", DRAIN_SECONDS, kept)
                 service.on_decision = lambda: lines.extend(
                     past.line for past in service.report().decisions[-1:] if past.acted
                 )

@@ -1,7 +1,7 @@
 """Try everything that may happen to a small fleet: `python -m tests.proof.planner_explore SETUP --faults N`.
 
-A run is a sequence of ticks. In each tick nothing goes wrong, or one of all faults does, up to their number. Every run is
-tried. After the last tick nothing goes wrong any more, and the fleet must come to rest.
+A run is a sequence of ticks. In each tick nothing goes wrong, or one of all faults does, up to their number. Every run
+is tried. After the last tick nothing goes wrong any more, and the fleet must come to rest.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def main() -> None:
     for name in arguments.setup or SETUPS:
         began = time.monotonic()
         setup = SETUPS[name]
-        explorer = Explorer(
-            dataclasses.replace(setup, faults=arguments.faults, ticks=arguments.ticks or setup.ticks)
-        )
+        explorer = Explorer(dataclasses.replace(setup, faults=arguments.faults, ticks=arguments.ticks or setup.ticks))
         explorer.run()
         seconds = time.monotonic() - began
         print(f"{name}: {explorer.runs:,} runs, {explorer.decisions:,} ticks, {seconds:.0f} s", flush=True)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.reports import Report, Role
-from tests.proof.planner_world import SETTLE, TICK, World, apply
+from tests.proof.planner_world import (
+    CHUNK,
+    CHUNK_SECONDS,
+    ENCODE_SECONDS,
+    ENCODED,
+    SETTLE,
+    TICK,
+    World,
+    apply,
+    step_seconds,
+)
 from tests.proof.world import Violation
 
 
@@ -13,6 +25,7 @@ def check_decision(world: World, which: int, seen: Report, decision: Decision) -
     if decision.expects != seen.revision or not decision.line or "\n" in decision.line:
         raise Violation("the decision does not say what it was made from, or why")
     _check_wanted(seen, decision)
+    _check_pauses(seen, decision)
     _check_streams(world, seen, decision)
     _check_lost(world, which, seen, decision)
     _check_edits(seen, decision)
@@ -56,6 +69,15 @@ def _check_wanted(seen: Report, decision: Decision) -> None:
     for role in changed:
         if len({isinstance(action, Add) for action in decision.actions if getattr(action, "role", "") == role}) > 1:
             raise Violation(f"{role} grows and shrinks in one decision")
+
+
+def _check_pauses(seen: Report, decision: Decision) -> None:
+    """A role does not shrink while workers of it drain, unless their drain does not end."""
+    for action in _leaving(decision):
+        for each in seen.workers:
+            recent = each.state_seconds < 3 * seen.roles[each.role].drain_seconds
+            if each.role == action.role and each.state == "draining" and recent:
+                raise Violation(f"{each.worker} still drains: {decision.line}")
 
 
 def _check_streams(world: World, seen: Report, decision: Decision) -> None:
@@ -106,9 +128,9 @@ def _check_limits(world: World, seen: Report, decision: Decision) -> None:
     wanted = {role: each.wanted for role, each in seen.roles.items()}
     for role, count in decision.wanted.items():
         limits = objectives.limits(role)
-        if seen.roles[role].pinned is None and count != wanted[role]:
-            if count > max(limits.most, wanted[role]) or count < min(limits.least, wanted[role]):
-                raise Violation(f"{role} must have {limits.least} to {limits.most} workers: {decision.line}")
+        is_free = seen.roles[role].pinned is None and count != wanted[role]
+        if is_free and not min(limits.least, wanted[role]) <= count <= max(limits.most, wanted[role]):
+            raise Violation(f"{role} must have {limits.least} to {limits.most} workers: {decision.line}")
     if objectives.budget is None:
         return
     used = sum(count * objectives.limits(role).devices for role, count in decision.wanted.items())
@@ -124,7 +146,12 @@ def _check_wake(world: World, seen: Report, decision: Decision) -> None:
     fresh = seen.traffic_age <= world.setup.objectives.stale_seconds
     waiting = sum(each.waiting for each in seen.traffic.values())
     newest = "not newer" not in decision.line
-    if waiting and fresh and newest and decode.pinned is None and not decode.wanted and not decision.wanted["decode"]:
+    limits, budget = world.setup.objectives.limits("decode"), world.setup.objectives.budget
+    used = sum(each.wanted * world.setup.objectives.limits(role).devices for role, each in seen.roles.items())
+    used += sum(each.state == "draining" for each in seen.workers)
+    if decode.pinned is not None or not limits.most or (budget is not None and used + limits.devices > budget):
+        return
+    if waiting and fresh and newest and not decode.wanted and not decision.wanted["decode"]:
         raise Violation(f"{waiting} requests wait, and nobody is woken: {decision.line}")
 
 
@@ -135,12 +162,27 @@ def _check_reversal(world: World, role: Role) -> None:
         return
     first, second = changes[-2:]
     soon = (second.tick - first.tick) * TICK < SETTLE
-    if first.grows != second.grows and soon and world.load_since <= first.tick:
+    if first.grows != second.grows and soon and world.load_since < first.tick:
         raise Violation(f"{role} goes back after {(second.tick - first.tick) * TICK:.0f} s under constant load")
+
+
+def check_fits(world: World) -> None:
+    """Check that the planner knows how long steps take, although the first steps of every worker are slow."""
+    truth = {"prefill": (CHUNK, CHUNK, CHUNK_SECONDS), "encode": (ENCODED, ENCODED, ENCODE_SECONDS)}
+    for role, (tokens, context, seconds) in truth.items():
+        times = world.planners[0].role(role).times  # type: ignore[arg-type]
+        if times is not None and not 0.8 < times.seconds(tokens, context) / seconds < 1.25:
+            raise Violation(
+                f"the planner believes that a step takes {times.seconds(tokens, context):.2f} s, not {seconds}"
+            )
+    times = world.planners[0].role("decode").times
+    if times is not None and times.seconds(8, 2400) > 1.5 * step_seconds(8):
+        raise Violation(f"the planner believes that a step takes {times.seconds(8, 2400):.3f} s")
 
 
 def check_rest(world: World, lines: list[str]) -> None:
     """Check a world in which nothing has gone wrong for long: the fleet fits its load, and has come to rest."""
+    check_fits(world)
     served = not world.pinned and all(each.left < 1000 for each in world.workers)
     if any(world.waiting.values()) and served:
         raise Violation(f"requests still wait: {world.waiting}, {lines[-1]}")
@@ -152,5 +194,7 @@ def check_rest(world: World, lines: list[str]) -> None:
     for role, pin in world.pinned.items():
         if world.wanted[role] != pin:
             raise Violation(f"a person wants {pin} {role} workers, there are {world.wanted[role]}")
-    if any(change.tick > world.tick - 6 for changes in world.changes.values() for change in changes):
-        raise Violation(f"the fleet never comes to rest: {world.changes}")
+    for role, changes in world.changes.items():
+        recent = [change.grows for change in changes if change.tick > world.tick - 30]
+        if sum(first != second for first, second in itertools.pairwise(recent)) > 2:
+            raise Violation(f"{role} goes up and down for ever: {changes}")

@@ -31,7 +31,7 @@ class Move:
     act: Callable[..., None] | None = None
     arguments: tuple[Any, ...] = ()
     route: str = ""
-    """One of "lost", "old", "unapplied", "late", or "second": what happens to the report or the decision of this tick."""
+    """One of "lost", "old", "unapplied", "late", or "second", or empty: the way of this tick's report and decision."""
 
     def __str__(self) -> str:
         return " ".join((self.name, *map(str, self.arguments)))

@@ -17,11 +17,14 @@ from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role, RoleReport, State, Steps, Traffic, WorkerReport
 
 TICK = 5.0
-STARTUP, DRAIN, FLIP = 2, 1, 1
+STARTUP, DRAIN, FLIP = 2, 2, 1
 """Ticks that these take, if nothing goes wrong."""
 SETTLE = (STARTUP + DRAIN) * TICK
 MAX_SEQS = 20
 CHUNK, CHUNK_SECONDS = 1000, 0.25
+ENCODED, ENCODE_SECONDS = 256, 0.2
+COLD_TICKS, COLD = 2, 10.0
+"""The steps of a worker take this many times as long in its first ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,10 @@ class Kind:
     prompt: int
     answer: int
     ticks: int
+    media: int = 0
 
 
-KINDS = {"documents": Kind(4000, 50, 1), "chats": Kind(100, 400, 3)}
+KINDS = {"documents": Kind(4000, 50, 1), "chats": Kind(100, 400, 3), "pictures": Kind(600, 100, 2, media=1)}
 
 Load = Mapping[str, int]
 """Requests of each class that arrive in a tick."""
@@ -192,23 +196,23 @@ def _reconcile(world: World) -> None:
 def report(world: World, later: float = 0.0) -> Report:
     """Return what the services of this world report now, or some seconds later if nothing happens until then."""
     objectives = world.setup.objectives
-    roles = {
-        role: RoleReport(count, world.pinned.get(role), STARTUP * TICK, DRAIN * TICK, FLIP * TICK)
-        for role, count in world.wanted.items()
-    }
+    roles = {role: _describe_role(world, role, later) for role in world.wanted}
     per_worker = world.streams / max(1, len(world.of("decode")))
     itl = Distribution()
     itl.add(step_seconds(per_worker), max(1, world.streams))
     waits = world.prompts / (max(1, len(world.of("prefill"))) * CHUNK / CHUNK_SECONDS)
     traffic = {}
-    for name in KINDS:
-        kind, arrived = KINDS[name], world.arrived.get(name, 0)
+    for name, kind in KINDS.items():
+        arrived = world.arrived.get(name, 0)
+        if not arrived and name not in world.waiting:
+            continue
         waiting = world.waiting.get(name, 0)
         traffic[name] = Traffic(
             TICK,
             arrivals=arrived,
             finished=arrived,
             waiting=waiting,
+            media_items=arrived * kind.media,
             oldest_wait=TICK if waiting else 0.0,
             prompt_tokens=_constant(kind.prompt, arrived),
             answer_tokens=_constant(kind.answer, arrived),
@@ -228,16 +232,33 @@ def report(world: World, later: float = 0.0) -> Report:
     )
 
 
+def _describe_role(world: World, role: Role, later: float) -> RoleReport:
+    ago: dict[bool, float] = {
+        change.grows: (world.tick - change.tick) * TICK + later for change in world.changes.get(role, ())
+    }
+    return RoleReport(
+        world.wanted[role],
+        world.pinned.get(role),
+        ago.get(True),
+        ago.get(False),
+        STARTUP * TICK,
+        DRAIN * TICK,
+        FLIP * TICK,
+    )
+
+
 def _describe(world: World, worker: Worker, objectives: Objectives) -> WorkerReport:
     running, steps = 0, ()
     ready = [each.name for each in world.of(worker.role)]
+    cold = COLD if worker.ticks < COLD_TICKS else 1.0
     if worker.state == "ready" and worker.role == "decode":
         place = ready.index(worker.name)
         running = world.streams // len(ready) + (place < world.streams % len(ready))
-        steps = (Steps(running, running * 300.0, _constant(step_seconds(running), 100)),) if running else ()
-    elif worker.state == "ready" and worker.role == "prefill" and sum(world.arrived.values()):
-        steps = (Steps(CHUNK, CHUNK, _constant(CHUNK_SECONDS, 10)),)
-    others: tuple[Role, ...] = ("prefill", "decode") if objectives.flips else ()
+        steps = (Steps(running, running * 300.0, _constant(cold * step_seconds(running), 100)),) if running else ()
+    elif worker.state == "ready" and sum(world.arrived.values()):
+        tokens, seconds = (CHUNK, CHUNK_SECONDS) if worker.role == "prefill" else (ENCODED, ENCODE_SECONDS)
+        steps = (Steps(tokens, tokens, _constant(cold * seconds, 10)),)
+    others: tuple[Role, ...] = ("prefill", "decode", "encode") if objectives.flips else ()
     return WorkerReport(
         worker.name,
         worker.role,
@@ -245,7 +266,7 @@ def _describe(world: World, worker: Worker, objectives: Objectives) -> WorkerRep
         state_seconds=worker.ticks * TICK,
         age=worker.silent * TICK,
         running=running,
-        queued_tokens=round(world.prompts / max(1, len(ready))) if worker.role == "prefill" and running == 0 else 0,
+        queued_tokens=round(world.prompts / max(1, len(ready))) if worker.role == "prefill" else 0,
         max_seqs=MAX_SEQS,
         kv_pressure=running / MAX_SEQS,
         flips_to=tuple(role for role in others if role != worker.role),

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.services.planner.recording import replay
+from paceline.services.planner.recording import replay_file
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.stack.processes import Stack, serve
 from tests.tiny_checkpoints import write_tiny
@@ -92,6 +92,6 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back(planned: tuple[Stack
         await wait_for_decode(client, 0, 1)
         metrics = (await client.get("/metrics")).text
     assert 'paceline:planner_decisions_total{action="add"' in metrics
-    replayed = list(replay(record))
+    replayed = list(replay_file(record))
     assert replayed
-    assert not [each for each in replayed if each.differs]
+    assert not [each for each in replayed if not each.same]

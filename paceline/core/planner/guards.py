@@ -8,6 +8,10 @@ from paceline.core.planner.memory import STUCK, Change, is_fresh, missing, settl
 from paceline.core.planner.needs import Outlook
 from paceline.core.planner.reports import Role, WorkerReport
 
+_MOST_RELAPSES = 6
+"""Each relapse doubles the time before a role shrinks again, up to this number. So two planners with different memories
+cannot go on undoing each other's changes, and a fleet between two sizes comes to rest at the larger one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Guards:
@@ -21,7 +25,7 @@ class Guards:
         is_ordered = seen.pinned is not None or seen.wanted < self.outlook.objectives.limits(role).least
         if is_ordered or (self.outlook.waiting and not seen.wanted):
             return ""
-        return self._reversal(role, self.outlook.state.role(role).shrunk)
+        return self._reversal(role, self.outlook.state.role(role).shrunk, 1.0)
 
     def shrinking(self, role: Role) -> str:
         """Return why a role must not shrink, by a drain or by a flip; empty if it may."""
@@ -34,7 +38,8 @@ class Guards:
             return ""
         if (left := settle_seconds(report.roles[role]) - (report.at - state.since)) > 0:
             return f"it has been watched too shortly, {left:.0f} s are left"
-        return self._reversal(role, state.role(role).grown)
+        memory = state.role(role)
+        return self._reversal(role, memory.grown, 2.0 ** min(memory.relapses, _MOST_RELAPSES))
 
     def leaving(self, worker: WorkerReport, others: list[WorkerReport]) -> str:
         """Return why this worker must not leave its role if `others` are those that stay; empty if it may.
@@ -75,13 +80,17 @@ class Guards:
         seen = self.outlook.report.roles[role]
         return since is not None and self.outlook.report.at - since >= STUCK * seen.startup_seconds
 
-    def _reversal(self, role: Role, change: Change | None) -> str:
-        """Return why the change must not be reversed yet; empty if it was long ago, or if the load has changed."""
+    def _reversal(self, role: Role, change: Change | None, patience: float) -> str:
+        """Return why the change must not be reversed yet; empty if it was long ago, or if the load has changed.
+
+        Args:
+            patience: factor on the time that counts as long.
+        """
         if change is None:
             return ""
         age = self.outlook.report.at - change.at
-        quiet = settle_seconds(self.outlook.report.roles[role])
+        quiet = patience * settle_seconds(self.outlook.report.roles[role])
         load = self.outlook.state.load
-        if age >= quiet or (load is not None and load.differs(change.load, role)):
+        if age >= quiet or (load is not None and change.load is not None and load.differs(change.load, role)):
             return ""
         return f"the last change of {role} is {age:.0f} s old, and the load is the same"

@@ -80,9 +80,12 @@ class Series:
         return replace(self, level=level, trend=trend, values=self.values + 1)
 
     def forecast(self, intervals: float) -> float:
-        """Return the value expected after this many intervals."""
+        """Return the value to be ready for after this many intervals.
+
+        A falling trend is not continued. The fleet shrinks when the load has fallen, and not before.
+        """
         reach: float = _DAMPED * (1 - _DAMPED**intervals) / (1 - _DAMPED)
-        return max(0.0, self.level + reach * self.trend)
+        return self.level + reach * max(0.0, self.trend)
 
     def caution(self) -> float:
         """Return how far values have been above their forecasts lately, at the 90th percentile."""

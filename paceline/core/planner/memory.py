@@ -21,7 +21,8 @@ class Change:
     """A change of the number of workers of a role that somebody other than a person made."""
 
     at: float
-    load: Sample
+    load: Sample | None
+    """The load of that time; None if this planner has not seen the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class RoleMemory:
     """The platform's target in the last report."""
     grown: Change | None = None
     shrunk: Change | None = None
+    relapses: int = 0
+    """How often the role had to grow again after it had shrunk, under the same load."""
     short_since: float | None = None
     """Since when fewer workers are ready than wanted."""
     targets: tuple[tuple[float, int], ...] = ()
@@ -42,7 +45,7 @@ class RoleMemory:
     """Factor on the load, learned from objectives that were missed although the workers seemed to be enough."""
     fit: StepFit = field(default_factory=StepFit)
     times: StepTimes | None = None
-    """The step times that `fit` gives; None if too little is known."""
+    """The step times that `fit` gave at the newest forecast; None if too little is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,9 @@ def observe(state: PlannerState, report: Report, objectives: Objectives) -> Plan
         busy_at=report.at if busy else state.busy_at,
         load=load,
         classes=classes,
-        roles={role: _observe_role(state.role(role), role, report, before) for role in report.roles},
+        roles={
+            role: _observe_role(state.role(role), role, report, None if was_away else before) for role in report.roles
+        },
     )
 
 
@@ -121,28 +126,51 @@ def _has_requests(report: Report) -> bool:
     )
 
 
-def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample) -> RoleMemory:
+def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample | None) -> RoleMemory:
+    """Return the memory of a role after a report.
+
+    Args:
+        before: the load at the report before; None if this planner has missed reports.
+    """
     seen = report.roles[role]
     workers = [each for each in report.workers if each.role == role]
     fit, times = memory.fit, memory.times
     for worker in workers:
         if worker.steps and worker.state == "ready" and worker.state_seconds >= WARM_SECONDS:
             fit = fit.observe(worker.steps)
-    if fit is not memory.fit:
+    if times is None and fit is not memory.fit:
         times = fit.times()
-    change = Change(report.at, before)
-    by_planner = memory.wanted is not None and seen.pinned is None
     ready = sum(each.state == "ready" for each in workers)
+    grown = _last_change(memory.grown, before, report.at, seen, memory.wanted, 1)
     return replace(
         memory,
         wanted=seen.wanted,
-        grown=change if by_planner and seen.wanted > (memory.wanted or 0) else memory.grown,
-        shrunk=change if by_planner and seen.wanted < (memory.wanted or 0) else memory.shrunk,
+        grown=grown,
+        shrunk=_last_change(memory.shrunk, before, report.at, seen, memory.wanted, -1),
+        relapses=memory.relapses if grown is memory.grown else _relapses(memory, before, role),
         short_since=None if ready >= seen.wanted else memory.short_since or report.at,
         targets=tuple(each for each in memory.targets if each[0] >= report.at - settle_seconds(seen)),
         fit=fit,
         times=times,
     )
+
+
+def _last_change(
+    known: Change | None, before: Sample | None, at: float, seen: RoleReport, wanted: int | None, sign: int
+) -> Change | None:
+    """Return the newest change of a role in one direction, 1 for growth and -1 for the opposite."""
+    if before is None:
+        ago = seen.grown_seconds if sign > 0 else seen.shrunk_seconds
+        return known if ago is None else Change(at - ago, None)
+    has_changed = wanted is not None and sign * (seen.wanted - wanted) > 0 and seen.pinned is None
+    return Change(at, before) if has_changed else known
+
+
+def _relapses(memory: RoleMemory, load: Sample | None, role: Role) -> int:
+    """Return the number of relapses after the role has grown under this load."""
+    if memory.shrunk is None or load is None or memory.shrunk.load is None:
+        return memory.relapses
+    return 0 if load.differs(memory.shrunk.load, role) else memory.relapses + 1
 
 
 def settle_seconds(seen: RoleReport) -> float:

@@ -44,7 +44,7 @@ class Moves:
             self._add(role, expected)
 
     def _flip_into(self, role: Role, lack: int) -> int:
-        """Flip workers of other roles into this one. Return how many more could come soon in this way."""
+        """Flip workers of other roles into this one. Return how many more will come soon in this way."""
         if self._refuses(self._guards.growing(role), role, "grow"):
             return 0
         soon = 0
@@ -52,7 +52,11 @@ class Moves:
             surplus = min(lack, self.wanted[source] - self.targets[source])
             if source == role or surplus <= 0 or not self._can_flip(source, role):
                 continue
-            ready = min(surplus, self.wanted[source] - self._highest(source, _FLIP_REPORTS))
+            if self._refuses(self._guards.shrinking(source), source, "shrink"):
+                continue
+            # Nothing is served without any worker of a role, so that there is no time to watch.
+            sure = self.wanted[source] - self._highest(source, _FLIP_REPORTS) if self.wanted[role] else surplus
+            ready = min(surplus, sure)
             soon += surplus
             for _ in range(max(0, ready)):
                 worker = self._victim(source, role)

@@ -78,7 +78,7 @@ def assess(outlook: Outlook) -> dict[Role, Need]:
 
 
 def _assess(role: Role, outlook: Outlook) -> Need:
-    seen, memory = outlook.report.roles[role], outlook.state.role(role)
+    memory = outlook.state.role(role)
     if outlook.is_idle:
         return Need(0, 0, "no requests")
     if role == "encode" and not any(each.demand.media_rate > 1e-6 for each in outlook.now()):
@@ -98,7 +98,7 @@ def _assess(role: Role, outlook: Outlook) -> Need:
         work = math.fsum(each.demand.work(role) for each in classes)
         why = f"{work:,.0f} tokens/s" if role != "encode" else f"{work:,.1f} media inputs/s"
     boosted = f", x{memory.boost:.2f} for missed objectives" if memory.boost > 1.005 else ""
-    return Need(least, most, f"{why}{boosted} {'needs' if seen.wanted != least else 'still needs'} {least}")
+    return Need(least, most, f"{why}{boosted} needs {least}")
 
 
 def _unmeasured(role: Role, outlook: Outlook) -> Need:
@@ -178,12 +178,15 @@ def look_ahead(outlook: Outlook) -> PlannerState:
     late = _late(later)
     roles: dict[Role, RoleMemory] = {}
     for role, seen in outlook.report.roles.items():
-        memory, times = state.role(role), state.role(role).times
+        memory = state.role(role)
+        times = memory.fit.times()
         floor = 0.0 if times is None else _by_load(role, expected, times, later, memory.boost)
         boost = memory.boost * _CALM
         if role in late and _is_settled(role, outlook) and floor <= seen.wanted:
             boost = memory.boost * _BOOST
-        roles[role] = replace(memory, floor=math.ceil(floor - 1e-6), boost=min(max(boost, 1.0), _MOST_BOOST))
+        roles[role] = replace(
+            memory, times=times, floor=math.ceil(floor - 1e-6), boost=min(max(boost, 1.0), _MOST_BOOST)
+        )
     return state.with_roles(roles)
 
 

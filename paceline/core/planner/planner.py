@@ -1,17 +1,18 @@
 """The planner: from reports and objectives to decisions. It does no I/O and reads no clock.
 
-A fast loop compares what the present load needs with what there is. Above it, a slow loop forecasts the load. The answer
-of the slow loop is the least that the fast loop may choose.
+A fast loop compares what the present load needs with what there is. Above it, a slow loop forecasts the load. Its
+answer is the least that the fast loop may choose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.core.planner.actions import Action, Decision, Flip, Hold
 from paceline.core.planner.memory import PlannerState, observe
 from paceline.core.planner.moves import Moves
-from paceline.core.planner.needs import Outlook, assess, look_ahead
+from paceline.core.planner.needs import Need, Outlook, assess, look_ahead
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role
 from paceline.core.planner.sizing import size
@@ -50,8 +51,7 @@ class Planner:
         self.state = outlook.state
         moves = Moves(outlook, needs, targets)
         moves.choose()
-        held = moves.held or [f"{role}: {need.reason}" for role, need in needs.items() if report.roles[role].wanted]
-        return self._decision(report, moves.actions, held or ["no requests"])
+        return self._decision(report, moves.actions, moves.held or _describe_all(needs, targets, report))
 
     def _decision(self, report: Report, actions: list[Action], held: list[str]) -> Decision:
         wanted = {role: seen.wanted for role, seen in report.roles.items()}
@@ -72,6 +72,15 @@ def _remember(state: PlannerState, report: Report, targets: dict[Role, int]) -> 
     return state.with_roles(
         {role: replace(roles[role], targets=(*roles[role].targets, (report.at, targets[role]))) for role in targets}
     )
+
+
+def _describe_all(needs: Mapping[Role, Need], targets: Mapping[Role, int], report: Report) -> list[str]:
+    """Return the state of every role, for a decision that changes nothing."""
+    lines = []
+    for role, need in needs.items():
+        short = f", and has devices for {targets[role]}" if targets[role] < need.least else ""
+        lines.append(f"{role} has {report.roles[role].wanted}: {need.reason}{short}")
+    return lines
 
 
 def _describe(action: Action, report: Report) -> str:

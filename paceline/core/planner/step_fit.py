@@ -1,8 +1,8 @@
 """Step times, learned from the steps that the workers of a role have computed. No worker is profiled for it.
 
-Slow first steps of cold workers must not spoil a fit. Three things prevent this: steps of workers that have just started
-are not observed (`memory.py`), each worker contributes a median and not a mean, and of the medians of one load only the
-median of the newest ones counts.
+Slow first steps of cold workers must not spoil a fit. Three things prevent this: steps of workers that have just
+started are not observed (`memory.py`), each worker contributes a median and not a mean, and of the medians of one load
+only the median of the newest ones counts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paceline.core.planner.reports import Steps
 
 _KEPT = 31
 """Observations that are kept of each load. A minority of outliers does not move their median."""
-_ENOUGH = 3
-"""Observations of a load before it counts."""
+_ENOUGH = 5
+"""Observations, of all loads together, from which step times are known."""
 _BEYOND = 1.5
 """Step times are believed up to this multiple of the largest load that was observed."""
 
@@ -79,8 +79,8 @@ class StepFit:
 
     def times(self) -> StepTimes | None:
         """Return the step times that fit best; None if too little was observed."""
-        known = [each for each in self.loads.values() if len(each.seconds) >= _ENOUGH]
-        if not known:
+        known = list(self.loads.values())
+        if sum(len(each.seconds) for each in known) < _ENOUGH:
             return None
         fixed, per_token, per_context = _fit(known)
         return StepTimes(fixed, per_token, per_context, max(each.tokens for each in known))
@@ -98,7 +98,7 @@ def _middle(each: Observed) -> float:
 def _fit(known: Sequence[Observed]) -> tuple[float, float, float]:
     """Return the coefficients, none of them negative, with the least sum of squared relative errors.
 
-    Three coefficients leave seven choices of those that are not 0. Each choice is solved exactly.
+    An error is relative to the measured time, so that a load of which only slow steps were seen counts little. Three coefficients leave seven choices of those that are not 0. Each choice is solved exactly.
     """
     rows, right = [], []
     for each in known:

@@ -18,7 +18,7 @@ from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
-from paceline.services.planner.recording import Recorder, replay
+from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.role_teller import RoleTeller
 from paceline.services.planner.service import PlannerService
 from paceline.services.platforms.platform import Platform
@@ -33,7 +33,7 @@ async def run(config: PlannerConfig) -> None:
         return
     stop = stop_on_signals()
     planner = Planner(config.objectives(_latencies(config)))
-    recorder = Recorder(Path(config.record), parse_bytes(config.record_size), planner) if config.record else None
+    record = RecordFile(Path(config.record), parse_bytes(config.record_size), planner) if config.record else None
     name = unique_name("planner")
     async with AsyncExitStack() as undo:
         client = connect(config.redis)
@@ -45,7 +45,7 @@ async def run(config: PlannerConfig) -> None:
         undo.push_async_callback(server.close, 0)
         address = reachable_address(config, server.bind())
         await server.start()
-        service = PlannerService(planner, platform, client, config.cluster, name, config.drain_seconds, recorder)
+        service = PlannerService(planner, platform, client, config.cluster, name, config.drain_seconds, record)
         epoch = time.time_ns()
 
         def describe() -> Member:
@@ -97,11 +97,11 @@ def _latencies(config: PlannerConfig) -> dict[str, Latency]:
 def _replay(path: Path) -> None:
     """Print the decisions of a record that differ now. Raises PacelineError if there are any."""
     decisions = differing = 0
-    for each in replay(path):
+    for each in replay_file(path):
         decisions += 1
-        if each.differs:
+        if not each.same:
             differing += 1
-            print(f"at {each.recorded.at:.1f} s: recorded: {each.recorded.line}\n{'':>12}now: {each.made.line}")
+            print(f"line {each.line}: recorded: {each.recorded.line}\n{'':>10}now: {each.decided.line}")
     if differing:
         raise PacelineError(f"{differing} of {decisions} decisions differ from the record")
     print(f"all {decisions} decisions are as recorded")

@@ -25,7 +25,7 @@ from paceline.services.common.pins import Pins
 from paceline.services.common.registry import read_ages, read_members
 from paceline.services.planner.lease import Lease
 from paceline.services.planner.metrics import PlannerMetrics
-from paceline.services.planner.recording import Recorder
+from paceline.services.planner.recording import RecordFile
 from paceline.services.planner.reports import ReportBuilder, Seen, revision_of
 from paceline.services.platforms.platform import Platform, PlatformState
 
@@ -54,7 +54,7 @@ class PlannerService:
         platform: what starts and stops the workers.
         name: unique among all planners that ever run.
         drain_seconds: the longest time that a worker drains, which is expected until one was seen to.
-        recorder: gets each report and decision; None records nothing.
+        record: the planner's record; None records nothing.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PlannerService:
         cluster: str,
         name: str,
         drain_seconds: float = 30.0,
-        recorder: Recorder | None = None,
+        record: RecordFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.metrics = PlannerMetrics()
@@ -75,7 +75,7 @@ class PlannerService:
         self._platform = platform
         self._client = client
         self._cluster = cluster
-        self._recorder = recorder
+        self._record = record
         self._clock = clock
         self._lease = Lease(client, cluster, name)
         self._pins = Pins(client, cluster)
@@ -99,8 +99,8 @@ class PlannerService:
                         await stop.wait()
         finally:
             await self._lease.release()
-            if self._recorder is not None:
-                self._recorder.close()
+            if self._record is not None:
+                self._record.close()
 
     async def tick(self) -> None:
         """Look at the fleet, and decide if it is time. If Redis or the platform does not answer, nothing happens."""
@@ -148,9 +148,7 @@ class PlannerService:
             await self._note_edits(state)
         pinned = dict(self._pins.now)
         report = self._builder.report(now, state, pinned, "flip" in self._platform.abilities)
-        decision = self._planner.decide(report)
-        if self._recorder is not None:
-            self._recorder.write(report, decision)
+        decision = (self._record or self._planner).decide(report)
         self.metrics.count(decision)
         self.metrics.pinned, self.metrics.report_age = len(pinned), report.traffic_age
         acted = False

@@ -20,7 +20,7 @@ from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.planner.lease import Lease
-from paceline.services.planner.recording import Recorder, replay
+from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.service import PlannerService
 from paceline.services.platforms.platform import Ability, PlatformState, RoleState
 
@@ -224,17 +224,17 @@ def records(folder: Path) -> list[Path]:
 
 async def test_a_record_replays_to_the_same_decisions(bench: Bench, tmp_path: Path) -> None:
     planner = Planner(OBJECTIVES)
-    recorder = Recorder(tmp_path / "record", 2000, planner)
+    record = RecordFile(tmp_path / "record", 2000, planner)
     facts = planner, bench.platform, bench.client, bench.cluster, "one"
-    service = PlannerService(*facts, recorder=recorder, clock=lambda: bench.now)
+    service = PlannerService(*facts, record=record, clock=lambda: bench.now)
     for _ in range(6):
         await bench.tick(service)
-    recorder.close()
+    record.close()
     files = records(tmp_path)
     assert len(files) > 1  # it was rotated, and each file replays on its own
-    replayed = [each for file in files for each in replay(file)]
+    replayed = [each for file in files for each in replay_file(file)]
     assert replayed
-    assert not any(each.differs for each in replayed)
+    assert all(each.same for each in replayed)
     (tmp_path / "nonsense").write_text("not a record\n")
     with pytest.raises(ConfigError, match="no record of a planner: line 1"):
-        list(replay(tmp_path / "nonsense"))
+        list(replay_file(tmp_path / "nonsense"))
