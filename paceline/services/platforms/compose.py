@@ -59,7 +59,7 @@ class Container:
     @staticmethod
     def of(listed: Json) -> Container:
         number = str(listed["Labels"].get(NUMBER, "0"))
-        runs = listed["State"] in ("running", "restarting", "paused", "created")
+        runs = listed["State"] in ("running", "restarting", "paused")
         return Container(listed["Id"], int(number) if number.isdigit() else 0, runs)
 
     def serves_as(self, worker_id: str) -> bool:
@@ -204,5 +204,9 @@ def copied_config(found: Json, number: int) -> Json:
     if config.get("Hostname") and found["Id"].startswith(config["Hostname"]):
         del config["Hostname"]  # the engine chose it; the copy gets its own
     service = config["Labels"][SERVICE]
-    networks = {name: {"Aliases": [service]} for name in found["NetworkSettings"]["Networks"]}
+    # Networks of the engine itself, such as "none", take no aliases.
+    networks = {
+        name: {"Aliases": [service]} if service in (own.get("Aliases") or ()) else {}
+        for name, own in found["NetworkSettings"]["Networks"].items()
+    }
     return {**config, "HostConfig": found["HostConfig"], "NetworkingConfig": {"EndpointsConfig": networks}}

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import UnavailableError
-from paceline.services.platforms.compose import NUMBER, ONE_OFF, PROJECT, SERVICE, ComposePlatform, Json
-
-pytestmark = pytest.mark.asyncio
+from paceline.services.platforms.compose import NUMBER, ONE_OFF, PROJECT, SERVICE, ComposePlatform, Json, copied_config
 
 
 class EngineError(Exception):
@@ -141,3 +139,18 @@ async def test_an_engine_that_does_not_answer_is_an_error_of_the_platform() -> N
     engine.fails = True
     with pytest.raises(UnavailableError, match="no such engine"):
         await compose(engine).state()
+
+
+def test_a_copy_has_the_name_of_its_service_in_the_networks_in_which_the_original_has_it() -> None:
+    networks = {"p_default": {"Aliases": ["p-decode-1", "decode"], "IPAddress": "10.0.0.7"}, "none": {"Aliases": None}}
+    labels = {SERVICE: "decode", NUMBER: "1", "com.docker.compose.replace": "x"}
+    original = {
+        "Id": "0123456789abcdef",
+        "Config": {"Labels": labels, "Hostname": "chosen"},
+        "HostConfig": {"Init": True},
+        "NetworkSettings": {"Networks": networks},
+    }
+    copied = copied_config(original, 4)
+    assert copied["NetworkingConfig"] == {"EndpointsConfig": {"p_default": {"Aliases": ["decode"]}, "none": {}}}
+    assert copied["Labels"] == {SERVICE: "decode", NUMBER: "4"}
+    assert (copied["Hostname"], copied["HostConfig"]) == ("chosen", {"Init": True})
