@@ -103,7 +103,9 @@ SERVICES = {
     "worker": Service(WorkerConfig, "MODEL", "A worker that waits until it is given a role.", "worker", "standby"),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
-    "planner": Service(PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "planner"),
+    "planner": Service(
+        PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "compose,kubernetes"
+    ),
 }
 _EXTRAS = {"profile": "gateway", "simulate": "gateway"}
 """The pip extra with the dependencies of a tool; those of the others are in "convert"."""
