@@ -66,6 +66,13 @@ async def wait_for_decode(client: httpx.AsyncClient, *counts: int) -> dict[str, 
             await asyncio.sleep(0.1)
 
 
+async def wait_for_pins(client: httpx.AsyncClient, pinned: dict[str, int]) -> None:
+    """Wait until the planner knows the numbers of workers that people have set."""
+    async with asyncio.timeout(PATIENCE):
+        while (await client.get("/fleet")).json()["planners"][0]["pinned"] != pinned:
+            await asyncio.sleep(0.1)
+
+
 async def test_a_fleet_follows_its_load_to_nothing_and_back(planned: tuple[Stack, Path]) -> None:
     stack, record = planned
     async with httpx.AsyncClient(base_url=stack.url, timeout=PATIENCE) as client:
@@ -84,12 +91,10 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back(planned: tuple[Stack
 
         # What a person sets stays, although there is no load.
         await client.post("/fleet/scale", json={"decode": 2})
+        await wait_for_pins(client, {"decode": 2})
         await wait_for_decode(client, 2)
-        await asyncio.sleep(3)
-        (planner,) = (await wait_for_decode(client, 2))["planners"]
-        assert planner["pinned"] == {"decode": 2}
         await client.post("/fleet/scale", json={"release": ["decode"]})
-        await wait_for_decode(client, 0, 1)
+        await wait_for_pins(client, {})
         metrics = (await client.get("/metrics")).text
     assert 'paceline:planner_decisions_total{action="add"' in metrics
     replayed = list(replay_file(record))
