@@ -3,9 +3,9 @@
     python -m bench.flips --actions 200 --seed 7
 
 The same requests are sent without any action first. Then they are sent again and again while actions of a seed happen:
-a role gets more or fewer workers, a worker drains, a worker changes between prefill and decode. A stream is lost if it is
-refused, breaks or ends early. It is changed if its tokens, text or end differ from those of the first time. The exit code
-is 1 if any is.
+a role gets more or fewer workers, a worker drains, a worker changes between prefill and decode, two workers exchange
+their roles. A stream is lost if it is refused, breaks or ends early. It is changed if its tokens, text or end differ
+from those of the first time. The exit code is 1 if any is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +95,16 @@ async def disturbed(
 
 
 async def _act(client: httpx.AsyncClient, rng: random.Random, actions: int, tally: Tally) -> None:
+    flipped: dict[str, str] = {}
     for _ in range(actions):
         await asyncio.sleep(rng.uniform(*PAUSE_SECONDS))
-        name, body = _action(rng, await settled(client))
+        name, body = _action(rng, await settled(client, flipped))
         answer = await client.post("/fleet/scale", json=body)
         if answer.is_error:
             raise RuntimeError(f"{body} was refused: {answer.text}")
         tally.actions[name] += 1
-    await settled(client)
+        flipped |= body.get("flip", {})
+    await settled(client, flipped)
 
 
 def _action(rng: random.Random, workers: dict[str, list[str]]) -> tuple[str, dict[str, Any]]:
@@ -116,7 +118,7 @@ def _action(rng: random.Random, workers: dict[str, list[str]]) -> tuple[str, dic
     more = [role for role in LEAST if len(workers[role]) < MOST[role]]
     # Flips between full roles exchange two workers.
     choices = {"flip": [role for role in fewer if other[role] in more], "drain": fewer, "down": fewer, "up": more}
-    choices["exchange"] = ["both"] if all(workers.values()) else []
+    choices["exchange"] = ["both"] if workers["prefill"] and len(workers["decode"]) > LEAST["decode"] else []
     name = rng.choice([name for name, roles in choices.items() if roles])
     role = rng.choice(choices[name])
     if name == "exchange":
@@ -128,15 +130,21 @@ def _action(rng: random.Random, workers: dict[str, list[str]]) -> tuple[str, dic
     return name, {role: len(workers[role]) + (1 if name == "up" else -1)}
 
 
-async def settled(client: httpx.AsyncClient) -> dict[str, list[str]]:
-    """Wait until the gateway sees all wanted workers ready and none drains. Return the ids of each role's workers."""
+async def settled(client: httpx.AsyncClient, flipped: Mapping[str, str]) -> dict[str, list[str]]:
+    """Wait until the gateway sees all wanted workers ready and none drains. Return the ids of each role's workers.
+
+    Args:
+        flipped: the newest role of each worker that has got another one.
+    """
     async with asyncio.timeout(SETTLE_SECONDS):
         while True:
             state = (await client.get("/fleet/scale")).json()
             seen = [each for each in (await client.get("/fleet")).json()["workers"] if each["role"] in LEAST]
             workers = {role: [each["worker_id"] for each in seen if each["role"] == role] for role in LEAST}
-            is_calm = all(each["state"] == "ready" for each in seen) and not any(r["draining"] for r in state.values())
-            if is_calm and all(len(workers[role]) == state[role]["wanted"] for role in LEAST):
+            is_calm = all(own["ready"] == own["wanted"] and not own["draining"] for own in state.values())
+            is_seen = all(flipped.get(each["worker_id"], each["role"]) == each["role"] for each in seen)
+            is_seen = is_seen and all(len(workers[role]) == state[role]["wanted"] for role in LEAST)
+            if is_calm and is_seen and all(each["state"] == "ready" for each in seen):
                 return workers
             await asyncio.sleep(0.1)
 
@@ -159,7 +167,7 @@ def main() -> int:
     flags = ("--prefill=2", "--decode=2", "--threads=1", "--kv-memory=512MiB", "--local-prefill-tokens=0")
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log", options.model, *flags) as (_, url):
         tally = asyncio.run(measure(url, options.model, options.actions, options.requests, options.seed))
-    result = {**asdict(tally), "seed": options.seed}
+    result = {**vars(tally), "actions": dict(tally.actions), "seed": options.seed}
     print(json.dumps(result, indent=2))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=2) + "\n")

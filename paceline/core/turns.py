@@ -71,8 +71,10 @@ class Turns(Protocol):
     """
 
     page: memoryview
-    slot: int
-    """Slot of a decode worker in the page; -1 for a prefill worker."""
+
+    @property
+    def slot(self) -> int:
+        """Slot of a decode worker in the page; -1 for a prefill worker."""
 
     def begin(self) -> None:
         """Wait until it is this worker's turn."""

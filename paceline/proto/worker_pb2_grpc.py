@@ -394,15 +394,15 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.FromString,
                 _registered_method=True)
-        self.Steps = channel.unary_unary(
-                '/paceline.v1.Maintenance/Steps',
-                request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
-                response_deserializer=paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
-                _registered_method=True)
         self.SetRole = channel.unary_unary(
                 '/paceline.v1.Maintenance/SetRole',
                 request_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
+                _registered_method=True)
+        self.Steps = channel.unary_unary(
+                '/paceline.v1.Maintenance/Steps',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
                 _registered_method=True)
 
 
@@ -417,16 +417,16 @@ class MaintenanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Steps(self, request, context):
-        """Returns the newest steps of the engine, in order.
+    def SetRole(self, request, context):
+        """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
+        serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetRole(self, request, context):
-        """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
-        serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+    def Steps(self, request, context):
+        """Returns the newest steps of the engine, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -440,15 +440,15 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.SerializeToString,
             ),
-            'Steps': grpc.unary_unary_rpc_method_handler(
-                    servicer.Steps,
-                    request_deserializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.FromString,
-                    response_serializer=paceline_dot_proto_dot_worker__pb2.StepsReply.SerializeToString,
-            ),
             'SetRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRole,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.SerializeToString,
+            ),
+            'Steps': grpc.unary_unary_rpc_method_handler(
+                    servicer.Steps,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.StepsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -490,33 +490,6 @@ class Maintenance:
             _registered_method=True)
 
     @staticmethod
-    def Steps(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/paceline.v1.Maintenance/Steps',
-            paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
-            paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def SetRole(request,
             target,
             options=(),
@@ -533,6 +506,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/SetRole',
             paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Steps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/Steps',
+            paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -208,12 +208,12 @@ class MaintenanceStub:
     def __new__(cls, channel: _aio.Channel) -> MaintenanceAsyncStub: ...
     ResetPool: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]
     """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
-    Steps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]
-    """Returns the newest steps of the engine, in order."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleReply]
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
     """
+    Steps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]
+    """Returns the newest steps of the engine, in order."""
 
 @_typing.type_check_only
 class MaintenanceAsyncStub(MaintenanceStub):
@@ -222,12 +222,12 @@ class MaintenanceAsyncStub(MaintenanceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ResetPool: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]  # type: ignore[assignment]
     """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
-    Steps: _aio.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]  # type: ignore[assignment]
-    """Returns the newest steps of the engine, in order."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleReply]  # type: ignore[assignment]
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
     """
+    Steps: _aio.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]  # type: ignore[assignment]
+    """Returns the newest steps of the engine, in order."""
 
 class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
     """What operators and the planner ask of a prefill, decode or standby worker."""
@@ -241,14 +241,6 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
         """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
 
     @_abc_1.abstractmethod
-    def Steps(
-        self,
-        request: _worker_pb2.StepsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.StepsReply, _abc.Awaitable[_worker_pb2.StepsReply]]:
-        """Returns the newest steps of the engine, in order."""
-
-    @_abc_1.abstractmethod
     def SetRole(
         self,
         request: _worker_pb2.SetRoleRequest,
@@ -257,5 +249,13 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
         """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
         serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
         """
+
+    @_abc_1.abstractmethod
+    def Steps(
+        self,
+        request: _worker_pb2.StepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StepsReply, _abc.Awaitable[_worker_pb2.StepsReply]]:
+        """Returns the newest steps of the engine, in order."""
 
 def add_MaintenanceServicer_to_server(servicer: MaintenanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -48,8 +48,6 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
-        if not socket and not gateway.fleet.has_planner:
-            raise _no_supervisor()
         return await ask_supervisor(socket, {}) if socket else _state_of(gateway.fleet)
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
@@ -77,14 +75,14 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
     """Give workers other roles, without a supervisor. Returns when they have begun to drain for the change.
 
-    Raises InvalidRequestError if a worker is unknown or no decode worker would be left, or the error of a worker.
+    Raises InvalidRequestError if a worker is unknown or no decode worker would stay one, or the error of a worker.
     """
     workers = {worker.member.worker_id: worker for worker in fleet.workers() if worker.member.state == "ready"}
     if unknown := sorted(flips.keys() - workers.keys()):
         raise InvalidRequestError(f"no ready worker has the id {unknown[0]!r}; GET /fleet names all workers", "flip")
-    roles = {name: worker.member.role for name, worker in workers.items()}
-    if "decode" in roles.values() and "decode" not in {**roles, **flips}.values():
-        raise InvalidRequestError("no decode worker would be left; add one first", "flip")
+    decode = {name for name, worker in workers.items() if worker.member.role == "decode"}
+    if decode and decode <= {name for name, role in flips.items() if role != "decode"}:
+        raise InvalidRequestError("no decode worker would be left during the change; add one first", "flip")
     for name, role in flips.items():
         try:
             await set_role(workers[name].channel, name, role, workers[name].member.epoch)
@@ -109,6 +107,6 @@ def _no_supervisor() -> ApiError:
     return ApiError(
         409,
         "this gateway has no supervisor and no planner: scale with docker compose, Kubernetes or whatever started the "
-        "services",
+        "services; here only roles can be changed, with flip alone",
         code="no_supervisor",
     )

@@ -35,6 +35,10 @@ class Departure:
         memory = self._sessions.check(session)
         return await self._evacuation.run(memory) if self._sessions.is_last_to_leave(session) else 0
 
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._evacuation.close()
+
     async def drain(self, seconds: float) -> None:
         """Tell the workers to drain, and wait up to `seconds` until they and the readers of other hosts have gone.
 

@@ -17,6 +17,7 @@ from paceline.core.context import HASH_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import heeding_cancellation
+from paceline.services.common.tasks import end_tasks
 from paceline.services.kvtransfer.host_memory import HostMemory
 from paceline.services.kvtransfer.hot_prefixes import hot_prefixes
 
@@ -59,6 +60,11 @@ class Evacuation:
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run(memory), name="evacuation")
         return await asyncio.shield(self._running)
+
+    async def close(self) -> None:
+        """End a run under way."""
+        if self._running is not None:
+            await end_tasks(self._running)
 
     async def _run(self, memory: HostMemory) -> int:
         copied = [0]

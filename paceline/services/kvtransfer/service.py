@@ -78,6 +78,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     async def close(self) -> None:
         """End all sessions and remove the arena. Later calls are refused."""
         await self._keeper.stop()
+        await self.departure.close()
         await self.socket.close()
         await self.sessions.close()
 

@@ -109,7 +109,7 @@ class WorkerFleet:
             roles: the new role of each worker, by its name.
 
         Raises:
-            ConfigError: a worker is unknown or cannot take the role, or no decode worker would be left.
+            ConfigError: a worker is unknown or cannot take the role, or no decode worker would stay one.
             PacelineError: a worker refuses, or does not answer.
         """
         async with self._scaling:
@@ -119,9 +119,9 @@ class WorkerFleet:
                     raise ConfigError(f"{worker.name} is {worker.role} and cannot become {role}: start a new worker")
                 if not worker.process.is_ready:
                     raise ConfigError(f"{worker.name} does not serve yet; try again when it is ready")
-            decode = set(map(id, self._workers["decode"])) - {id(worker) for worker, _ in changes}
-            if changes and not decode and "decode" not in [role for _, role in changes]:
-                raise ConfigError("no decode worker would be left; add one first")
+            leaving = [worker for worker, _ in changes if worker.role == "decode"]
+            if leaving and len(leaving) == len(self._workers["decode"]):
+                raise ConfigError("no decode worker would be left during the change; add one first")
             for worker, role in changes:
                 await self._flip(worker, role)
                 self._workers[worker.role].remove(worker)
@@ -217,4 +217,4 @@ async def tell_role(credentials: Credentials, worker: Worker, role: Role) -> Non
     try:
         await set_role(channel, worker.name, role)
     finally:
-        await channel.close()
+        await channel.close(None)

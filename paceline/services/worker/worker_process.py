@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -176,17 +176,23 @@ class WorkerProcess(Generic[W]):
         """
         admission = self.worker.admission
         admission.begin_drain()
-        self._state_since = time.monotonic()
         await self._role.stop()
+        self._state_since = time.monotonic()
         self._registrar.announce()
         await self._server.set_ready(False)
-        await self._first(asyncio.gather(admission.drain(seconds), self._kv.leave(seconds)))
+        await self._first(self._empty(seconds))
         if self._kv.session.lost.done() and admission.active:
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
 
-    async def _first(self, awaited: Awaitable[Any]) -> None:
+    async def _empty(self, seconds: float) -> None:
+        """Wait up to `seconds` until nothing runs, and until other hosts have what they may need of this one."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.worker.admission.drain(seconds))
+            group.create_task(self._kv.leave(seconds))
+
+    async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
         """Wait until `awaited` is done, the session is lost or the engine fails. The last raises UnavailableError."""
-        task = asyncio.ensure_future(awaited)
+        task = asyncio.create_task(awaited)
         try:
             await asyncio.wait((task, self._kv.session.lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -196,6 +202,7 @@ class WorkerProcess(Generic[W]):
 
     async def _tell_role_change(self, ready: bool) -> None:
         """Tell the cluster that the worker drains to change its role, or serves in its new one."""
+        self._state_since = time.monotonic()
         self._registrar.announce()
         await self._server.set_ready(ready)
 

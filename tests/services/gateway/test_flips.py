@@ -22,7 +22,7 @@ async def test_without_a_supervisor_the_gateway_asks_the_workers_themselves(star
     assert answer.status_code == 200, answer.text
     await eventually(lambda: _have(stack, {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"}))
     for index in range(6):
-        sent = await stack.post("/v1/completions", prompt=f"{index} abc", max_tokens=3)
+        sent = await stack.post("/v1/completions", prompt=f"{index} abc", max_tokens=3, seed=0)
         assert sent.json()["choices"][0]["text"] == TEXT[:3]
     assert stack.workers["decode-1"].calls  # it computes prompts now
 
@@ -60,7 +60,7 @@ async def test_a_worker_that_refuses_because_it_drains_costs_no_attempt_and_is_a
     drains = [stack.workers[f"{role}-0"], stack.workers[f"{role}-1"]]
     drains[0].refusal = DrainingError("this worker is draining")
     for index in range(6):
-        sent = await stack.post("/v1/completions", prompt=f"{index} abc", max_tokens=3)
+        sent = await stack.post("/v1/completions", prompt=f"{index} abc", max_tokens=3, seed=0)
         assert sent.status_code == 200, sent.text
     assert drains[0].outcomes().count("refused") <= 1
     assert drains[0].outcomes().count("finished") == 0
@@ -72,14 +72,14 @@ async def test_a_worker_that_refuses_because_it_drains_costs_no_attempt_and_is_a
     drains[0].take_role(drains[0].role)
 
     async def is_used() -> bool:
-        await stack.post("/v1/completions", prompt="again", max_tokens=2)
+        await stack.post("/v1/completions", prompt="again", max_tokens=2, seed=0)
         return "finished" in drains[0].outcomes()
 
     await eventually(is_used)
 
 
 async def test_work_names_the_epoch_of_its_worker(stack: Stack) -> None:
-    await stack.post("/v1/completions", prompt="abc", max_tokens=3)
+    await stack.post("/v1/completions", prompt="abc", max_tokens=3, seed=0)
     for worker in stack.workers.values():
         assert [call.work.worker_epoch for call in worker.calls] == [worker._epoch]
 
@@ -98,4 +98,3 @@ async def test_a_stream_survives_the_flip_of_its_worker(start_stack: StartStack)
     first.state = "ready"
     first.take_role("prefill")
     assert await reader.task == TEXT[:40]
-

@@ -58,10 +58,14 @@ async def fleet(**targets: int) -> Fleet:
 
 
 async def test_victims_leave_first_and_then_the_youngest() -> None:
-    own = await fleet(decode=4)
+    own = await fleet(decode=5)
+    await own.workers.scale({"decode": 4}, ["decode-2", "decode-0"])
+    await asyncio.sleep(0)
+    assert own.drained == ["decode-2"]
+    own.drained.clear()
     await own.workers.scale({"decode": 1}, ["gone", "decode-1", "prefill-9", "decode-0"])
     await asyncio.sleep(0)
-    assert set(own.drained) == {"decode-0", "decode-1", "decode-3"}
+    assert set(own.drained) == {"decode-0", "decode-1", "decode-4"}
     assert own.wanted() == {"decode": 1}
 
 
@@ -81,11 +85,10 @@ async def test_a_flip_counts_in_both_roles_and_lasts_over_a_restart() -> None:
     assert (own.flipped, own.wanted()) == ([("prefill-1", "decode")], {"prefill": 1, "decode": 2})
     await own.workers.flip({"prefill-1": "prefill"})  # back again
     assert own.wanted() == {"prefill": 2, "decode": 1}
-    await own.workers.flip({"prefill-1": "decode", "decode-0": "prefill"})  # an exchange leaves a decode worker
-    assert own.wanted() == {"prefill": 2, "decode": 1}
-    await own.workers.scale({"decode": 0})
+    await own.workers.flip({"prefill-1": "decode"})
+    await own.workers.scale({"decode": 0}, ["decode-0"])
     await asyncio.sleep(0)
-    assert own.drained == ["prefill-1"]
+    assert sorted(own.drained) == ["decode-0", "prefill-1"]
 
 
 async def test_a_flip_that_a_worker_refuses_changes_nothing() -> None:
@@ -98,6 +101,7 @@ async def test_a_flip_that_a_worker_refuses_changes_nothing() -> None:
 
 async def test_the_last_decode_worker_stays_one() -> None:
     own = await fleet(prefill=1, decode=1)
-    with pytest.raises(ConfigError, match="no decode worker would be left"):
-        await own.workers.flip({"decode-0": "prefill"})
+    for flips in ({"decode-0": "prefill"}, {"decode-0": "prefill", "prefill-0": "decode"}):
+        with pytest.raises(ConfigError, match="no decode worker would be left"):
+            await own.workers.flip(cast(dict[str, Role], flips))
     assert not own.flipped

@@ -23,9 +23,7 @@ async def become(host: Host, redis_url: str, **roles: Role) -> None:
     """Give the workers new roles, by the attribute names of `host`, and wait until the cluster is told."""
     processes = {name: (host.prefill, host.decode)[name == "decode"] for name in roles}
     channels = {name: host.channels[name == "decode"] for name in roles}
-    epochs = {
-        processes[name].worker_id: await set_role(channels[name], name, role) for name, role in roles.items()
-    }
+    epochs = {processes[name].worker_id: await set_role(channels[name], name, role) for name, role in roles.items()}
     client = connect(redis_url)
     try:
         async with asyncio.timeout(20):
