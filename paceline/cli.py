@@ -71,9 +71,8 @@ tools
   key, token          make a key for --api-keys-file, or the secret that services share
   version             print the version
 
-examples
+example
   paceline serve gemma-3-270m --prefill 2 --decode 2 --port 9000
-  paceline decode /models/llama --redis redis://redis:6379/0 --config paceline.toml
 
 Options: paceline COMMAND --help. Without a MODEL, serve takes a small bundled one.
 """
