@@ -645,6 +645,8 @@ class ServeConfig(PlannerOptions):
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
         check_http(self)
+        if self.planner:
+            self.objectives({})
         if not (self.decode or self.planner):
             raise ConfigError("--decode must be at least 1 without --planner, which starts workers when requests come")
         if has_pools(self) and self.kv_pool_memory == "auto" != self.kv_memory:

@@ -171,6 +171,18 @@ async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
 
 
+async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]) -> list[float]:
+    """Return for each member how long ago it wrote its value, in seconds; TTL_SECONDS if that is gone.
+
+    Raises RedisError.
+    """
+    async with client.pipeline(transaction=False) as pipeline:
+        for member in members:
+            pipeline.pttl(_prefix(cluster) + member.worker_id)
+        left: list[int] = await pipeline.execute()
+    return [TTL_SECONDS - max(0, milliseconds) / 1000 for milliseconds in left]
+
+
 @functools.lru_cache(maxsize=256)
 def _parsed(value: bytes) -> Member | None:
     """Parse a member. Results are cached, because members are read more often than they change."""

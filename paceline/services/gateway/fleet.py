@@ -66,6 +66,9 @@ class Fleet:
         """A function that is called after each refresh."""
         self.has_served = asyncio.Event()
         """Set when a worker is ready for the first time, because the model is then known to load."""
+        self._refreshed = asyncio.Event()
+        self._longest = 0
+        """The longest context of workers that were ready, for a time when none is."""
 
     async def start(self) -> None:
         """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
@@ -114,7 +117,35 @@ class Fleet:
         ready = [member for member in self._members() if member.state == "ready"]
         computing = [] if decodes else [member for member in ready if member.role == "prefill"]
         workers = computing or [member for member in ready if member.role == "decode"]
-        return max((member.max_model_len for member in workers), default=0)
+        found = max((member.max_model_len for member in workers), default=0)
+        if found:
+            self._longest = found
+        return found or (self._longest if self.may_be_empty else 0)
+
+    @property
+    def awaits_first_worker(self) -> bool:
+        """Whether no decode worker is ready and a planner starts one for the requests that wait."""
+        return self.may_be_empty and not any(self._is_ready(worker) for worker in self._workers.values())
+
+    @property
+    def has_planner(self) -> bool:
+        """Whether a planner scales this fleet, or shows how it would."""
+        return any(worker.member.role == "planner" and worker.available for worker in self._workers.values())
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a planner scales this fleet that starts decode workers when requests come, and may leave none."""
+        plans = (worker.member.plan for worker in self._workers.values() if worker.available)
+        return any(plan.leads and not plan.advisory and "decode" in plan.may_be_empty for plan in plans)
+
+    def _is_ready(self, worker: RemoteWorker) -> bool:
+        member = worker.member
+        is_ours = member.role == "decode" and member.model == self.model
+        return is_ours and member.state == "ready" and worker.available
+
+    async def refreshed(self) -> None:
+        """Wait until the members have been read again."""
+        await self._refreshed.wait()
 
     @property
     def is_starting(self) -> bool:
@@ -195,6 +226,8 @@ class Fleet:
             if doubtful and worker.probe is None:
                 worker.probe = _spawn(self._probe(worker), self._tasks)
         self.on_refresh()
+        refreshed, self._refreshed = self._refreshed, asyncio.Event()
+        refreshed.set()
 
     def _merge(self, members: list[Member]) -> None:
         self.gateways = [member for member in members if member.role == "gateway"]

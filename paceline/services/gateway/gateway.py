@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from redis.exceptions import RedisError
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.core.options import listed, parse_bytes
+from paceline.core.planner.reports import Role
 from paceline.core.request_classes import read_classes
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.garbage import collect_when_idle
 from paceline.services.common.lifecycle import unique_name
+from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.access.book import AccessBook
@@ -95,6 +99,7 @@ class Gateway:
         self._epoch = time.time_ns()
         self._address = address
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
+        self.runner.first_worker.on_wait = self._registrar.announce
 
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""
@@ -140,7 +145,13 @@ class Gateway:
         return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
 
     async def _wait_for_workers(self) -> None:
-        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker."""
+        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker.
+
+        Raises BusyError or UnavailableError if a planner has started no worker in time.
+        """
+        if self.fleet.awaits_first_worker:
+            with self.runner.traffic.early():
+                await self.runner.first_worker.wait(self.config.request_seconds)
         if not self.fleet.has_served.is_set() and self.fleet.is_starting:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.queue_seconds):
@@ -168,9 +179,10 @@ class Gateway:
         return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
 
     def check_ready(self) -> None:
-        """Raise UnavailableError while draining, or if no decode worker is ready."""
+        """Raise UnavailableError while draining, or if no decode worker is ready and no planner starts one."""
         self._check_stays()
-        if not any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot()):
+        ready = any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot())
+        if not ready and not self.fleet.may_be_empty:
             raise NoWorkerError
 
     def check_request(self, model: str | None) -> None:
@@ -189,6 +201,19 @@ class Gateway:
         members = (worker.member for worker in self.fleet.workers())
         others = (each for each in members if each.role == "gateway" and each.worker_id != self._worker_id)
         return len(self.runner.queue) + sum(other.load.waiting for other in others)
+
+    async def pin(self, numbers: Mapping[Role, int], release: Sequence[Role]) -> None:
+        """Tell the planner to keep so many workers of some roles, and that it may scale others again.
+
+        Raises UnavailableError if Redis does not answer.
+        """
+        try:
+            if numbers:
+                await write_pins(self._redis, self.config.cluster, numbers)
+            if release:
+                await release_pins(self._redis, self.config.cluster, release)
+        except (RedisError, OSError) as error:
+            raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
 
     def _check_stays(self) -> None:
         if self.draining:

@@ -122,10 +122,25 @@ class HostLedger(FleetHost):
     leases: list[Lease]
 
 
+class PlannedChange(BaseModel):
+    age_seconds: float
+    decision: str
+    acted: bool
+
+
+class PlannerState(BaseModel):
+    worker_id: str
+    leads: bool
+    advisory: bool
+    pinned: dict[str, int]
+    decisions: list[PlannedChange]
+
+
 class FleetState(BaseModel):
     workers: list[FleetWorker]
     hosts: list[HostLedger | SilentHost]
     waiting: int
+    planners: list[PlannerState]
 
 
 class WorkerSteps(BaseModel):

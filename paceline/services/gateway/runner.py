@@ -27,6 +27,7 @@ from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCache
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeRefusedError
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.errors import NoWorkerError
+from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
@@ -59,6 +60,7 @@ class SequenceRunner:
         self._encodings = EncodingIndex(prefixes)
         self.hints = HintSender(fleet.host, prefixes)
         self.traffic = TrafficBook()
+        self.first_worker = FirstWorker(fleet, config.max_waiting)
         self._turns = itertools.count()
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._aborted = False
@@ -180,6 +182,7 @@ class SequenceRunner:
         again = record.attempts > 0
         own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
+        await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
         try:
             attempt: AnyAttempt = await self.queue.admit(
                 lambda: self._try_to_admit(sequence, own, deadline, again),
