@@ -243,7 +243,7 @@ class GatewayConfig(ServiceConfig):
     )
     classes_file: str = option(
         "",
-        "TOML file with a table for each class of requests: its objectives, ttft_seconds and itl_seconds, and the "
+        "TOML file with a table for each class of requests: its objectives (ttft_seconds, itl_seconds), and the "
         "weight of its keys in the queue. A key of --api-keys-file names its class; all other requests have the class "
         "default",
         "limits",

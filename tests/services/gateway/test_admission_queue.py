@@ -6,6 +6,7 @@ import pytest
 
 from paceline.core.errors import BusyError
 from paceline.services.gateway.admission_queue import AdmissionQueue
+from paceline.services.gateway.queueing.claim import Claim
 
 
 class Room:
@@ -31,7 +32,7 @@ async def queue_up(line: AdmissionQueue, room: Room, *names: str, **kind: int) -
     tasks = []
     for name in names:
         length = len(line)
-        tasks.append(asyncio.create_task(line.admit(room.ask(name), **kind)))
+        tasks.append(asyncio.create_task(line.admit(room.ask(name), Claim(**kind))))
         while len(line) == length:  # no signal tells that the request is in the queue
             await asyncio.sleep(0)
     return tasks
@@ -183,7 +184,7 @@ async def test_those_behind_do_not_wait_for_a_slow_answer() -> None:
     assert await other == "b"
     waiting = await queue_up(line, room, "c", "d")
     answered.set()
-    while line._next() is not line._line[0]:
+    while any(turn.asks for turn in line._order):
         await asyncio.sleep(0.001)
     assert await serve_one_by_one(line, room, [slow, *waiting]) == ["a", "c", "d"]
 
@@ -204,7 +205,7 @@ async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:
     line, room = AdmissionQueue(1, 0.01), Room()
     waiting = asyncio.create_task(line.admit(room.ask("a")))
     await asyncio.sleep(0)
-    patient = asyncio.create_task(line.admit(room.ask("b"), patient=True))
+    patient = asyncio.create_task(line.admit(room.ask("b"), Claim(patient=True)))
     with pytest.raises(BusyError, match=r"within 0\.01 seconds"):
         await waiting
     await asyncio.sleep(0.02)

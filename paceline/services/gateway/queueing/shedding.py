@@ -1,0 +1,125 @@
+"""Decides which requests to refuse because they would wait too long, and when they should come back.
+
+All instants are of one clock, in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from paceline.core.errors import BusyError
+from paceline.services.gateway.queueing.claim import Demand
+from paceline.services.gateway.queueing.fair_order import E, FairOrder
+from paceline.services.gateway.queueing.forecast import AdmissionRate, FirstTokens
+from paceline.services.gateway.queueing.promises import Promises
+from paceline.services.gateway.retry_after import retry_after
+
+LONGEST_PROMISE = 300.0
+"""A client that would have to come back after more than this many seconds is promised nothing."""
+
+Reason = Literal["queue_full", "priority", "overload", "timeout", "deadline", "background", "limit"]
+"""Why a request is refused. queue_full: --max-waiting requests wait. priority: more urgent ones took its place.
+overload: the objective of its class would be missed. timeout: --queue-seconds. deadline: its client's own. background:
+no worker is idle. limit: a limit of its key."""
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+class RefusedError(BusyError):
+    """A request is refused because the fleet has no room for it in time.
+
+    Args:
+        seconds: after which the client should come back.
+    """
+
+    def __init__(self, message: str, reason: Reason, seconds: int = 1) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.seconds = seconds
+
+
+class Patience(NamedTuple):
+    """How long a request may wait for its admission from now on, and why not longer."""
+
+    seconds: float
+    reason: Reason
+
+
+class LoadShedder:
+    """Forecasts the waiting time of requests, and refuses those for which it is too long.
+
+    Args:
+        queue_seconds: the longest time in the queue.
+    """
+
+    def __init__(self, queue_seconds: float) -> None:
+        self.rate = AdmissionRate()
+        self.first_tokens = FirstTokens()
+        self._promises = Promises()
+        self._queue_seconds = queue_seconds
+
+    def patience(self, demand: Demand, now: float) -> Patience:
+        """Return how long a request may wait from now on, if it has just joined the queue."""
+        limits = [Patience(self._queue_seconds, "timeout")]
+        served = self.first_tokens.seconds(demand.prompt_seconds, demand.percentile, now)
+        if demand.first_token_by is not None:
+            limits.append(Patience(demand.first_token_by - served - now, "overload"))
+        if demand.deadline is not None:
+            limits.append(Patience(demand.deadline - served - now, "deadline"))
+        return min(limits)
+
+    def wait(self, order: FairOrder[E], entry: E, now: float) -> float | None:
+        """Return how long a request will wait, whether it is in the queue or not; None if nothing was measured yet."""
+        rate = self.rate.per_second(now)
+        if rate is None:
+            return None
+        ahead = order.ahead(entry, self._promises.expected(now))
+        return ahead / rate if rate > 0 else (self._queue_seconds if ahead else 0.0)
+
+    def check(self, order: FairOrder[E], entry: E, demand: Demand, now: float) -> None:
+        """Raise RefusedError if a request that has to wait would wait too long.
+
+        A request that comes back as it was told is not refused.
+        """
+        early = self._promises.early(demand.fingerprint, now)
+        patience = self.patience(demand, now)
+        wait = self.wait(order, entry, now)
+        is_too_long = patience.seconds <= 0 or (wait is not None and wait > patience.seconds)
+        if is_too_long and early is None:
+            raise self.refusal(order, entry, demand, patience, now)
+        if is_too_long and early:
+            seconds = retry_after(early)
+            message = f"{self._why(patience.reason)}; try again in {seconds} s, and not earlier"
+            raise RefusedError(message, patience.reason, seconds)
+        self._promises.keep(demand.fingerprint)
+
+    def is_late(self, order: FairOrder[E], entry: E, gives_up: float, now: float) -> bool:
+        """Return whether a waiting request will not be admitted before it gives up."""
+        wait = self.wait(order, entry, now)
+        return wait is not None and now + wait > gives_up
+
+    def refusal(self, order: FairOrder[E], entry: E, demand: Demand, patience: Patience, now: float) -> RefusedError:
+        """Return the error for a request that is refused now, and remember when it may come back."""
+        wait = self.wait(order, entry, now) or 0.0
+        # It comes back when half of the time that it may wait is left, so that the queue does not run empty before.
+        earliest = max(0.0, wait - max(0.0, patience.seconds) / 2)
+        seconds = retry_after(earliest)
+        if earliest <= LONGEST_PROMISE:
+            lane = entry.priority, entry.owner
+            self._promises.add(lane, entry.weight, entry.work, demand.fingerprint, now, seconds)
+        expected = f" (it would wait {wait:.1f} s)" if wait else ""
+        return RefusedError(
+            f"{self._why(patience.reason)}{expected}; try again in {seconds} s", patience.reason, seconds
+        )
+
+    def _why(self, reason: Reason) -> str:
+        match reason:
+            case "queue_full":
+                return "the server is busy and its queue is full"
+            case "priority":
+                return "the server is busy with more urgent requests"
+            case "timeout":
+                return f"the server is busy: no worker has room within {self._queue_seconds:g} seconds"
+            case "deadline":
+                return "the server is busy: the first token would come after this request's own deadline"
+            case _:
+                return "the server is overloaded: the first token would come later than the objective of this request"
