@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from paceline.services.gateway.queueing.claim import ORDINARY, Claim, Demand
 from paceline.services.gateway.queueing.fair_order import Entry, FairOrder, next_ticket
-from paceline.services.gateway.queueing.shedding import LoadShedder, Patience, Reason, RefusedError
+from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError, WaitLimit
 
 POLL_SECONDS = (0.025, 0.1)
 """Seconds between two tries of the request at the head of the queue. A call of this gateway that ends wakes it at once;
@@ -178,7 +178,7 @@ class AdmissionQueue:
         turn.may_ask.set()
 
     def _refusal(self, turn: _Turn, reason: Reason) -> RefusedError:
-        return self.shedder.refusal(self._order, turn, turn.demand, Patience(0.0, reason), time.monotonic())
+        return self.shedder.refusal(self._order, turn, turn.demand, WaitLimit(0.0, reason), time.monotonic())
 
     def _counted(self, claim: Claim, refusal: RefusedError) -> RefusedError:
         self.on_refused(claim.request_class, refusal.reason)
@@ -208,12 +208,12 @@ class AdmissionQueue:
         finally:
             self._leave(turn, is_served)
 
-    def _join(self, turn: _Turn) -> Patience | None:
+    def _join(self, turn: _Turn) -> WaitLimit | None:
         """Put a request into the queue, and return how long it may wait there; None if it has no limit."""
         now = time.monotonic()
         patience = None
         if turn.claim.first:
-            patience = Patience(self._queue_seconds, "timeout")
+            patience = WaitLimit(self._queue_seconds, "timeout")
             bisect.insort(self._again, turn, key=lambda other: other.ticket)
         else:
             self._order.add(turn)

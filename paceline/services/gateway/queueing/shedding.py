@@ -37,7 +37,7 @@ class RefusedError(BusyError):
         self.seconds = seconds
 
 
-class Patience(NamedTuple):
+class WaitLimit(NamedTuple):
     """How long a request may wait for its admission from now on, and why not longer."""
 
     seconds: float
@@ -57,14 +57,14 @@ class LoadShedder:
         self._promises = Promises()
         self._queue_seconds = queue_seconds
 
-    def patience(self, demand: Demand, now: float) -> Patience:
+    def wait_limit(self, demand: Demand, now: float) -> WaitLimit:
         """Return how long a request may wait from now on, if it has just joined the queue."""
-        limits = [Patience(self._queue_seconds, "timeout")]
+        limits = [WaitLimit(self._queue_seconds, "timeout")]
         served = self.first_tokens.seconds(demand.prompt_seconds, demand.percentile, now)
         if demand.first_token_by is not None:
-            limits.append(Patience(demand.first_token_by - served - now, "overload"))
+            limits.append(WaitLimit(demand.first_token_by - served - now, "overload"))
         if demand.deadline is not None:
-            limits.append(Patience(demand.deadline - served - now, "deadline"))
+            limits.append(WaitLimit(demand.deadline - served - now, "deadline"))
         return min(limits)
 
     def wait(self, order: FairOrder[E], entry: E, now: float) -> float | None:
@@ -81,15 +81,15 @@ class LoadShedder:
         A request that comes back as it was told is not refused.
         """
         early = self._promises.early(demand.fingerprint, now)
-        patience = self.patience(demand, now)
+        wait_limit = self.wait_limit(demand, now)
         wait = self.wait(order, entry, now)
-        is_too_long = patience.seconds <= 0 or (wait is not None and wait > patience.seconds)
+        is_too_long = wait_limit.seconds <= 0 or (wait is not None and wait > wait_limit.seconds)
         if is_too_long and early is None:
-            raise self.refusal(order, entry, demand, patience, now)
+            raise self.refusal(order, entry, demand, wait_limit, now)
         if is_too_long and early:
             seconds = retry_after(early)
-            message = f"{self._why(patience.reason)}; try again in {seconds} s, and not earlier"
-            raise RefusedError(message, patience.reason, seconds)
+            message = f"{self._why(wait_limit.reason)}; try again in {seconds} s, and not earlier"
+            raise RefusedError(message, wait_limit.reason, seconds)
         self._promises.keep(demand.fingerprint)
 
     def is_late(self, order: FairOrder[E], entry: E, gives_up: float, now: float) -> bool:
@@ -97,18 +97,18 @@ class LoadShedder:
         wait = self.wait(order, entry, now)
         return wait is not None and now + wait > gives_up
 
-    def refusal(self, order: FairOrder[E], entry: E, demand: Demand, patience: Patience, now: float) -> RefusedError:
+    def refusal(self, order: FairOrder[E], entry: E, demand: Demand, wait_limit: WaitLimit, now: float) -> RefusedError:
         """Return the error for a request that is refused now, and remember when it may come back."""
         wait = self.wait(order, entry, now) or 0.0
         # It comes back when half of the time that it may wait is left, so that the queue does not run empty before.
-        earliest = max(0.0, wait - max(0.0, patience.seconds) / 2)
+        earliest = max(0.0, wait - max(0.0, wait_limit.seconds) / 2)
         seconds = retry_after(earliest)
         if earliest <= LONGEST_PROMISE:
             lane = entry.priority, entry.owner
             self._promises.add(lane, entry.weight, entry.work, demand.fingerprint, now, seconds)
         expected = f" (it would wait {wait:.1f} s)" if wait else ""
         return RefusedError(
-            f"{self._why(patience.reason)}{expected}; try again in {seconds} s", patience.reason, seconds
+            f"{self._why(wait_limit.reason)}{expected}; try again in {seconds} s", wait_limit.reason, seconds
         )
 
     def _why(self, reason: Reason) -> str:
