@@ -60,6 +60,17 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
 _PARAM = "paceline-param"
 """Key of the trailing metadata that names the invalid field of an INVALID_ARGUMENT."""
 
+_OURS = ("paceline-error", "1")
+"""Trailing metadata of errors that a service answered itself. gRPC makes the other ones, in its own words."""
+
+_GRPC_SAYS = {
+    grpc.StatusCode.UNAVAILABLE: "has ended or cannot be reached",
+    grpc.StatusCode.CANCELLED: "cancelled the call",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
+    grpc.StatusCode.UNIMPLEMENTED: "does not know this call; is it of an older release?",
+}
+"""What gRPC's own errors mean. Callers get these words, because gRPC's are about addresses and sockets."""
+
 
 def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     """Return a channel that shows `credentials`, and reconnects within a second when the peer is back."""
@@ -187,7 +198,7 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
     except PacelineError as error:
         code = next(code for kind, code in _CODES if isinstance(error, kind))
         param = error.param if isinstance(error, InvalidRequestError) else None
-        await _abort(context, code, str(error), ((_PARAM, param),) if param else ())
+        await _abort(context, code, str(error), (_OURS, *(((_PARAM, param),) if param else ())))
     except grpc.aio.AbortError:
         raise
     except DecodeError as error:
@@ -213,9 +224,9 @@ async def _abort(
 def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
     """Return our error for a status code that a caller got. `who` names the other side in the message."""
     details = error.details() or error.code().name
+    metadata = list(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        metadata = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
-        params = [str(value) for key, value in metadata or () if key == _PARAM]
+        params = [str(value) for key, value in metadata if key == _PARAM]
         return InvalidRequestError(details, params[0] if params else None)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         # gRPC has the same code for a message that is too large. It says "Sent" or "Received" before.
@@ -230,7 +241,9 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         return RefusedError(f"{who} refuses us: {details}")
     if problem := tls_problem(details):
         return UntrustedError(f"no connection to {who} can be trusted: {problem} ({details})")
-    return UnavailableError(f"{who}: {details}")
+    if _OURS in metadata:
+        return UnavailableError(f"{who}: {details}")
+    return UnavailableError(f"{who} {_GRPC_SAYS.get(error.code(), 'failed with an unexpected error; its log has it')}")
 
 
 def is_loopback(host: str) -> bool:

@@ -54,7 +54,8 @@ class AdmissionQueue:
 
     Args:
         max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
-        queue_seconds: the longest time in the queue; patient entries have no limit.
+        queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have no
+            limit here.
     """
 
     def __init__(self, max_waiting: int, queue_seconds: float) -> None:
@@ -91,7 +92,7 @@ class AdmissionQueue:
         Args:
             attempt: a function that tries to admit the request; it returns None if there is no room now.
             priority: the request's priority; lower is more urgent.
-            first: whether the request had been admitted and lost its worker.
+            first: whether the request had been admitted and lost its worker; then it waits without a time limit.
             patient: whether the sequence's client is already being served; then it waits without a time limit.
             background: whether nobody waits for the request. Then it is never in the queue: it is refused if others
                 wait or if there is no room, and its caller tries again later. A patient one tries until there is room.
@@ -116,7 +117,7 @@ class AdmissionQueue:
                 if not ordinary:
                     # An ordinary request has just tried, or stands after one that has. These two may not have tried.
                     turn.may_ask.set()
-                return await self._stand(turn, attempt, None if patient else self._queue_seconds)
+                return await self._stand(turn, attempt, self._queue_seconds if ordinary else None)
         finally:
             self._waiting -= 1
             self._ordinary -= ordinary

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from typing import Any
 
 from redis.asyncio import Redis
@@ -33,6 +34,8 @@ PROBE_SECONDS = (0.25, 0.75)
 """The shortest and longest time before a failed worker gets a health check, in seconds."""
 LINK_SECONDS = (10.0, 20.0)
 """The shortest and longest time before a failed link between hosts is used again, in seconds."""
+ENDS_KEPT = 1000
+"""Members whose ends are remembered."""
 MEASURED_BYTES = 16 << 20
 """Bytes that a host must have fetched before its rate counts as measured."""
 
@@ -58,6 +61,8 @@ class Fleet:
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self._ended: dict[str, float] = {}
+        """When each of the members that ended or stopped answering did so last, on time.monotonic(), in order."""
         self.redis_answers = True
         """Whether Redis has answered the last time."""
         self.gateways: list[Member] = []
@@ -133,8 +138,24 @@ class Fleet:
 
     def set_aside(self, worker: RemoteWorker) -> None:
         """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
+        if not worker.set_aside:
+            self._note_end(worker)
         worker.set_aside = True
         self._failed_workers.add(worker.member.worker_id)
+
+    def have_ended(self, since: float, others_than: Collection[str]) -> bool:
+        """Return whether members have ended or stopped answering after an instant on time.monotonic().
+
+        Args:
+            others_than: ids of members that do not count.
+        """
+        return any(at > since and worker_id not in others_than for worker_id, at in self._ended.items())
+
+    def _note_end(self, worker: RemoteWorker) -> None:
+        self._ended.pop(worker.member.worker_id, None)
+        self._ended[worker.member.worker_id] = time.monotonic()
+        if len(self._ended) > ENDS_KEPT:
+            del self._ended[next(iter(self._ended))]
 
     def avoid_link(self, link: Link) -> None:
         """Send no blocks over a link between hosts for a while."""
@@ -206,6 +227,8 @@ class Fleet:
                     worker.update(member)
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
+                    if worker.member.state != "draining" and not worker.set_aside:
+                        self._note_end(worker)
                     self._drop(worker)
                 self._workers[name] = RemoteWorker(member, self._credentials)
                 _spawn(self._first_check(self._workers[name]), self._tasks)
