@@ -374,9 +374,9 @@ class GatewayConfig(ServiceConfig):
     supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
     max_attempts: int = option(
         5,
-        "a request is given up after this many failures at the same step for a reason of its own: a worker that goes on "
-        "answers with an error, or workers end with this request alone. Until then, and while workers are only coming "
-        "back, it goes on until its deadline (--request-seconds)",
+        "a request is given up after this many failures at the same step for a reason of its own: a worker answers with "
+        "an error and goes on, or workers end where this request runs and nowhere else. Otherwise it goes on until its "
+        "deadline (--request-seconds)",
         "limits",
         at_least=1,
     )

@@ -26,9 +26,12 @@ from paceline.core.errors import (
     UnavailableError,
     UntrustedError,
 )
-from paceline.services.common.auth import ChannelWithSecret, RequireSecret
+from paceline.services.common.auth import RequireSecret, secret_header
+from paceline.services.common.channel_metadata import ChannelWithMetadata
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.tls_channel import TlsChannel, tls_problem
+from paceline.services.common.wire_check import INCOMPATIBLE, RequireWire
+from paceline.services.common.wire_version import HEADER, OURS, WireVersions
 
 T = TypeVar("T")
 
@@ -72,8 +75,12 @@ _GRPC_SAYS = {
 """What gRPC's own errors mean. Callers get these words, because gRPC's are about addresses and sockets."""
 
 
-def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """Return a channel that shows `credentials`, and reconnects within a second when the peer is back."""
+def open_channel(address: str, credentials: Credentials, wire: WireVersions = OURS) -> grpc.aio.Channel:
+    """Return a channel that shows `credentials`, and reconnects within a second when the peer is back.
+
+    Args:
+        wire: the protocol versions that this service speaks.
+    """
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
         # This is also the deadline of one attempt to connect. It is long because the other side may be busy.
@@ -89,21 +96,26 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     else:
         options += (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
         channel = TlsChannel(tls, lambda own: grpc.aio.secure_channel(address, own, options=options))
-    return ChannelWithSecret(channel, credentials.secret) if credentials.secret else channel
+    secret = [secret_header(credentials.secret)] if credentials.secret else []
+    return ChannelWithMetadata(channel, [(HEADER, str(wire)), *secret])
 
 
 class RpcServer:
     """A gRPC server with the standard health service.
 
     Its health is reported under "" and under its own name. If there is a secret, all calls without it are refused,
-    health checks included. With TLS, a connection without a certificate of the cluster ends before any call.
+    health checks included. With TLS, a connection without a certificate of the cluster ends before any call. Calls of
+    services that speak none of our protocol versions are refused, except health checks.
 
     Register servicers on `server`, then call `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
     """
 
-    def __init__(self, host: str, port: int, credentials: Credentials, name: str = "") -> None:
-        guards = (RequireSecret(credentials.secret),) if credentials.secret else ()
+    def __init__(
+        self, host: str, port: int, credentials: Credentials, name: str = "", wire: WireVersions = OURS
+    ) -> None:
+        secret = (RequireSecret(credentials.secret),) if credentials.secret else ()
+        guards = (*secret, RequireWire(wire))
         # Without so_reuseport a second start on a taken port fails. A connection without a handshake is closed in 10 s.
         own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
         self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
@@ -237,7 +249,7 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         return StaleError(details)
     if error.code() is grpc.StatusCode.DATA_LOSS:
         return TransferError(details)
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED or INCOMPATIBLE in metadata:
         return RefusedError(f"{who} refuses us: {details}")
     if problem := tls_problem(details):
         return UntrustedError(f"no connection to {who} can be trusted: {problem} ({details})")

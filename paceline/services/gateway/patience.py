@@ -50,7 +50,7 @@ class Patience:
         failure = Failure(
             sequence.step(record),
             cause,
-            others_ended=self._fleet.have_ended(
+            others_ended=self._fleet.ends.any_since(
                 sequence.failed_at, others_than={*record.worker_ids, worker, sequence.failed_on}
             ),
             others_went_on=alone or self._heard_of_others(sequence) > sequence.heard_before,
