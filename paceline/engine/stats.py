@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.metrics import CountHistogram, Family, Histogram, Sample, counted, samples_of
 from paceline.engine.step import Step, StepResult
+from paceline.engine.step_log import StepLog
 
 DRAFTS = Family("spec_decode_num_drafts", "Times that drafts of a request were verified")
 DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "Draft tokens that were verified")
@@ -63,10 +64,12 @@ class SchedulerStats:
     decode_other_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="other")
     host_cpu_seconds: float = 0.0
     """CPU time of the computing thread outside of the model."""
+    log: StepLog = field(default_factory=StepLog)
 
     def count_step(self, step: Step, result: StepResult) -> None:
         """Count a step that was computed."""
         self.steps += 1
+        self.log.note(step, result)
         self.host_cpu_seconds += result.host_cpu_seconds
         # A chunk that follows a context which has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from paceline.proto import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -58,6 +59,8 @@ class Member(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """gateway, prefill, decode, encode or kvtransfer."""
@@ -79,6 +82,8 @@ class Member(_message.Message):
     """Most requests that the worker runs at the same time."""
     events: _builtins.str
     """Path of the Unix socket from which gateways on the same host read events. Only decode workers have it."""
+    release: _builtins.str
+    """Release of the service, for people."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """For placing requests. Only gateways and workers have it."""
@@ -99,6 +104,10 @@ class Member(_message.Message):
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyUse]:
         """For sharing the limits of API keys among gateways. Only gateways have it."""
 
+    @_builtins.property
+    def wire(self) -> _common_pb2.WireVersions:
+        """The protocol versions that the service speaks."""
+
     def __init__(
         self,
         *,
@@ -118,10 +127,12 @@ class Member(_message.Message):
         metrics: _abc.Iterable[Global___MetricFamily] | None = ...,
         numerics: Global___Numerics | None = ...,
         keys: _abc.Iterable[Global___KeyUse] | None = ...,
+        wire: _common_pb2.WireVersions | None = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "role", b"role", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "release", b"release", "role", b"role", "state", b"state", "wire", b"wire", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

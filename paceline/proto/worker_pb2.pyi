@@ -70,6 +70,89 @@ class ReadyReply(_message.Message):
 Global___ReadyReply: _TypeAlias = ReadyReply  # noqa: Y015
 
 @_typing.final
+class StepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOST_FIELD_NUMBER: _builtins.int
+    most: _builtins.int
+    """Most steps to return."""
+    def __init__(
+        self,
+        *,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepsRequest: _TypeAlias = StepsRequest  # noqa: Y015
+
+@_typing.final
+class StepsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]: ...
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___StepRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepsReply: _TypeAlias = StepsReply  # noqa: Y015
+
+@_typing.final
+class StepRecord(_message.Message):
+    """What one step of an engine computed, and how long it took."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the step among all steps of the engine."""
+    ended: _builtins.float
+    """When its result was known, on the worker's own clock. It only tells how far steps are apart."""
+    seconds: _builtins.float
+    prompt_tokens: _builtins.int
+    """Tokens of prompts that it computed, and the sum of the tokens to which each of them attends."""
+    prompt_pairs: _builtins.int
+    sequences: _builtins.int
+    """Sequences that got a token after their prompt, and the sum of the tokens to which each of them attends."""
+    context_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        ended: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        prompt_pairs: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "ended", b"ended", "number", b"number", "prompt_pairs", b"prompt_pairs", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRecord: _TypeAlias = StepRecord  # noqa: Y015
+
+@_typing.final
 class ResetPoolRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

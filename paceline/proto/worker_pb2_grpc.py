@@ -394,6 +394,11 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.FromString,
                 _registered_method=True)
+        self.Steps = channel.unary_unary(
+                '/paceline.v1.Maintenance/Steps',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
+                _registered_method=True)
 
 
 class MaintenanceServicer:
@@ -407,6 +412,13 @@ class MaintenanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Steps(self, request, context):
+        """Returns the newest steps of the engine, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MaintenanceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -414,6 +426,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     servicer.ResetPool,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.SerializeToString,
+            ),
+            'Steps': grpc.unary_unary_rpc_method_handler(
+                    servicer.Steps,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.StepsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -444,6 +461,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/ResetPool',
             paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.ResetPoolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Steps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/Steps',
+            paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
             options,
             channel_credentials,
             insecure,

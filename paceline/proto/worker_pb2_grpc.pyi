@@ -208,6 +208,8 @@ class MaintenanceStub:
     def __new__(cls, channel: _aio.Channel) -> MaintenanceAsyncStub: ...
     ResetPool: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]
     """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+    Steps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]
+    """Returns the newest steps of the engine, in order."""
 
 @_typing.type_check_only
 class MaintenanceAsyncStub(MaintenanceStub):
@@ -216,6 +218,8 @@ class MaintenanceAsyncStub(MaintenanceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ResetPool: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]  # type: ignore[assignment]
     """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+    Steps: _aio.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]  # type: ignore[assignment]
+    """Returns the newest steps of the engine, in order."""
 
 class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
     """What operators ask of any worker."""
@@ -227,5 +231,13 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ResetPoolReply, _abc.Awaitable[_worker_pb2.ResetPoolReply]]:
         """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+
+    @_abc_1.abstractmethod
+    def Steps(
+        self,
+        request: _worker_pb2.StepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.StepsReply, _abc.Awaitable[_worker_pb2.StepsReply]]:
+        """Returns the newest steps of the engine, in order."""
 
 def add_MaintenanceServicer_to_server(servicer: MaintenanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

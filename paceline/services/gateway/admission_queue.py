@@ -68,7 +68,8 @@ class AdmissionQueue:
 
     Args:
         max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
-        queue_seconds: the longest time in the queue; patient entries have no limit.
+        queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have no limit
+            here.
     """
 
     def __init__(self, max_waiting: int, queue_seconds: float) -> None:
@@ -191,10 +192,10 @@ class AdmissionQueue:
 
     async def _stand(self, turn: _Turn, attempt: Callable[[], Awaitable[T | None]]) -> T:
         """Join the queue, try in turn until there is room, and leave the queue. Raises RefusedError."""
-        patience = self._join(turn)
+        most = self._join(turn)
         is_served = False
         try:
-            async with asyncio.timeout(None if patience is None else patience.seconds) as limit:
+            async with asyncio.timeout(None if most is None else most.seconds) as limit:
                 while turn.refusal is None:
                     await self._wait(turn)
                     if self._next() is turn and (admitted := await self._ask(turn, attempt)) is not None:
@@ -203,26 +204,26 @@ class AdmissionQueue:
                         return admitted
             raise self._counted(turn.claim, turn.refusal)
         except TimeoutError:
-            assert patience is not None
-            raise self._counted(turn.claim, self._refusal(turn, patience.reason)) from None
+            if most is None or not limit.expired():
+                raise
+            raise self._counted(turn.claim, self._refusal(turn, most.reason)) from None
         finally:
             self._leave(turn, is_served)
 
     def _join(self, turn: _Turn) -> WaitLimit | None:
         """Put a request into the queue, and return how long it may wait there; None if it has no limit."""
         now = time.monotonic()
-        patience = None
-        if turn.claim.first:
-            patience = WaitLimit(self._queue_seconds, "timeout")
-            bisect.insort(self._again, turn, key=lambda other: other.ticket)
-        else:
-            self._order.add(turn)
-        if turn.claim.is_ordinary:
-            patience = self.shedder.patience(turn.demand, now)
-            turn.gives_up = now + patience.seconds
-            self._refuse_late(turn)
         self.shedder.rate.set_waiting(True, now)
-        return patience
+        if turn.claim.first:
+            bisect.insort(self._again, turn, key=lambda other: other.ticket)
+            return None
+        self._order.add(turn)
+        if turn.claim.patient:
+            return None
+        most = self.shedder.wait_limit(turn.demand, now)
+        turn.gives_up = now + most.seconds
+        self._refuse_late(turn)
+        return most
 
     def _leave(self, turn: _Turn, is_served: bool) -> None:
         now = time.monotonic()

@@ -33,6 +33,7 @@ from paceline.services.gateway.responses_api.routes import make_responses
 from paceline.services.gateway.root_path import RootPathMiddleware, check_root_path
 from paceline.services.gateway.scaling import make_scaling
 from paceline.services.gateway.score_api import make_score_api
+from paceline.services.gateway.step_records import make_step_records
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
 from paceline.services.gateway.token_api import make_token_api
@@ -84,6 +85,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(make_score_api(gateway))
     app.include_router(make_scaling(gateway))
     app.include_router(make_cache_reset(gateway))
+    app.include_router(make_step_records(gateway))
     app.include_router(make_console(gateway))
     app.include_router(make_batches(gateway, store, app))
     check_decided(app.routes)

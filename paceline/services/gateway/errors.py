@@ -135,6 +135,16 @@ class NoWorkerError(UnavailableError):
         super().__init__("no decode worker is ready; try again later")
 
 
+class LeavingError(UnavailableError):
+    """This gateway shuts down. Another one can take the request, or continue its stream."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this gateway is shutting down; send the request again to another one. If it had an X-Request-Id, "
+            "Last-Event-ID with the last event's id continues its stream"
+        )
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt and answer together do not fit into the context of any worker.
 
@@ -173,6 +183,10 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, BusyError):
         return ApiError(429, str(error), type="rate_limit_exceeded", code="rate_limit_exceeded")
+    if isinstance(error, LeavingError):
+        answer = ApiError(503, str(error), type="service_unavailable", code="gateway_shutting_down")
+        answer.headers = {"Connection": "close"}  # or a load balancer would send its next request here, too
+        return answer
     if isinstance(error, PacelineError):
         return ApiError(503, str(error), type="service_unavailable", code="service_unavailable")
     log.error("unexpected error in a request", exc_info=error)

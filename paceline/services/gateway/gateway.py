@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
-from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.errors import ConfigError
 from paceline.core.model_folder import model_digest
 from paceline.core.options import listed
 from paceline.core.request_classes import read_classes
@@ -25,7 +25,7 @@ from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.console.feed import Feed
-from paceline.services.gateway.errors import ApiError, NoWorkerError
+from paceline.services.gateway.errors import ApiError, LeavingError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.media.items import NO_MEDIA
@@ -180,7 +180,7 @@ class Gateway:
 
     def _check_stays(self) -> None:
         if self.draining:
-            raise UnavailableError("this gateway is shutting down; try another one")
+            raise LeavingError
 
     def _gateways(self) -> Gateways:
         uses = {member.worker_id: member.keys for member in self.fleet.gateways}

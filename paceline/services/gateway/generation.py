@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from paceline.core.telemetry import request_span
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
-from paceline.services.gateway.attempt import Event
+from paceline.services.gateway.attempt import Event, Generated
 from paceline.services.gateway.cache_hints import OPEN_CALL, hints_after
 from paceline.services.gateway.choice import Choice, Delta
 from paceline.services.gateway.event_feed import Mailbox
@@ -20,6 +20,7 @@ from paceline.services.gateway.media.budget import MemoryBudget
 from paceline.services.gateway.media.prompt import media_tokens
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.resume import StreamIds
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sequence import SequenceRun
@@ -39,6 +40,7 @@ class Generation:
         media_memory: counts the inputs of encoders, which stay in memory until the request ends.
         resources: what the request holds until the generation runs, such as the memory of its media.
         admission: counts what the request uses of its key's limits.
+        ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Generation:
         media_memory: MemoryBudget,
         resources: contextlib.ExitStack,
         admission: Admission,
+        ids: StreamIds | None = None,
     ) -> None:
         self.plan = plan
+        self.ids = ids
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._trace = trace
@@ -188,8 +192,15 @@ class Generation:
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         begun = self._has_begun[which]
 
+        received = self.ids.received(index) if self.ids is not None else 0
+
         def take(event: Event) -> None:
             before = choice.tokens
+            if isinstance(event, Generated) and before < received < before + len(event.tokens):
+                # A delta must not begin with tokens that the client has and end with tokens that it lacks.
+                take(Generated(event.tokens[: received - before]))
+                take(Generated(event.tokens[received - before :]))
+                return
             delta = choice.take(event)
             self._admission.spend(choice.tokens - before, self._prompt_tokens)
             if not begun.is_set():

@@ -40,6 +40,9 @@ class FleetWorker(BaseModel):
     max_model_len: int
     max_seqs: int
     numerics: str | None
+    release: str
+    wire: str
+    """Versions of the protocol between services, such as "1-2"."""
     running: int
     waiting: int
     in_flight: int
@@ -126,6 +129,23 @@ class FleetState(BaseModel):
     workers: list[FleetWorker]
     hosts: list[HostLedger | SilentHost]
     waiting: int
+
+
+class WorkerSteps(BaseModel):
+    worker_id: str
+    role: str
+    host_id: str
+    epoch: int
+    steps: list[list[float]]
+    """Newest steps in order, each with the numbers that FleetSteps.fields names."""
+
+
+class FleetSteps(BaseModel):
+    fields: list[str]
+    """number: of the step, among all of the worker. ended: seconds on the worker's own clock. seconds: length of the
+    step. prompt_tokens: computed tokens of prompts. prompt_pairs: sum of the tokens to which they attend. sequences:
+    those that got a token after their prompt. context_tokens: sum of the tokens to which these attend."""
+    workers: list[WorkerSteps]
 
 
 class Trace(BaseModel):

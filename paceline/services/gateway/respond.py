@@ -21,6 +21,7 @@ from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.responses import Json, ResponseFormat
+from paceline.services.gateway.resume import HEADER, StreamIds, read_positions
 from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS, GenerationRequest, StreamOptions
 from paceline.services.gateway.streaming import (
     ChunkWriter,
@@ -65,7 +66,8 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
 
     Raises ApiError if a header is not valid, or if the caller's key has no tokens left.
     """
-    plan = _with_headers(plan, request)
+    plan = _with_headers(plan, request).seeded(request.state.request_id)
+    ids = _stream_ids(plan, request) if is_streamed else None
     caller, admission = caller_of(request), admission_of(request)
     admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),
@@ -90,6 +92,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         media_memory=gateway.media.memory,
         resources=request.state.resources,
         admission=admission,
+        ids=ids,
     )
 
 
@@ -112,7 +115,7 @@ async def respond(
 
 def stream(generation: Generation, writer: StreamWriter, ping: Callable[[], bytes] | None = None) -> Response:
     """Return the response that runs a generation and sends its events. See `EventStreamResponse` about pings."""
-    return EventStreamResponse(event_stream(generation, writer), writer.error, ping)
+    return EventStreamResponse(event_stream(generation, writer, generation.ids), writer.error, ping)
 
 
 async def whole(generation: Generation, request: Request, body: Callable[[list[Delta], Json], Json]) -> Response:
@@ -125,6 +128,16 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     if choices is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(body(choices, generation.usage()))
+
+
+def _stream_ids(plan: Plan, request: Request) -> StreamIds | None:
+    """Return the ids of the events of a stream; None if its client cannot continue it, because it chose no id."""
+    given, choices = request.headers.get(HEADER), len(plan.prompts) * plan.n
+    if not request.state.client_chose_id:
+        if given is not None:
+            raise ApiError(400, f"{HEADER} needs the X-Request-Id of the stream that it continues", param=HEADER)
+        return None
+    return StreamIds(None if given is None else read_positions(given, choices), choices)
 
 
 def _with_headers(plan: Plan, request: Request) -> Plan:

@@ -7,7 +7,8 @@ import grpc.aio
 from paceline.proto import worker_pb2, worker_pb2_grpc
 from paceline.services.worker.worker import Worker
 
-CallContext = grpc.aio.ServicerContext[worker_pb2.ResetPoolRequest, worker_pb2.ResetPoolReply]
+ResetContext = grpc.aio.ServicerContext[worker_pb2.ResetPoolRequest, worker_pb2.ResetPoolReply]
+StepsContext = grpc.aio.ServicerContext[worker_pb2.StepsRequest, worker_pb2.StepsReply]
 
 
 class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
@@ -16,5 +17,9 @@ class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def ResetPool(self, request: worker_pb2.ResetPoolRequest, context: CallContext) -> worker_pb2.ResetPoolReply:
+    async def ResetPool(self, request: worker_pb2.ResetPoolRequest, context: ResetContext) -> worker_pb2.ResetPoolReply:
         return worker_pb2.ResetPoolReply(blocks=await self._worker.reset_pool())
+
+    async def Steps(self, request: worker_pb2.StepsRequest, context: StepsContext) -> worker_pb2.StepsReply:
+        steps = self._worker.engine.stats.log.newest(request.most)
+        return worker_pb2.StepsReply(steps=[worker_pb2.StepRecord(**step._asdict()) for step in steps])

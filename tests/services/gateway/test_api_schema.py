@@ -69,6 +69,7 @@ GOT = (
     "/metrics",
     "/fleet",
     "/fleet/scale",
+    "/fleet/steps",
     "/console/requests",
 )
 

@@ -427,6 +427,11 @@ class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):
         self._worker.resets += 1
         return worker_pb2.ResetPoolReply(blocks=3)
 
+    async def Steps(  # type: ignore[override]
+        self, request: worker_pb2.StepsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.StepsReply:
+        return worker_pb2.StepsReply(steps=[worker_pb2.StepRecord(number=7, seconds=0.25, prompt_tokens=128)])
+
 
 class _Tracked:
     """A context manager that admits a call and records its outcome."""

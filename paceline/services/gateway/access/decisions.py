@@ -65,6 +65,7 @@ DECISIONS: dict[str, Access] = {
     "/abort_requests": Access.CLIENT,
     "/fleet": Access.ADMIN,
     "/fleet/scale": Access.ADMIN,
+    "/fleet/steps": Access.ADMIN,
     "/reset_prefix_cache": Access.ADMIN,
     "/server_info": Access.ADMIN,
     "/": Access.ADMIN,

@@ -38,7 +38,7 @@ class Claim:
     request_class: str = DEFAULT
     """Name of its class, for metrics."""
     first: bool = False
-    """Whether it had been admitted and lost its worker."""
+    """Whether it had been admitted and lost its worker; then it waits without a time limit."""
     patient: bool = False
     """Whether its client is already being served; then it waits without a time limit."""
     background: bool = False
