@@ -68,8 +68,8 @@ class AdmissionQueue:
 
     Args:
         max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
-        queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have no limit
-            here.
+        queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have
+            no limit here.
     """
 
     def __init__(self, max_waiting: int, queue_seconds: float) -> None:

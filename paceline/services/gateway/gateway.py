@@ -78,7 +78,7 @@ class Gateway:
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
-        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
+        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, self.classes)
         self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
         self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)

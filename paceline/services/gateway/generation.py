@@ -225,6 +225,8 @@ class Generation:
                     priority=self.plan.priority,
                     owner=self.plan.owner,
                     request_class=self.plan.request_class,
+                    seconds=self.plan.seconds,
+                    ttft_seconds=self.plan.ttft_seconds,
                     background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,

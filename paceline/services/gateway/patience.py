@@ -86,7 +86,9 @@ class Patience:
         return UnavailableError(message if reason is None else f"{message}; the last failure: {reason}")
 
     def _seconds(self, sequence: SequenceRun) -> float:
-        return BACKGROUND_SECONDS if sequence.background else self._config.request_seconds
+        if sequence.background:
+            return BACKGROUND_SECONDS
+        return min(self._config.request_seconds, sequence.seconds or self._config.request_seconds)
 
     def _heard_of_others(self, sequence: SequenceRun) -> int:
         return self._heard - len(sequence.generated)

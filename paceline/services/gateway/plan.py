@@ -84,6 +84,10 @@ class Plan:
     """The priority with which the request runs, which depends on the caller; lower is more urgent."""
     request_class: str = DEFAULT
     """Class of the caller's key; "background" for lines of batches."""
+    seconds: float | None = None
+    """Time after which the client gives up; None if it did not say."""
+    ttft_seconds: float | None = None
+    """Time within which the client wants the first token; None if it did not say."""
     background: bool = False
     """Whether nobody waits for the answer, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE

@@ -97,6 +97,12 @@ class Candidate:
         return (member.load.running + member.load.waiting + self.unreported) / max(member.max_seqs, 1)
 
     @property
+    def requests(self) -> int:
+        """Requests that the worker runs, or that this gateway has just sent to it."""
+        load = self.member.load
+        return max(self.in_flight, load.running + load.waiting + self.unreported)
+
+    @property
     def has_room(self) -> bool:
         """Whether this gateway's own calls leave room. The worker decides: it knows the calls of all gateways."""
         return self.in_flight < self.member.max_seqs
@@ -142,7 +148,7 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     not slow down the decoding of other requests.
     """
     fleet = list(snapshot)
-    usual = _usual_rate(fleet)
+    usual = usual_rate(fleet)
 
     def rank(way: _Way) -> tuple[object, ...]:
         # Ids break ties, so that equal snapshots give equal placements.
@@ -174,7 +180,7 @@ def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | No
     Decode workers are used only if there is no prefill worker. Returns None if no worker can take the work now.
     """
     fleet = list(snapshot)
-    usual = _usual_rate(fleet)
+    usual = usual_rate(fleet)
 
     def rank(candidate: Candidate) -> tuple[object, ...]:
         waiting = candidate.queued_tokens + LATELY * candidate.recent_tokens
@@ -192,7 +198,7 @@ def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int
     return _computing_at(_in_turn(best, turn)) if best else None
 
 
-def _usual_rate(fleet: Iterable[Candidate]) -> float:
+def usual_rate(fleet: Iterable[Candidate]) -> float:
     """Return the rate of prefill to assume for a worker that has not measured its own, in tokens per second."""
     measured = [rate for candidate in fleet if (rate := candidate.tokens_per_second)]
     return statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND

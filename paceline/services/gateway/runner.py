@@ -20,6 +20,7 @@ from opentelemetry import trace
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError
+from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCachedError
@@ -29,6 +30,7 @@ from paceline.services.gateway.errors import LeavingError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
+from paceline.services.gateway.load_control import LoadControl
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
@@ -46,8 +48,16 @@ log = logging.getLogger(__name__)
 class SequenceRunner:
     """A runner of sequences on a fleet."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, placements: PlacementLog, prefixes: PrefixIndex) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        fleet: Fleet,
+        placements: PlacementLog,
+        prefixes: PrefixIndex,
+        classes: Classes = NO_CLASSES,
+    ) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
+        self._load = LoadControl(self.queue.shedder, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
@@ -62,7 +72,7 @@ class SequenceRunner:
         """Sequences that wait or run."""
         self._background = 0
         """Those of them that nobody waits for."""
-        fleet.on_refresh = self._leave_draining_workers
+        fleet.on_refresh = self._follow_fleet
 
     @property
     def client_sequences(self) -> int:
@@ -89,7 +99,8 @@ class SequenceRunner:
                 attempt = await self._admit(sequence)
                 refusal: EncodeRefusedError | None = None
                 try:
-                    await attempt.run(partial(self._hear, sequence, attempt.record, take))
+                    await attempt.run(partial(self._hear, sequence, attempt, take))
+                    self._load.end(sequence)
                     return
                 except WorkerDrainingError as error:
                     attempt.record.fail(str(error))
@@ -137,12 +148,18 @@ class SequenceRunner:
         if hints:
             self.hints.put(self._fleet.hosts_of(sequence.trace.workers), sequence.context, hints)
 
-    def _hear(self, sequence: SequenceRun, record: AttemptTrace, take: Callable[[Event], object], event: Event) -> None:
+    def _hear(self, sequence: SequenceRun, attempt: AnyAttempt, take: Callable[[Event], object], event: Event) -> None:
         self._patience.hear(event)
-        if (fresh := sequence.note(event, record)) is not None:
+        fresh = sequence.note(event, attempt.record)
+        self._load.hear(sequence, attempt.decode, attempt.record, event)
+        if fresh is not None:
             take(fresh)
         if isinstance(event, HandedOver):
             self.queue.wake()
+
+    def _follow_fleet(self) -> None:
+        self._load.keep({worker.member.worker_id for worker in self._fleet.workers()})
+        self._leave_draining_workers()
 
     def _leave_draining_workers(self) -> None:
         """Move sequences from draining decode workers to others, as many as these have room for."""
@@ -176,10 +193,7 @@ class SequenceRunner:
             async with asyncio.timeout(deadline - time.monotonic()):
                 attempt: AnyAttempt = await self.queue.admit(
                     lambda: self._try_to_admit(sequence, own, deadline, again),
-                    priority=sequence.priority,
-                    first=again,
-                    patient=sequence.follows and not again,
-                    background=sequence.background,
+                    self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline),
                 )
         except TimeoutError:
             raise self._patience.too_late(sequence) from None
@@ -209,7 +223,7 @@ class SequenceRunner:
         busy = False
         while True:
             self._check_can_go_on(sequence)
-            snapshot = self._fleet.snapshot()
+            snapshot: Sequence[Candidate] = self._fleet.snapshot()
             need = Need(
                 context_tokens,
                 prompt_tokens=len(sequence.context.token_ids),
@@ -222,13 +236,16 @@ class SequenceRunner:
                 cut=self._fleet.failed_links(),
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
-            placement = self._place(kind, need, snapshot)
+            held = ""
+            if not again:
+                snapshot, held = self._load.restrict(need, snapshot, kind.decodes)
+            placement = None if held else self._place(kind, need, snapshot)
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:
                     raise NoWorkerError
-                busy |= any(c.member.role == "prefill" and not c.has_room for c in snapshot)
+                busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in snapshot)
                 sequence.unreachable_since = None if busy else sequence.unreachable_since or time.monotonic()
-                record.wait_for("no worker has room" if busy else "no worker that can be reached fits")
+                record.wait_for(held or "no worker has room" if busy else "no worker that can be reached fits")
                 return None
             attempt = kind.attempt(
                 self._fleet,

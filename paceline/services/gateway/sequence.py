@@ -41,6 +41,10 @@ class SequenceRun:
     """Digest of the client's key; "" if it has none."""
     request_class: str = DEFAULT
     """Class of the request, which has objectives and a weight; see `core/request_classes.py`."""
+    seconds: float | None = None
+    """Time from its arrival after which its client gives up; None if the client did not say."""
+    ttft_seconds: float | None = None
+    """Time from its arrival until which its client wants the first token; None if the client did not say."""
     background: bool = False
     """Whether nobody waits for the sequence, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
