@@ -96,9 +96,9 @@ class AdmissionQueue:
         """Number of patient entries that have not joined the queue, because an earlier one stands in it."""
         return self._waiting - len(self._order) - len(self._again)
 
-    def waiting(self, request_class: str) -> int:
-        """Return the number of requests of a class in the queue."""
-        return sum(turn.claim.request_class == request_class for turn in (*self._again, *self._order))
+    def count(self, fits: Callable[[Claim], bool]) -> int:
+        """Return the number of requests in the queue for which `fits` is true."""
+        return sum(fits(turn.claim) for turn in (*self._again, *self._order))
 
     async def admit(self, attempt: Callable[[], Awaitable[T | None]], claim: Claim = ORDINARY) -> T:
         """Call `attempt` each time it is this request's turn, until there is room, and return its result.

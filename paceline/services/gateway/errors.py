@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
 from paceline.services.gateway.messages_api.error_body import error_body
+from paceline.services.gateway.queueing.shedding import RefusedError
+from paceline.services.gateway.retry_after import retry_after
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ def most_specific(errors: Sequence[FieldError]) -> FieldError:
 
 
 RETRY_AFTER_SECONDS = 1
+"""Time after which a client comes back if nobody knows better."""
 
 
 class ApiError(Exception):
@@ -105,7 +108,7 @@ class ApiError(Exception):
 
     def silent_response(self) -> ErrorResponse:
         """Return the answer without logging it, because probes ask again and again."""
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        headers = {"Retry-After": str(retry_after(RETRY_AFTER_SECONDS))} if self.status in (429, 503) else {}
         return ErrorResponse(self, headers | self.headers)
 
 
@@ -182,7 +185,10 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, BusyError):
-        return ApiError(429, str(error), type="rate_limit_exceeded", code="rate_limit_exceeded")
+        answer = ApiError(429, str(error), type="rate_limit_exceeded", code="rate_limit_exceeded")
+        if isinstance(error, RefusedError):
+            answer.headers["Retry-After"] = str(error.seconds)
+        return answer
     if isinstance(error, LeavingError):
         answer = ApiError(503, str(error), type="service_unavailable", code="gateway_shutting_down")
         answer.headers = {"Connection": "close"}  # or a load balancer would send its next request here, too

@@ -79,7 +79,8 @@ class Gateway:
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, self.classes)
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names, self.classes)
+        self.runner.queue.on_refused = self.limiter.on_refused = self.metrics.queue.count_refusal
         self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()

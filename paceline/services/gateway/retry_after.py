@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-JITTER = 0.25
+JITTER = 0.1
 """Share of the time by which clients that are refused at the same time are spread, in addition to one second."""
 MOST_SECONDS = 3600
 """Longest time that is told."""

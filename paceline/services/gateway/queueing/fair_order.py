@@ -182,11 +182,12 @@ class FairOrder(Generic[E]):
         for owner in lanes:
             other = level.flows.get(owner)
             later = expected.get((entry.priority, owner), Expected(0, 1))
-            all_work = (other.work if other else 0.0) + later.work
+            all_work = other.work if other else 0.0
             part = (at - level.start_of(owner)) * (other.weight if other else later.weight)
             if part >= 0:
                 one = other.work / len(other.entries) if other else 0.0  # the request that has begun by then
-                ahead += min(all_work, part + one)
+                # An owner whose requests were refused wants more than its share, so it will use all of that.
+                ahead += part + one if later.work else min(all_work, part + one)
         return ahead
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.services.gateway.queueing.fair_order import Expected, Lane
+from paceline.services.gateway.queueing.fair_order import Entry, Expected, Lane
 
 EARLY_SECONDS = 0.5
 """A request that comes back at most this much too early is in time."""
@@ -37,6 +37,8 @@ class Promise:
     """When nobody expects it any more."""
     fingerprint: int
     """A hash of the request, by which it is recognised."""
+    ticket: int
+    """Order of its first arrival, which it keeps."""
     is_open: bool = field(default=True)
 
 
@@ -49,22 +51,24 @@ class Promises:
         self._numbers = itertools.count()
         self._promised: dict[Lane, Expected] = {}
         """All open promises of a lane together."""
-        self._kept = 1.0
-        """Share of promised requests that came back."""
+        self.kept = 0.5
+        """Share of promised requests that came back lately; the first value is a guess."""
 
     def __len__(self) -> int:
         return sum(map(len, self._by_fingerprint.values()))
 
-    def add(self, lane: Lane, weight: float, work: float, fingerprint: int, now: float, seconds: float) -> None:
+    def add(self, entry: Entry, fingerprint: int, now: float, seconds: float) -> None:
         """Promise a request that it may come back after `seconds`."""
         self._expire(now)
         if len(self._by_end) >= MOST_PROMISES:
             return
         due = now + seconds
-        promise = Promise(lane, weight, work, due, due + max(LATE_SECONDS, LATE * seconds), fingerprint)
+        ends = due + max(LATE_SECONDS, LATE * seconds)
+        lane = entry.priority, entry.owner
+        promise = Promise(lane, entry.weight, entry.work, due, ends, fingerprint, entry.ticket)
         self._by_fingerprint[fingerprint].append(promise)
         heapq.heappush(self._by_end, (promise.ends, next(self._numbers), promise))
-        self._change(promise, work)
+        self._change(promise, promise.work)
 
     def early(self, fingerprint: int, now: float) -> float | None:
         """Return how many seconds too early a request comes back, 0 if it is in time; None if nothing was promised."""
@@ -75,15 +79,25 @@ class Promises:
         early = promises[0].due - now
         return early if early > EARLY_SECONDS else 0.0
 
-    def keep(self, fingerprint: int) -> None:
-        """End the oldest promise for a request, if there is one, because it has come back and may wait."""
-        if promises := self._by_fingerprint.get(fingerprint):
-            self._close(promises[0], is_kept=True)
+    def keep(self, fingerprint: int) -> int | None:
+        """End the oldest promise for a request, if there is one, because it has come back and may wait.
 
-    def expected(self, now: float) -> Mapping[Lane, Expected]:
-        """Return the work that will probably come back, by lane."""
+        Returns the ticket of its first arrival; None if there is no promise.
+        """
+        promises = self._by_fingerprint.get(fingerprint)
+        if not promises:
+            return None
+        ticket = promises[0].ticket
+        self._close(promises[0], is_kept=True)
+        return ticket
+
+    def expected(self, now: float, share: float | None = None) -> Mapping[Lane, Expected]:
+        """Return the work that comes back, by lane, if a share of all promised requests does; by default `kept`."""
         self._expire(now)
-        return {lane: Expected(self._kept * work, weight) for lane, (work, weight) in self._promised.items()}
+        share = self.kept if share is None else share
+        return (
+            {lane: Expected(share * work, weight) for lane, (work, weight) in self._promised.items()} if share else {}
+        )
 
     def _expire(self, now: float) -> None:
         while self._by_end and (self._by_end[0][0] < now or not self._by_end[0][2].is_open):
@@ -98,7 +112,7 @@ class Promises:
         if not promises:
             del self._by_fingerprint[promise.fingerprint]
         self._change(promise, -promise.work)
-        self._kept += (is_kept - self._kept) / SHARE_OF
+        self.kept += (is_kept - self.kept) / SHARE_OF
 
     def _change(self, promise: Promise, work: float) -> None:
         total = self._promised.get(promise.lane, Expected(0.0, promise.weight)).work + work

@@ -5,6 +5,7 @@ All instants are of one clock, in seconds.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 from paceline.core.errors import BusyError
@@ -14,6 +15,8 @@ from paceline.services.gateway.queueing.forecast import AdmissionRate, FirstToke
 from paceline.services.gateway.queueing.promises import Promises
 from paceline.services.gateway.retry_after import retry_after
 
+SPARE = 0.25
+"""If those who wait now keep a request waiting for at most this part of its longest time, it is let in."""
 LONGEST_PROMISE = 300.0
 """A client that would have to come back after more than this many seconds is promised nothing."""
 
@@ -67,30 +70,43 @@ class LoadShedder:
             limits.append(WaitLimit(demand.deadline - served - now, "deadline"))
         return min(limits)
 
-    def wait(self, order: FairOrder[E], entry: E, now: float) -> float | None:
-        """Return how long a request will wait, whether it is in the queue or not; None if nothing was measured yet."""
+    def wait(self, order: FairOrder[E], entry: E, now: float, share: float | None = None) -> float | None:
+        """Return how long a request will wait, whether it is in the queue or not; None if nothing was measured yet.
+
+        Args:
+            share: share of the promised requests that come back before it is served; None for the usual share.
+        """
         rate = self.rate.per_second(now)
         if rate is None:
             return None
-        ahead = order.ahead(entry, self._promises.expected(now))
+        ahead = order.ahead(entry, self._promises.expected(now, share))
         return ahead / rate if rate > 0 else (self._queue_seconds if ahead else 0.0)
 
     def check(self, order: FairOrder[E], entry: E, demand: Demand, now: float) -> None:
         """Raise RefusedError if a request that has to wait would wait too long.
 
-        A request that comes back as it was told is not refused.
+        A request that comes back as it was told is not refused, and keeps the place of its first arrival among those of
+        its owner.
         """
         early = self._promises.early(demand.fingerprint, now)
         wait_limit = self.wait_limit(demand, now)
-        wait = self.wait(order, entry, now)
-        is_too_long = wait_limit.seconds <= 0 or (wait is not None and wait > wait_limit.seconds)
-        if is_too_long and early is None:
-            raise self.refusal(order, entry, demand, wait_limit, now)
-        if is_too_long and early:
+        if early != 0 and self._is_too_long(order, entry, wait_limit.seconds, now):
+            if early is None:
+                raise self.refusal(order, entry, demand, wait_limit, now)
             seconds = retry_after(early)
             message = f"{self._why(wait_limit.reason)}; try again in {seconds} s, and not earlier"
             raise RefusedError(message, wait_limit.reason, seconds)
-        self._promises.keep(demand.fingerprint)
+        if (ticket := self._promises.keep(demand.fingerprint)) is not None:
+            entry.ticket = ticket
+
+    def _is_too_long(self, order: FairOrder[E], entry: E, most: float, now: float) -> bool:
+        if most <= 0:
+            return True
+        wait, present = self.wait(order, entry, now), self.wait(order, entry, now, 0.0)
+        if wait is None or present is None:
+            return False
+        # A short queue takes requests although others are expected, because they may not come.
+        return wait > most and present > SPARE * most
 
     def is_late(self, order: FairOrder[E], entry: E, gives_up: float, now: float) -> bool:
         """Return whether a waiting request will not be admitted before it gives up."""
@@ -99,13 +115,13 @@ class LoadShedder:
 
     def refusal(self, order: FairOrder[E], entry: E, demand: Demand, wait_limit: WaitLimit, now: float) -> RefusedError:
         """Return the error for a request that is refused now, and remember when it may come back."""
-        wait = self.wait(order, entry, now) or 0.0
+        # More than the usual share, because requests do not come back evenly.
+        wait = self.wait(order, entry, now, math.sqrt(self._promises.kept)) or 0.0
         # It comes back when half of the time that it may wait is left, so that the queue does not run empty before.
         earliest = max(0.0, wait - max(0.0, wait_limit.seconds) / 2)
         seconds = retry_after(earliest)
         if earliest <= LONGEST_PROMISE:
-            lane = entry.priority, entry.owner
-            self._promises.add(lane, entry.weight, entry.work, demand.fingerprint, now, seconds)
+            self._promises.add(entry, demand.fingerprint, now, seconds)
         expected = f" (it would wait {wait:.1f} s)" if wait else ""
         return RefusedError(
             f"{self._why(wait_limit.reason)}{expected}; try again in {seconds} s", wait_limit.reason, seconds

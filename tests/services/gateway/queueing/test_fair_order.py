@@ -141,10 +141,7 @@ def test_the_one_to_refuse_is_of_the_key_with_most_work_in_the_least_urgent_prio
     last = order.last()
     assert last is not None
     assert last.priority == max(each.priority for each in order)
-    starts = {
-        each: sum(e.work for e in order if (e.owner, e.priority) == (each.owner, each.priority) and e.ticket < each.ticket)
-        / each.weight
-        for each in order
-        if each.priority == last.priority
-    }
+    level = [each for each in order if each.priority == last.priority]
+    ahead = {each: [e for e in level if e.owner == each.owner and e.ticket < each.ticket] for each in level}
+    starts = {each: sum(e.work for e in before) / each.weight for each, before in ahead.items()}
     assert starts[last] == max(starts.values())
