@@ -134,7 +134,7 @@ class LoadShedder:
             case "priority":
                 return "the server is busy with more urgent requests"
             case "timeout":
-                return f"the server is busy: no worker has room within {self._queue_seconds:g} seconds"
+                return f"the server is busy: no worker had room within {self._queue_seconds:g} seconds"
             case "deadline":
                 return "the server is busy: the first token would come after this request's own deadline"
             case _:

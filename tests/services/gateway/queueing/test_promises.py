@@ -13,7 +13,8 @@ from paceline.services.gateway.retry_after import MOST_SECONDS, retry_after
 def test_a_request_is_recognised_once_and_not_before_its_time() -> None:
     promises, entry = Promises(), Entry("a", 2.0, 1, 10.0)
     promises.add(entry, 7, 0.0, 5.0)
-    assert promises.expected(1.0) == {(1, "a"): Expected(10.0, 2.0)}
+    assert promises.expected(1.0, share=1.0) == {(1, "a"): Expected(10.0, 2.0)}
+    assert promises.expected(1.0, share=0.0) == {}
     assert promises.early(8, 1.0) is None
     assert promises.early(7, 1.0) == 4.0
     assert promises.early(7, 4.9) == 0.0
