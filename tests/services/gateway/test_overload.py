@@ -15,14 +15,12 @@ pytestmark = pytest.mark.slow
 HEADERS = {"x-api-key": "k"}
 
 
-async def refusals(stack: Stack) -> dict[tuple[str, str], float]:
+async def counts(stack: Stack, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """Return the values of a metric that are not 0, by the labels."""
     text = (await stack.http.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {
-        (sample.labels["request_class"], sample.labels["reason"]): sample.value
-        for sample in samples
-        if sample.name == "paceline:requests_refused_total" and sample.value
-    }
+    found = [sample for sample in samples if sample.name == name and sample.value]
+    return {tuple(sample.labels[label] for label in labels): sample.value for sample in found}
 
 
 async def test_requests_that_would_be_late_are_refused_with_a_reason(start_stack: StartStack, tmp_path: Path) -> None:
@@ -44,13 +42,17 @@ async def test_requests_that_would_be_late_are_refused_with_a_reason(start_stack
     assert "own deadline" in await refused(**{"X-Request-Timeout": "0.1"})
     assert "objective" in await refused(**{"X-SLO-TTFT-MS": "50"})
     waiting = asyncio.create_task(stack.http.post("/v1/completions", json=body, headers={"x-api-key": "s"}))
-    await eventually(stack.has_load(1))
+
+    async def waits() -> bool:
+        name = "paceline:num_requests_waiting_by_class"
+        return await counts(stack, name, "request_class") == {("default",): 1.0}
+
+    await eventually(waits)
     limited = await stack.http.post("/v1/completions", json=body, headers={"x-api-key": "s"})
     assert limited.status_code == 429
     waiting.cancel()
-    await eventually(stack.has_load(0))
     expected = {("chat", "overload"): 2.0, ("chat", "deadline"): 1.0, ("default", "limit"): 1.0}
-    assert await refusals(stack) == expected
+    assert await counts(stack, "paceline:requests_refused_total", "request_class", "reason") == expected
 
 
 @pytest.mark.parametrize("name", ["X-Request-Timeout", "X-SLO-TTFT-MS"])
