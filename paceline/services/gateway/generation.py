@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from paceline.core.telemetry import request_span
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
-from paceline.services.gateway.attempt import Event, Generated
+from paceline.services.gateway.attempt import Event
 from paceline.services.gateway.cache_hints import OPEN_CALL, hints_after
 from paceline.services.gateway.choice import Choice, Delta
 from paceline.services.gateway.event_feed import Mailbox
@@ -192,15 +192,8 @@ class Generation:
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         begun = self._has_begun[which]
 
-        received = self.ids.received(index) if self.ids is not None else 0
-
         def take(event: Event) -> None:
             before = choice.tokens
-            if isinstance(event, Generated) and before < received < before + len(event.tokens):
-                # A delta must not begin with tokens that the client has and end with tokens that it lacks.
-                take(Generated(event.tokens[: received - before]))
-                take(Generated(event.tokens[received - before :]))
-                return
             delta = choice.take(event)
             self._admission.spend(choice.tokens - before, self._prompt_tokens)
             if not begun.is_set():
@@ -231,7 +224,7 @@ class Generation:
                     trace=record,
                 )
                 with contextlib.suppress(_TextEndedError):
-                    await self._runner.run(sequence, take)
+                    await self._runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
                 learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
                 length = len(sequence.context)
                 hints = hints_after(prompt.marks, self.plan.retention, learnt, length, self.plan.owner)
