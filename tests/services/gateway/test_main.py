@@ -113,7 +113,8 @@ async def test_the_end_of_a_drain_is_an_error_event(start_stack: StartStack, wai
     if waiting:
         assert response.status_code == 503
     else:
-        assert '"code":"service_unavailable"' in response.text
+        assert '"code":"gateway_shutting_down"' in response.text
+        assert "\n\nretry: 1000\ndata: " in response.text
         assert response.text.endswith("data: [DONE]\n\n")
     async with asyncio.timeout(PATIENCE):
         await stack.gateway

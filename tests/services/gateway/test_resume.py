@@ -158,7 +158,7 @@ async def test_a_stream_goes_on_at_another_gateway(start_stack: StartStack) -> N
     one = await start_stack()
     other = await one.another_gateway()
     for worker in one.workers.values():
-        worker.script = [ord(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
+        worker.script = b"abcdefghijklmnopqrstuvwxyz"
     text = (await read(one))[0][0]
     assert len(text.encode()) == 30
     assert (await read(other))[0][0] == text
