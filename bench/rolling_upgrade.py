@@ -80,8 +80,8 @@ class Upgrade:
         names = ["kvtransfer-0", "kvtransfer-1", *(f"{role}-{host}" for host in (0, 1) for role in roles)]
         services.releases |= dict.fromkeys([*names, "gateway", "gateway-1"], self._before)
         for host in (0, 1):
-            workers = [lambda role=role: services.start_worker(role, host, host) for role in roles]
-            self._names[host] = [services.start_kvtransfer(host), *(start() for start in workers)]
+            self._names[host] = [services.start_kvtransfer(host)]
+            self._names[host] += [services.start_worker(role, host, host) for role in roles]
         gateways = [services.start_gateway(), services.start_gateway()]
         services.wait_ready(*self._names[0], *self._names[1])
         return gateways
@@ -118,6 +118,14 @@ async def answers(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
+async def ended(report: Report, streams: int) -> None:
+    """Wait until so many streams have ended, or one went wrong."""
+    while True:
+        if report.ended >= streams or report.wrong:
+            return
+        await asyncio.sleep(0.5)
+
+
 async def roll(services: Services, before: Path, arguments: argparse.Namespace) -> Report:
     """Start the cluster, load it, upgrade it, and return what the clients saw."""
     upgrade, report = Upgrade(services, before), Report()
@@ -148,8 +156,7 @@ async def roll(services: Services, before: Path, arguments: argparse.Namespace) 
                 await asyncio.sleep(SETTLE_SECONDS)
                 await upgrade.gateway(name, url)
                 print(f"{name} is upgraded; {report.ended} streams have ended", flush=True)
-            while report.ended < arguments.streams and not report.wrong:
-                await asyncio.sleep(0.5)
+            await ended(report, arguments.streams)
             over.set()
         report.seconds = time.monotonic() - began
     return report

@@ -26,6 +26,7 @@ from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
+from paceline.services.gateway.trace_recorder import TraceRecorder
 from paceline.services.gateway.traces import RequestTrace, SequenceTrace
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Generation:
         media_memory: counts the inputs of encoders, which stay in memory until the request ends.
         resources: what the request holds until the generation runs, such as the memory of its media.
         admission: counts what the request uses of its key's limits.
+        recorder: records the sequences that end; None if nothing is recorded.
         ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
     """
 
@@ -56,6 +58,7 @@ class Generation:
         media_memory: MemoryBudget,
         resources: contextlib.ExitStack,
         admission: Admission,
+        recorder: TraceRecorder | None,
         ids: StreamIds | None = None,
     ) -> None:
         self.plan = plan
@@ -68,6 +71,7 @@ class Generation:
         self._media_memory = media_memory
         self._resources = resources
         self._admission = admission
+        self._recorder = recorder
         self._prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
         self._runner = runner
         self._tokenizer = tokenizer
@@ -206,6 +210,7 @@ class Generation:
 
         sequence_id = self._trace.sequence_id(index)
         with request_span("request", sequence_id) as span:
+            sequence: SequenceRun | None = None
             try:
                 sequence = SequenceRun(
                     request_id=sequence_id,
@@ -238,6 +243,8 @@ class Generation:
                 self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice)
+                if self._recorder is not None and sequence is not None:
+                    self._recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
                 record.end(choice.outcome, choice.why, choice.tokens)
 
 
