@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,29 @@ class Client:
                 self.expected[question] = [token async for token in self.stream(question)]
 
         await asyncio.gather(*(one(question) for question in self._questions))
+
+    async def read_all(self, disturb: Callable[[], object]) -> dict[Question, list[int]]:
+        """Stream the answers to all questions at once, and return their tokens.
+
+        Args:
+            disturb: called when five tokens of each answer have come.
+        """
+        begun = asyncio.Semaphore(0)
+
+        async def read(question: Question) -> list[int]:
+            tokens = []
+            async for token in self.stream(question):
+                tokens.append(token)
+                if len(tokens) == 5:
+                    begun.release()
+            return tokens
+
+        async with asyncio.TaskGroup() as group:
+            reading = {question: group.create_task(read(question)) for question in self._questions}
+            for _ in reading:
+                await begun.acquire()
+            disturb()
+        return {question: task.result() for question, task in reading.items()}
 
     async def run(self, draw: random.Random, over: asyncio.Event) -> None:
         """Send one request after another until `over` is set."""
