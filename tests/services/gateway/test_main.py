@@ -15,6 +15,7 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.services.common.registry import connect, read_members
+from paceline.services.gateway import main
 from paceline.services.gateway.listener import listen
 from paceline.services.gateway.main import run
 from tests.services.gateway.conftest import PATIENCE, StartStack, eventually
@@ -97,6 +98,29 @@ async def test_a_drain_lets_streams_end_and_refuses_new_requests(start_stack: St
     assert "".join(event["choices"][0]["text"] for event in events) == TEXT[:20]
     async with asyncio.timeout(PATIENCE):
         await stack.gateway
+
+
+async def test_a_gateway_that_drains_accepts_no_connections_after_a_while(
+    start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "NOTICE_SECONDS", 0.0)
+    stack = await start_stack()
+    stack.pause_decode(after=3)
+    stream = asyncio.create_task(stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0, stream=True))
+    await eventually(stack.has_load(1))
+    stack.stop.set()
+
+    async def is_closed() -> bool:
+        async with stack.client() as another:
+            try:
+                await another.get("/health")
+            except httpx.ConnectError:
+                return True
+        return False
+
+    await eventually(is_closed)
+    stack.workers["decode-0"].resume.set()
+    assert (await stream).text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("waiting", [False, True])

@@ -180,7 +180,7 @@ async def test_each_choice_goes_on_where_it_was(start_stack: StartStack) -> None
 async def test_events_have_ids_only_if_the_client_can_come_back(stack: Stack) -> None:
     plain = await stack.post("/v1/completions", prompt="x", stream=True)
     assert "id: " not in plain.text.replace('"id": ', "")
-    refused = await stack.http.post(
-        "/v1/completions", json={"prompt": "x", "stream": True}, headers={"Last-Event-ID": "3"}
-    )
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Last-Event-ID")
+    responses = "/v1/responses", {"input": "x"}, {"Last-Event-ID": "3", "X-Request-Id": "mine"}
+    for path, body, headers in (("/v1/completions", {"prompt": "x"}, {"Last-Event-ID": "3"}), responses):
+        refused = await stack.http.post(path, json={"stream": True, **body}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Last-Event-ID")
