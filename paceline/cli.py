@@ -33,6 +33,7 @@ from paceline.core.config import (
 from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.options import Options, flag, group_of
+from paceline.core.planner_config import PlannerConfig
 from paceline.core.progress import StatusLines
 from paceline.run_batch import run_batch
 from paceline.scale import scale
@@ -54,19 +55,19 @@ one service each, for containers and clusters
   decode MODEL        a worker that turns KV blocks into tokens
   encode MODEL        a worker that turns images, frames and audio into encodings
   kvtransfer          the owner of a host's KV memory
+  planner             adds and drains workers as the load asks
 
 tools
   top                 show the fleet and its speed, live
   trace REQUEST_ID    show one request's life
+  profile -o FILE     learn from a running stack how long its steps take, for simulate
   scale ROLE=N        change how many workers a running stack has
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
   prepare MODEL       fetch or convert a model and print its folder
-  key NAME            make a key for a client or an admin, for --api-keys-file
-  token FILE          make the secret that the services of a cluster share
+  key, token          make a key for --api-keys-file, or the secret that services share
   version             print the version
 
 examples
-  paceline serve
   paceline serve gemma-3-270m --prefill 2 --decode 2 --port 9000
   paceline decode /models/llama --redis redis://redis:6379/0 --config paceline.toml
 
@@ -92,8 +93,11 @@ SERVICES = {
     "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker"),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
+    "planner": Service(PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "planner"),
 }
-_GROUPS = ("model", "fleet", "compute", "memory", "store", "media", "limits", "network", "cluster", "logs")
+_EXTRAS = {"profile": "gateway"}
+"""The pip extra with the dependencies of a tool; those of the others are in "convert"."""
+_GROUPS = ("model", "fleet", "planner", "compute", "memory", "store", "media", "limits", "network", "cluster", "logs")
 _METAVARS = {
     "advertise": "HOST",
     "allowed_local_media_path": "FOLDER",
@@ -111,6 +115,7 @@ _METAVARS = {
     "classes_file": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
+    "record_trace": "FILE",
     "root_path": "PATH",
     "ssl_ca_certs": "FILE",
     "ssl_cert_reqs": "0|1|2",
@@ -120,6 +125,10 @@ _METAVARS = {
     "store": "FILE|URL|none",
     "kvtransfer_address": "ADDRESS",
     "port": "PORT",
+    "record": "FILE",
+    "replay": "FILE",
+    "docker_socket": "PATH",
+    "compose_project": "NAME",
     "redis": "URL",
     "speculative_config": "JSON",
 }
@@ -137,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "paceline").split(".")[0] == "paceline":
             raise
-        extra = SERVICES[name].extra if name in SERVICES else "convert"
+        extra = SERVICES[name].extra if name in SERVICES else _EXTRAS.get(name, "convert")
         return _fail(f"{name} needs {error.name}, which is not installed: pip install 'paceline[{extra}]'", 2)
     except (ConfigError, ModelError, InvalidRequestError) as error:
         return _fail(str(error), 2)
@@ -191,6 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="wait this long for new workers to be ready and for old ones to end; 0 returns at once",
     )
+    _add_profile(commands)
     batch = _add_command(
         commands, "run-batch", "-i FILE -o FILE [--model MODEL | --url URL] [options]", "Answer the requests of a file."
     )
@@ -216,6 +226,21 @@ def build_parser() -> argparse.ArgumentParser:
     key.add_argument("name", metavar="NAME", help="name of the key, which logs and the console show")
     _add_command(commands, "version", "", "Print the version.")
     return parser
+
+
+def _add_profile(commands: Any) -> None:
+    learn = _add_command(
+        commands,
+        "profile",
+        "-o FILE [options]",
+        "Learn from a running stack, which should do nothing else, how long its steps take. It takes a few minutes.",
+    )
+    learn.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="JSON file for the profile")
+    learn.add_argument("--machine", default="", metavar="NAME", help="name of the machine, such as its processor")
+    learn.add_argument(
+        "--no-scale", action="store_true", help="do not start and drain one more decode worker to measure these times"
+    )
+    _add_gateway(learn)
 
 
 def _add_gateway(
@@ -249,6 +274,10 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
         trace(arguments["request_id"], _gateway(arguments), arguments["json"])
     elif name == "scale":
         scale(arguments["targets"], _gateway(arguments), arguments["wait"])
+    elif name == "profile":
+        from paceline.profiler.profile import profile
+
+        profile(_gateway(arguments), arguments["output"], arguments["machine"], not arguments["no_scale"])
     elif name == "run-batch":
         return _run_batch(arguments)
     elif name == "token":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,27 @@ class GatewayClient:
             InvalidRequestError: the gateway refuses. The message is the gateway's, if it gave one.
             UnavailableError: no gateway answers at `url`.
         """
+        with self._open(method, path, body, headers, seconds) as response:
+            return bytes(response.read())
+
+    def stream(self, path: str, body: Mapping[str, object], seconds: float = SECONDS) -> Iterator[bytes]:
+        """Yield the lines of an answer as they come.
+
+        Args:
+            body: JSON, sent with POST.
+            seconds: deadline of each network operation, so of the time between two lines.
+
+        Raises the errors of `send`.
+        """
+        headers = {"Content-Type": "application/json"}
+        with self._open("POST", path, json.dumps(body).encode(), headers, seconds) as response:
+            yield from response
+
+    @contextlib.contextmanager
+    def _open(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None, seconds: float
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request and hold its answer open. Raises the errors of `send`, also for those of reading it."""
         url = self.url
         handlers: list[urllib.request.BaseHandler] = []
         if url.startswith("https://"):
@@ -82,7 +104,7 @@ class GatewayClient:
             if self.api_key:
                 request.add_header("Authorization", f"Bearer {self.api_key}")
             with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as response:
-                return bytes(response.read())
+                yield response
         except urllib.error.HTTPError as error:
             raise InvalidRequestError(f"{self.url} answers {error.code}: {_reason(error)}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, model_validator
 from paceline.core import env
 from paceline.core.errors import ConfigError
 from paceline.core.options import AutoSize, Options, Size, flag, help_of, option, same_option
+from paceline.core.planner_options import PlannerOptions
 from paceline.core.speculative import speculative_help
 from paceline.core.telemetry import LogFormat
 
@@ -248,6 +249,15 @@ class GatewayConfig(ServiceConfig):
         "default",
         "limits",
     )
+    record_trace: str = option(
+        "",
+        "file to which a line is written for each request that ends: when it came, its lengths, hashes of its blocks, "
+        "but no text. paceline simulate reads it",
+        "logs",
+    )
+    record_trace_size: Size = option(
+        "256MiB", "size of the file of --record-trace and of the older one, FILE.1, together", "logs"
+    )
     allowed_origins: str = option(
         "",
         "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
@@ -374,7 +384,7 @@ class GatewayConfig(ServiceConfig):
     supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
     max_attempts: int = option(
         5,
-        "a request is given up after this many failures at the same step for a reason of its own: a worker answers with "
+        "a request is given up after this many failures at one step for a reason of its own: a worker answers with "
         "an error and goes on, or workers end where this request runs and nowhere else. Otherwise it goes on until its "
         "deadline (--request-seconds)",
         "limits",
@@ -538,7 +548,7 @@ class KVTransferConfig(ServiceConfig):
     )
 
 
-class ServeConfig(Options):
+class ServeConfig(PlannerOptions):
     """Options of a whole stack on one machine."""
 
     model: str = option(
@@ -565,13 +575,19 @@ class ServeConfig(Options):
     enable_force_include_usage: bool = same_option(GatewayConfig, "enable_force_include_usage")
     cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
     prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
-    decode: int = option(1, "decode workers", "fleet", at_least=1)
+    decode: int = option(1, "decode workers; 0 only with --planner", "fleet", at_least=0)
     encode: int = option(
         0,
         "encode workers, which compute only the encodings of images, videos and audio; with 0, the workers that "
         "compute prompts do it",
         "fleet",
         at_least=0,
+    )
+    planner: bool = option(
+        False,
+        "let a planner add and drain workers, from --prefill and --decode on, so that requests meet the objectives of "
+        "--ttft-seconds and --itl-seconds",
+        "fleet",
     )
     kv_pool: KVPool = same_option(
         WorkerConfig, "kv_pool", help=help_of(WorkerConfig, "kv_pool").replace(" of kvtransfer", ""), group="fleet"
@@ -607,6 +623,8 @@ class ServeConfig(Options):
     admin_key: str = same_option(GatewayConfig, "admin_key")
     api_keys_file: str = same_option(GatewayConfig, "api_keys_file")
     classes_file: str = same_option(GatewayConfig, "classes_file")
+    record_trace: str = same_option(GatewayConfig, "record_trace")
+    record_trace_size: Size = same_option(GatewayConfig, "record_trace_size")
     allowed_origins: str = same_option(GatewayConfig, "allowed_origins")
     allowed_methods: str = same_option(GatewayConfig, "allowed_methods")
     allowed_headers: str = same_option(GatewayConfig, "allowed_headers")
@@ -628,6 +646,8 @@ class ServeConfig(Options):
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
         check_http(self)
+        if not (self.decode or self.planner):
+            raise ConfigError("--decode must be at least 1 without --planner, which starts workers when requests come")
         if has_pools(self) and self.kv_pool_memory == "auto" != self.kv_memory:
             raise ConfigError(
                 "with --kv-pool device, --kv-memory is the size of the shared memory below the pools and not, as "

@@ -36,6 +36,12 @@ def exports_traces() -> bool:
     return bool(os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))
 
 
+def kubernetes_api() -> str | None:
+    """Return host:port of the API server of the Kubernetes cluster in which this process is a pod; None elsewhere."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
+    return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}" if host and port else None
+
+
 def child_environment(**variables: str) -> dict[str, str]:
     """Return this process's environment with some variables set, for a child process."""
     return {**os.environ, **variables}

@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -120,3 +121,13 @@ def _read(file: Path) -> str:
     with contextlib.suppress(OSError):
         return file.read_text()
     return ""
+
+
+def process_seconds() -> float:
+    """Return how long ago this process was started. Programs that it has executed since belong to it."""
+    try:
+        with open("/proc/self/stat") as stat:
+            started = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):  # not Linux
+        return time.process_time()

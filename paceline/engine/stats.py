@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.metrics import CountHistogram, Family, Histogram, Sample, counted, samples_of
 from paceline.engine.step import Step, StepResult
+from paceline.engine.step_loads import StepLoads
 from paceline.engine.step_log import StepLog
 
 DRAFTS = Family("spec_decode_num_drafts", "Times that drafts of a request were verified")
@@ -64,6 +65,8 @@ class SchedulerStats:
     decode_other_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="other")
     host_cpu_seconds: float = 0.0
     """CPU time of the computing thread outside of the model."""
+    loads: StepLoads = field(default_factory=StepLoads)
+    """Times of steps by load."""
     log: StepLog = field(default_factory=StepLog)
 
     def count_step(self, step: Step, result: StepResult) -> None:
@@ -76,6 +79,7 @@ class SchedulerStats:
         self.iteration_tokens.observe(sum(chunk.length for chunk in alive))
         prompts = sum(chunk.prefills for chunk in alive)
         self._measure_prefill(step, result.seconds)
+        self.loads.count(alive, result.seconds)
         other_seconds = result.seconds - result.model_seconds
         self.prefill_model_seconds += prompts * result.model_seconds
         self.prefill_other_seconds += prompts * other_seconds

@@ -26,6 +26,8 @@ class StepRecord(NamedTuple):
     """Sum over these tokens of the tokens that each of them attends to, itself included."""
     sequences: int
     """Sequences that got a token after their prompt."""
+    drafts: int
+    """Drafts that were verified for them."""
     context_tokens: int
     """Sum over these sequences of the tokens that each of them attends to."""
 
@@ -44,7 +46,7 @@ class StepLog:
 
     def note(self, step: Step, result: StepResult) -> None:
         """Note a step that was computed. It must be cheap, because the next step may wait for it."""
-        prompt_tokens = prompt_pairs = sequences = context_tokens = 0
+        prompt_tokens = prompt_pairs = sequences = drafts = context_tokens = 0
         for chunk, own in zip(step.chunks, result.chunks, strict=True):
             start, length = chunk.start, chunk.length
             if not chunk.follows:
@@ -52,8 +54,9 @@ class StepLog:
                 prompt_pairs += length * start + length * (length + 1) // 2
             elif own.tokens:  # otherwise the context has ended, and nothing is computed
                 sequences += 1
+                drafts += own.drafted
                 context_tokens += start + length
-        what = prompt_tokens, prompt_pairs, sequences, context_tokens
+        what = prompt_tokens, prompt_pairs, sequences, drafts, context_tokens
         number = self._noted
         self._ring[number % len(self._ring)] = StepRecord(number, self._clock(), result.seconds, *what)
         self._noted = number + 1

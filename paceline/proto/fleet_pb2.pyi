@@ -59,11 +59,14 @@ class Member(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
-    """gateway, prefill, decode, encode or kvtransfer."""
+    """gateway, prefill, decode, encode, kvtransfer or planner."""
     epoch: _builtins.int
     """Grows with every start of the service."""
     address: _builtins.str
@@ -105,6 +108,18 @@ class Member(_message.Message):
         """For sharing the limits of API keys among gateways. Only gateways have it."""
 
     @_builtins.property
+    def traffic(self) -> Global___TrafficReport:
+        """For the planner. Only gateways have it."""
+
+    @_builtins.property
+    def work(self) -> Global___WorkReport:
+        """For the planner. Only prefill, decode and encode workers have it."""
+
+    @_builtins.property
+    def plan(self) -> Global___PlanReport:
+        """For people. Only planners have it."""
+
+    @_builtins.property
     def wire(self) -> _common_pb2.WireVersions:
         """The protocol versions that the service speaks."""
 
@@ -127,16 +142,322 @@ class Member(_message.Message):
         metrics: _abc.Iterable[Global___MetricFamily] | None = ...,
         numerics: Global___Numerics | None = ...,
         keys: _abc.Iterable[Global___KeyUse] | None = ...,
+        traffic: Global___TrafficReport | None = ...,
+        work: Global___WorkReport | None = ...,
+        plan: Global___PlanReport | None = ...,
         wire: _common_pb2.WireVersions | None = ...,
         release: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "wire", b"wire"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "release", b"release", "role", b"role", "state", b"state", "wire", b"wire", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class Distribution(_message.Message):
+    """Counts of values, in buckets of equal ratio (core/planner/distribution.py). At most 481 buckets have a count."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    total: _builtins.float
+    """Sum of all values."""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the buckets that have a count, ascending. Each is written as the difference from the one before."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many values each of these buckets has."""
+
+    def __init__(
+        self,
+        *,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        total: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "counts", b"counts", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Distribution: _TypeAlias = Distribution  # noqa: Y015
+
+@_typing.final
+class TrafficReport(_message.Message):
+    """The requests of one gateway. Counts and distributions are totals since the gateway began, so that a reader that
+    misses a report misses nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """How long the gateway has counted, in seconds."""
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassTraffic]:
+        """At most 16 classes; requests of further ones count as "default"."""
+
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        classes: _abc.Iterable[Global___ClassTraffic] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficReport: _TypeAlias = TrafficReport  # noqa: Y015
+
+@_typing.final
+class ClassTraffic(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    STARTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    MEDIA_ITEMS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the class of requests: default, background, or the class of API keys."""
+    arrivals: _builtins.int
+    finished: _builtins.int
+    refused: _builtins.int
+    """Sequences that were given up because there was no room."""
+    waiting: _builtins.int
+    """Sequences that wait for a worker now, and how long the first of them has waited, in seconds."""
+    oldest_wait_seconds: _builtins.float
+    started_tokens: _builtins.int
+    """Tokens of the prompts that workers have admitted, and how many of these were cached."""
+    cached_tokens: _builtins.int
+    media_items: _builtins.int
+    @_builtins.property
+    def prompt_tokens(self) -> Global___Distribution:
+        """Tokens of the prompts that arrived."""
+
+    @_builtins.property
+    def answer_tokens(self) -> Global___Distribution:
+        """Tokens of the answers that have ended."""
+
+    @_builtins.property
+    def ttft(self) -> Global___Distribution:
+        """Seconds from arrival to the first token, and seconds between two tokens of one sequence."""
+
+    @_builtins.property
+    def itl(self) -> Global___Distribution: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arrivals: _builtins.int = ...,
+        finished: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        oldest_wait_seconds: _builtins.float = ...,
+        prompt_tokens: Global___Distribution | None = ...,
+        started_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        answer_tokens: Global___Distribution | None = ...,
+        media_items: _builtins.int = ...,
+        ttft: Global___Distribution | None = ...,
+        itl: Global___Distribution | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "itl", b"itl", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "arrivals", b"arrivals", "cached_tokens", b"cached_tokens", "finished", b"finished", "itl", b"itl", "media_items", b"media_items", "name", b"name", "oldest_wait_seconds", b"oldest_wait_seconds", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "started_tokens", b"started_tokens", "ttft", b"ttft", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassTraffic: _TypeAlias = ClassTraffic  # noqa: Y015
+
+@_typing.final
+class WorkReport(_message.Message):
+    """What a worker tells the planner about itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTUP_SECONDS_FIELD_NUMBER: _builtins.int
+    STATE_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_PRESSURE_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    startup_seconds: _builtins.float
+    """From the start of the process until the worker was ready, in seconds; 0 while it starts."""
+    state_seconds: _builtins.float
+    """How long it has been in its state, in seconds, rounded down to a power of two."""
+    kv_pressure: _builtins.float
+    """Share of the blocks of its own pool that running requests use; 0 if it computes in its host's arena."""
+    kv_tokens: _builtins.int
+    """Tokens that its own pool holds; 0 if it computes in its host's arena."""
+    computed_tokens: _builtins.int
+    """Tokens of the contexts of its requests that are computed: what is lost if it ends at once."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLoad]:
+        """Steps by load, of loads that it had in the last minute. Totals as in TrafficReport. At most 128."""
+
+    def __init__(
+        self,
+        *,
+        startup_seconds: _builtins.float = ...,
+        state_seconds: _builtins.float = ...,
+        kv_pressure: _builtins.float = ...,
+        kv_tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        steps: _abc.Iterable[Global___StepLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "kv_pressure", b"kv_pressure", "kv_tokens", b"kv_tokens", "startup_seconds", b"startup_seconds", "state_seconds", b"state_seconds", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkReport: _TypeAlias = WorkReport  # noqa: Y015
+
+@_typing.final
+class StepLoad(_message.Message):
+    """Steps with about the same load: tokens are within a factor of two, and contexts within a factor of four."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Sums over the steps: tokens that they computed, and tokens whose KV they read."""
+    context: _builtins.int
+    load: _builtins.int
+    """Number of the load, which is the same in all reports of a worker."""
+    @_builtins.property
+    def seconds(self) -> Global___Distribution:
+        """Seconds of the steps."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        context: _builtins.int = ...,
+        seconds: Global___Distribution | None = ...,
+        load: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "load", b"load", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepLoad: _TypeAlias = StepLoad  # noqa: Y015
+
+@_typing.final
+class PlanReport(_message.Message):
+    """What a planner has decided."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PinnedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LEADS_FIELD_NUMBER: _builtins.int
+    ADVISORY_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    MAY_BE_EMPTY_FIELD_NUMBER: _builtins.int
+    leads: _builtins.bool
+    """Whether it holds the lease, so that its decisions are carried out."""
+    advisory: _builtins.bool
+    """Whether its decisions are only shown."""
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decided]:
+        """The newest decisions, oldest first. At most 20."""
+
+    @_builtins.property
+    def pinned(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Roles that people have set, with their numbers of workers."""
+
+    @_builtins.property
+    def may_be_empty(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Roles of which the fleet may have no worker; requests wait for the first one."""
+
+    def __init__(
+        self,
+        *,
+        leads: _builtins.bool = ...,
+        advisory: _builtins.bool = ...,
+        decisions: _abc.Iterable[Global___Decided] | None = ...,
+        pinned: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        may_be_empty: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advisory", b"advisory", "decisions", b"decisions", "leads", b"leads", "may_be_empty", b"may_be_empty", "pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanReport: _TypeAlias = PlanReport  # noqa: Y015
+
+@_typing.final
+class Decided(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    ACTED_FIELD_NUMBER: _builtins.int
+    age_seconds: _builtins.float
+    """How long ago, in seconds."""
+    line: _builtins.str
+    acted: _builtins.bool
+    """Whether it changed the fleet."""
+    def __init__(
+        self,
+        *,
+        age_seconds: _builtins.float = ...,
+        line: _builtins.str = ...,
+        acted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acted", b"acted", "age_seconds", b"age_seconds", "line", b"line"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Decided: _TypeAlias = Decided  # noqa: Y015
 
 @_typing.final
 class KeyUse(_message.Message):
@@ -260,6 +581,9 @@ class HostReport(_message.Message):
     FETCHED_BYTES_FIELD_NUMBER: _builtins.int
     FETCH_SECONDS_FIELD_NUMBER: _builtins.int
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_FIELD_NUMBER: _builtins.int
     next_block_event: _builtins.int
     """Number of the next block event that the service will publish."""
     fetched_bytes: _builtins.int
@@ -267,6 +591,11 @@ class HostReport(_message.Message):
     fetch_seconds: _builtins.float
     token_bytes: _builtins.float
     """Bytes that one token of a context takes in all KV groups together."""
+    blocks: _builtins.int
+    """KV blocks of the host's memory, and how many of them running requests use."""
+    used_blocks: _builtins.int
+    kv_tokens: _builtins.int
+    """Tokens that the memory holds; 0 before the first worker has attached."""
     def __init__(
         self,
         *,
@@ -274,10 +603,13 @@ class HostReport(_message.Message):
         fetched_bytes: _builtins.int = ...,
         fetch_seconds: _builtins.float = ...,
         token_bytes: _builtins.float = ...,
+        blocks: _builtins.int = ...,
+        used_blocks: _builtins.int = ...,
+        kv_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_seconds", b"fetch_seconds", "fetched_bytes", b"fetched_bytes", "next_block_event", b"next_block_event", "token_bytes", b"token_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "fetch_seconds", b"fetch_seconds", "fetched_bytes", b"fetched_bytes", "kv_tokens", b"kv_tokens", "next_block_event", b"next_block_event", "token_bytes", b"token_bytes", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

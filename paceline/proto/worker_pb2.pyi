@@ -94,16 +94,29 @@ class StepsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: _builtins.int
+    MAX_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TAKES_TURNS_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_SECONDS_FIELD_NUMBER: _builtins.int
+    max_batched_tokens: _builtins.int
+    """Most tokens of one step."""
+    takes_turns: _builtins.bool
+    """Whether the worker shares its cores with other workers and takes turns with them, and the target for the time
+    between two tokens by which they do; 0 if none was given.
+    """
+    itl_target_seconds: _builtins.float
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]: ...
     def __init__(
         self,
         *,
         steps: _abc.Iterable[Global___StepRecord] | None = ...,
+        max_batched_tokens: _builtins.int = ...,
+        takes_turns: _builtins.bool = ...,
+        itl_target_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_target_seconds", b"itl_target_seconds", "max_batched_tokens", b"max_batched_tokens", "steps", b"steps", "takes_turns", b"takes_turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -121,6 +134,7 @@ class StepRecord(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_PAIRS_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the step among all steps of the engine."""
@@ -131,7 +145,10 @@ class StepRecord(_message.Message):
     """Tokens of prompts that it computed, and the sum of the tokens to which each of them attends."""
     prompt_pairs: _builtins.int
     sequences: _builtins.int
-    """Sequences that got a token after their prompt, and the sum of the tokens to which each of them attends."""
+    """Sequences that got a token after their prompt, drafts that were verified for them, and the sum of the tokens to
+    which each of the sequences attends.
+    """
+    drafts: _builtins.int
     context_tokens: _builtins.int
     def __init__(
         self,
@@ -142,11 +159,12 @@ class StepRecord(_message.Message):
         prompt_tokens: _builtins.int = ...,
         prompt_pairs: _builtins.int = ...,
         sequences: _builtins.int = ...,
+        drafts: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "ended", b"ended", "number", b"number", "prompt_pairs", b"prompt_pairs", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "drafts", b"drafts", "ended", b"ended", "number", b"number", "prompt_pairs", b"prompt_pairs", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

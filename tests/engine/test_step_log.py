@@ -25,7 +25,7 @@ def test_a_record_says_what_the_step_computed() -> None:
     log = StepLog(clock=lambda: 3.0)
     note(log, decoding(100), decoding(50), decoding(70, is_over=True), prompt(2, 3))
     # Tokens 2, 3 and 4 of the prompt attend to 3, 4 and 5 tokens.
-    assert log.newest(9) == [StepRecord(0, 3.0, 0.5, 3, 12, 2, 150)]
+    assert log.newest(9) == [StepRecord(0, 3.0, 0.5, 3, 12, 2, 0, 150)]
 
 
 def test_only_the_newest_steps_are_kept_in_order() -> None:

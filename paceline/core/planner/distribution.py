@@ -44,6 +44,20 @@ class Distribution:
             self.counts[bucket] = self.counts.get(bucket, 0.0) + times
         self.total += other.total
 
+    @staticmethod
+    def merged(parts: Iterable[Distribution]) -> Distribution:
+        """Return a distribution of all values in `parts`."""
+        whole = Distribution()
+        for part in parts:
+            whole.merge(part)
+        return whole
+
+    def since(self, earlier: Distribution) -> Distribution:
+        """Return the values that were added after `earlier`, which is an older copy of this distribution."""
+        gained = {bucket: times - earlier.counts.get(bucket, 0.0) for bucket, times in self.counts.items()}
+        counts = {bucket: times for bucket, times in gained.items() if times > 0}
+        return Distribution(counts, max(0.0, self.total - earlier.total) if counts else 0.0)
+
     def faded(self, factor: float) -> Distribution:
         """Return a copy in which each value counts `factor` times as much. Counts below 0.001 are dropped."""
         counts = {bucket: times * factor for bucket, times in self.counts.items() if times * factor >= 1e-3}

@@ -1,7 +1,8 @@
-"""A health check of one service: `python -m paceline.services.common.healthcheck 127.0.0.1:7300 [CONFIG_FILE]`.
+"""A health check of one service: `python -m paceline.services.common.healthcheck [--alive] HOST:PORT [CONFIG_FILE]`.
 
 CONFIG_FILE is the service's --config. The keys at its top name the secret and the certificates. Exit code 0: the
 service takes requests; 1: it does not, because it starts, drains or is gone; 2: wrong usage, or it does not trust us.
+With --alive, the code is also 0 for a service that answers and takes no requests, such as one that drains.
 """
 
 from __future__ import annotations
@@ -10,36 +11,45 @@ import asyncio
 import sys
 from pathlib import Path
 
+from grpc_health.v1 import health_pb2
+
 from paceline.core.config import ServiceConfig
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError, UntrustedError
 from paceline.services.common.credentials import Credentials, read_credentials
-from paceline.services.common.rpc import is_serving, open_channel
+from paceline.services.common.rpc import health_of, open_channel
+
+USAGE = "usage: python -m paceline.services.common.healthcheck [--alive] HOST:PORT [CONFIG_FILE]"
 
 
-async def check(address: str, credentials: Credentials) -> bool:
+async def check(address: str, credentials: Credentials, alive: bool = False) -> bool:
     """Return within 3 seconds whether the service at `address` (host:port) takes requests.
+
+    Args:
+        alive: whether any answer of the service is enough.
 
     Raises RefusedError or UntrustedError.
     """
     async with open_channel(address, credentials) as channel:
-        return await is_serving(channel, timeout=3.0)
+        health = await health_of(channel, timeout=3.0)
+    return health is not None if alive else health == health_pb2.HealthCheckResponse.SERVING
 
 
 def main() -> int:
-    if len(sys.argv) not in (2, 3) or ":" not in sys.argv[1]:
-        print("usage: python -m paceline.services.common.healthcheck HOST:PORT [CONFIG_FILE]", file=sys.stderr)
+    alive, arguments = "--alive" in sys.argv[1:2], sys.argv[1:]
+    address, *rest = arguments[alive:] or [""]
+    if len(rest) > 1 or ":" not in address:
+        print(USAGE, file=sys.stderr)
         return 2
-    file = Path(sys.argv[2]) if len(sys.argv) == 3 else None
     try:
-        config = load_config(ServiceConfig, "", file, {})
-        serves = asyncio.run(check(sys.argv[1], read_credentials(config)))
+        config = load_config(ServiceConfig, "", Path(rest[0]) if rest else None, {})
+        passes = asyncio.run(check(address, read_credentials(config), alive))
     except (ConfigError, UntrustedError) as error:
         print(error, file=sys.stderr)
         return 2
-    if serves:
+    if passes:
         return 0
-    print(f"{sys.argv[1]} does not take requests", file=sys.stderr)
+    print(f"{address} does not {'answer' if alive else 'take requests'}", file=sys.stderr)
     return 1
 
 

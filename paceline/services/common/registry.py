@@ -24,14 +24,22 @@ from paceline.core.errors import ConfigError
 from paceline.core.metrics import Family, MetricKind, Sample
 from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
-from paceline.proto.fleet_pb2 import HostReport, KeyUse, LoadReport, MetricFamily
+from paceline.proto.fleet_pb2 import (
+    HostReport,
+    KeyUse,
+    LoadReport,
+    MetricFamily,
+    PlanReport,
+    TrafficReport,
+    WorkReport,
+)
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire_version import OURS, WireVersions
 
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
 
-Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer"]
+Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner"]
 State = Literal["starting", "ready", "draining"]
 
 log = logging.getLogger(__name__)
@@ -64,6 +72,12 @@ class Member:
     metrics: Sequence[MetricFamily] = ()
     keys: Sequence[KeyUse] = ()
     """Set by gateways only."""
+    traffic: TrafficReport = dataclasses.field(default_factory=TrafficReport)
+    """Set by gateways only."""
+    work: WorkReport = dataclasses.field(default_factory=WorkReport)
+    """Set by prefill, decode and encode workers only."""
+    plan: PlanReport = dataclasses.field(default_factory=PlanReport)
+    """Set by planners only."""
     numerics: Numerics | None = None
     """None if unknown: the member is no worker, is starting, or is of an earlier release."""
     wire: WireVersions = OURS

@@ -191,6 +191,16 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
     Returns False if another service is at the address. Raises RefusedError if the service does not accept our secret,
     and UntrustedError if TLS fails.
     """
+    return await health_of(channel, name, timeout) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def health_of(
+    channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0
+) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType | None:
+    """Return what the standard health service says about the service with this name; None if there is no answer.
+
+    Raises the same errors as `is_serving`.
+    """
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         reply = await heeding_cancellation(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout))
@@ -198,8 +208,8 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
         reason = unmapped_error(error, name or "the service")
         if isinstance(reason, RefusedError | UntrustedError):
             raise reason from None
-        return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        return None
+    return reply.status
 
 
 @contextlib.asynccontextmanager

@@ -75,13 +75,23 @@ def read_private(file: str, option: str, most_bytes: int, advice: str) -> str:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{option} {file} is not a regular file; {advice}")
-        if status.st_mode & 0o077:
+        if others_may_open(status, os.getuid()):
             raise ConfigError(f"other users may open {option} {file}: chmod 600 it, and change what it holds")
         if status.st_size > most_bytes:
             raise ConfigError(f"{option} {file} has more than {most_bytes} bytes; {advice}")
         return os.read(descriptor, most_bytes).decode("utf-8", "surrogateescape")
     finally:
         os.close(descriptor)
+
+
+def others_may_open(status: os.stat_result, uid: int) -> bool:
+    """Return whether users besides `uid` and root may open a file that `uid` has opened.
+
+    A group may read a file of root that nobody else may open, because the system's administrator chose that group for
+    us. This is how Kubernetes mounts a Secret for a pod's fsGroup.
+    """
+    given_by_root = status.st_uid == 0 != uid
+    return bool(status.st_mode & (0o037 if given_by_root else 0o077))
 
 
 def make_secret(file: Path) -> None:

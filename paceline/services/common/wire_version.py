@@ -1,9 +1,10 @@
 """The version of the messages between services, which both sides check before they work together.
 
-It covers gRPC messages, messages on Unix sockets, and members in Redis. The layout of KV blocks and numerics have marks
-of their own. Each release speaks a range of versions, and two services understand each other if their ranges overlap. A
-field or a method that the other side may ignore needs no new version. A change that older releases would misunderstand
-does: raise `newest`, keep speaking the version before for at least one release, and then raise `oldest`.
+It covers gRPC messages, messages on Unix sockets, members in Redis, and the page of an arena in which workers take
+turns. The layout of KV blocks and numerics have marks of their own. Each release speaks a range of versions, and two
+services understand each other if their ranges overlap. A field or a method that the other side may ignore needs no new
+version. A change that older releases would misunderstand does: raise `newest`, keep speaking the version before for at
+least one release, and then raise `oldest`.
 """
 
 from __future__ import annotations

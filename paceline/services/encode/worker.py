@@ -13,7 +13,7 @@ from paceline.engine.loading import LoadedEncoders, load_encoders_alone
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2
-from paceline.proto.fleet_pb2 import LoadReport
+from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.encoder import Encoder
 from paceline.services.worker.encoding import EncodeHandler
@@ -87,6 +87,10 @@ class EncodeWorker:
         waiting = self.encoding.encoder.waiting
         # Work that was abandoned just now may still wait, although its call has ended.
         return LoadReport(running=max(0, self.admission.active - waiting), waiting=waiting)
+
+    def work(self) -> WorkReport:
+        """Return what the planner needs to know. Encode workers have no steps and no KV of requests."""
+        return WorkReport()
 
     def samples(self) -> Iterator[Sample]:
         """Yield the worker's metrics."""

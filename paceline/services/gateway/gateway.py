@@ -12,7 +12,7 @@ from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
 from paceline.core.model_folder import model_digest
-from paceline.core.options import listed
+from paceline.core.options import listed, parse_bytes
 from paceline.core.request_classes import read_classes
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
@@ -42,6 +42,7 @@ from paceline.services.gateway.sampling import LogprobRules
 from paceline.services.gateway.scoring import Scoring
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
+from paceline.services.gateway.trace_recorder import TraceRecorder
 
 
 class Gateway:
@@ -84,6 +85,8 @@ class Gateway:
         self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
+        self.recorder = _recorder(config, self._prefixes)
+        """None if no trace is recorded."""
         self.requests = RunningRequests()
         about = {"model": self.model, "media": sorted(self.media_preparer.kinds)}
         self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
@@ -116,6 +119,8 @@ class Gateway:
         await self._block_feed.close()
         await self.fleet.close()
         await self._redis.aclose()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests and let running ones end. Requests that still run after `seconds` fail."""
@@ -198,7 +203,16 @@ class Gateway:
             state="draining" if self.draining else "ready",
             load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
             keys=self.limiter.report(),
+            traffic=self.runner.traffic.report(),
         )
+
+
+def _recorder(config: GatewayConfig, prefixes: PrefixIndex) -> TraceRecorder | None:
+    if not config.record_trace:
+        return None
+    secret = read_credentials(config).secret
+    path, size = Path(config.record_trace).expanduser(), parse_bytes(config.record_trace_size)
+    return TraceRecorder(path, size, secret, prefixes.layouts)
 
 
 def load_tokenizer(config: GatewayConfig) -> Tokenizer:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from paceline.core.telemetry import request_span
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
-from paceline.services.gateway.attempt import Event, Generated
+from paceline.services.gateway.attempt import Event
 from paceline.services.gateway.cache_hints import OPEN_CALL, hints_after
 from paceline.services.gateway.choice import Choice, Delta
 from paceline.services.gateway.event_feed import Mailbox
@@ -26,6 +26,7 @@ from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
+from paceline.services.gateway.trace_recorder import TraceRecorder
 from paceline.services.gateway.traces import RequestTrace, SequenceTrace
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Generation:
         media_memory: counts the inputs of encoders, which stay in memory until the request ends.
         resources: what the request holds until the generation runs, such as the memory of its media.
         admission: counts what the request uses of its key's limits.
+        recorder: records the sequences that end; None if nothing is recorded.
         ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
     """
 
@@ -56,6 +58,7 @@ class Generation:
         media_memory: MemoryBudget,
         resources: contextlib.ExitStack,
         admission: Admission,
+        recorder: TraceRecorder | None,
         ids: StreamIds | None = None,
     ) -> None:
         self.plan = plan
@@ -68,6 +71,7 @@ class Generation:
         self._media_memory = media_memory
         self._resources = resources
         self._admission = admission
+        self._recorder = recorder
         self._prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
         self._runner = runner
         self._tokenizer = tokenizer
@@ -192,15 +196,8 @@ class Generation:
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         begun = self._has_begun[which]
 
-        received = self.ids.received(index) if self.ids is not None else 0
-
         def take(event: Event) -> None:
             before = choice.tokens
-            if isinstance(event, Generated) and before < received < before + len(event.tokens):
-                # A delta must not begin with tokens that the client has and end with tokens that it lacks.
-                take(Generated(event.tokens[: received - before]))
-                take(Generated(event.tokens[received - before :]))
-                return
             delta = choice.take(event)
             self._admission.spend(choice.tokens - before, self._prompt_tokens)
             if not begun.is_set():
@@ -213,6 +210,7 @@ class Generation:
 
         sequence_id = self._trace.sequence_id(index)
         with request_span("request", sequence_id) as span:
+            sequence: SequenceRun | None = None
             try:
                 sequence = SequenceRun(
                     request_id=sequence_id,
@@ -233,7 +231,7 @@ class Generation:
                     trace=record,
                 )
                 with contextlib.suppress(_TextEndedError):
-                    await self._runner.run(sequence, take)
+                    await self._runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
                 learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
                 length = len(sequence.context)
                 hints = hints_after(prompt.marks, self.plan.retention, learnt, length, self.plan.owner)
@@ -247,6 +245,8 @@ class Generation:
                 self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice)
+                if self._recorder is not None and sequence is not None:
+                    self._recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
                 record.end(choice.outcome, choice.why, choice.tokens)
 
 

@@ -136,16 +136,32 @@ class WorkerSteps(BaseModel):
     role: str
     host_id: str
     epoch: int
+    max_batched_tokens: int
+    takes_turns: bool
+    """Whether it shares its cores with other workers, and takes turns with them."""
+    itl_target_seconds: float
+    """Target for the time between two tokens by which they take turns; 0 if none was given."""
     steps: list[list[float]]
     """Newest steps in order, each with the numbers that FleetSteps.fields names."""
+
+
+class HostBlocks(BaseModel):
+    host_id: str
+    token_bytes: float
+    """Bytes of KV for each token of a context."""
+    fetched_bytes: int
+    fetch_seconds: float
+    """What the host fetched from other hosts since its start, and the time that this took."""
 
 
 class FleetSteps(BaseModel):
     fields: list[str]
     """number: of the step, among all of the worker. ended: seconds on the worker's own clock. seconds: length of the
     step. prompt_tokens: computed tokens of prompts. prompt_pairs: sum of the tokens to which they attend. sequences:
-    those that got a token after their prompt. context_tokens: sum of the tokens to which these attend."""
+    those that got a token after their prompt. drafts: those that were verified for them. context_tokens: sum of the
+    tokens to which these attend."""
     workers: list[WorkerSteps]
+    hosts: list[HostBlocks]
 
 
 class Trace(BaseModel):

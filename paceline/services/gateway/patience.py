@@ -26,16 +26,15 @@ class Patience:
         self._heard = 0
         """Tokens of all sequences that have come from workers."""
 
-    def deadline(self, sequence: SequenceRun) -> float:
-        return sequence.trace.arrived + self._seconds(sequence)
-
     def hear(self, event: Event) -> None:
         """Count the tokens of an event that has come from a worker."""
         if isinstance(event, Generated):
             self._heard += len(event.tokens)
 
-    def begin_attempt(self, sequence: SequenceRun) -> None:
+    def begin_attempt(self, sequence: SequenceRun) -> float:
+        """Note that an attempt begins. Return the sequence's deadline."""
         sequence.heard_before = self._heard_of_others(sequence)
+        return self._deadline(sequence)
 
     def note(
         self, error: WorkerFailedError, sequence: SequenceRun, record: AttemptTrace, *, begun: bool, alone: bool
@@ -70,7 +69,7 @@ class Patience:
     def check(self, sequence: SequenceRun) -> None:
         """Raise UnavailableError if the sequence is to be given up."""
         reason, since, now = sequence.last_failure, sequence.unreachable_since, time.monotonic()
-        if now >= self.deadline(sequence):
+        if now >= self._deadline(sequence):
             raise self.too_late(sequence)
         if (count := sequence.failures.count) >= self._config.max_attempts:
             times = "once" if count == 1 else f"{count} times at the same step"
@@ -84,6 +83,9 @@ class Patience:
         """Return the error for a sequence whose deadline has come."""
         message, reason = f"the request took longer than {self._seconds(sequence):g} seconds", sequence.last_failure
         return UnavailableError(message if reason is None else f"{message}; the last failure: {reason}")
+
+    def _deadline(self, sequence: SequenceRun) -> float:
+        return sequence.trace.arrived + self._seconds(sequence)
 
     def _seconds(self, sequence: SequenceRun) -> float:
         if sequence.background:

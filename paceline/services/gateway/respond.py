@@ -84,6 +84,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         resources=request.state.resources,
         admission=admission,
         ids=ids,
+        recorder=gateway.recorder,
     )
 
 

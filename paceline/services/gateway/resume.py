@@ -6,15 +6,19 @@ generates the answer again, gives to the client what comes after that event, and
 
 An id has an entry for each choice, separated by commas: the number of tokens, then "f" if the choice has finished. One
 message of a worker may become several events. All but the last of them have "-N": N events of the same message follow.
-The split into messages differs from run to run, but the last N events of a message that ends with a given token do not.
+The split into messages differs from run to run. So the gateway gathers all tokens that the client has into one message.
+Its last N events are those of the message that the first gateway got, because a new event begins where the kind of text
+changes, and nowhere else within a message.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from paceline.core.types import Token
+from paceline.services.gateway.attempt import Ended, Event, Generated
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 
@@ -46,6 +50,30 @@ def read_positions(text: str, choices: int) -> list[Position]:
     return positions
 
 
+class Gathering:
+    """A function that passes events on. Of the tokens, it keeps back the first ones until it has `count` of them."""
+
+    def __init__(self, count: int, take: Callable[[Event], object]) -> None:
+        self._count = count
+        self._take = take
+        self._tokens: list[Token] = []
+
+    def __call__(self, event: Event) -> None:
+        if not self._count or not isinstance(event, Generated | Ended):
+            self._take(event)
+            return
+        if isinstance(event, Generated):
+            self._tokens += event.tokens
+            if len(self._tokens) < self._count:
+                return
+        tokens, count, self._count = self._tokens, self._count, 0
+        self._take(Generated(tokens[:count]))
+        if isinstance(event, Ended):
+            self._take(event)
+        elif tokens[count:]:
+            self._take(Generated(tokens[count:]))
+
+
 class StreamIds:
     """The ids of one stream's events.
 
@@ -59,9 +87,10 @@ class StreamIds:
         self._received = list(received or [Position()] * choices)
         self._sent = [Position()] * choices
 
-    def received(self, index: int) -> int:
-        """Return the number of tokens of a choice that the client has."""
-        return self._received[index].tokens
+    def gathering(self, index: int, take: Callable[[Event], object]) -> Callable[[Event], object]:
+        """Return a function that gives a choice's events to `take`, all tokens that the client has in one of them."""
+        received = self._received[index].tokens
+        return Gathering(received, take) if received else take
 
     def begin(self, events: bytes) -> bytes:
         """Return the events before the first delta, with an id."""

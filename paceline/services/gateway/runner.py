@@ -37,6 +37,7 @@ from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
+from paceline.services.gateway.traffic import TrafficBook
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
 
 REFUSED_SECONDS = (0.1, 0.4)
@@ -64,6 +65,7 @@ class SequenceRunner:
         self._prefixes = prefixes
         self._encodings = EncodingIndex(prefixes)
         self.hints = HintSender(fleet.host, prefixes)
+        self.traffic = TrafficBook()
         self._turns = itertools.count()
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._patience = Patience(config, fleet)
@@ -94,7 +96,7 @@ class SequenceRunner:
             BusyError: there was no room in time.
             UnavailableError: no worker, the request was given up for its own failures, or its longest life is over.
         """
-        with self.sequences.running(), self._counted(sequence):
+        with self.sequences.running(), self._counted(sequence), self.traffic.counted(sequence):
             while True:
                 attempt = await self._admit(sequence)
                 refusal: EncodeRefusedError | None = None
@@ -187,8 +189,7 @@ class SequenceRunner:
         again = record.attempts > 0
         own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
-        self._patience.begin_attempt(sequence)
-        deadline = self._patience.deadline(sequence)
+        deadline = self._patience.begin_attempt(sequence)
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 attempt: AnyAttempt = await self.queue.admit(

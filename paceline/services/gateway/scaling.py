@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError
+from paceline.services.common.supervisor import ask_supervisor
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.operation_bodies import Scale
-
-ANSWER_SECONDS = 30.0
-"""Deadline of the supervisor's answer. It starts processes in this time; it does not wait until they are ready."""
 
 
 class ScaleRequest(Body):
@@ -34,7 +30,7 @@ def make_scaling(gateway: Gateway) -> APIRouter:
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
-        return await _ask_supervisor(gateway.config.supervisor_socket, {})
+        return await ask_supervisor(_socket(gateway), {})
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
@@ -42,31 +38,17 @@ def make_scaling(gateway: Gateway) -> APIRouter:
         targets = {role: count for role, count in wanted if count is not None}
         if not targets:
             raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
-        return await _ask_supervisor(gateway.config.supervisor_socket, targets)
+        return await ask_supervisor(_socket(gateway), targets)
 
     return router
 
 
-async def _ask_supervisor(socket: str, targets: dict[str, int]) -> dict[str, Any]:
-    """Return the fleet's state after the supervisor has begun to reach `targets`."""
-    if not socket:
+def _socket(gateway: Gateway) -> str:
+    """Return the path of the supervisor's socket. Raises ApiError if there is no supervisor."""
+    if not gateway.config.supervisor_socket:
         raise ApiError(
             409,
             "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services",
             code="no_supervisor",
         )
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            reader, writer = await asyncio.open_unix_connection(socket)
-            try:
-                writer.write(json.dumps(targets).encode() + b"\n")
-                answer = json.loads(await reader.readline())
-            finally:
-                writer.close()
-    except (OSError, ValueError, TimeoutError) as error:
-        raise UnavailableError(
-            f"the supervisor does not answer ({error or 'no answer in time'}); try again later"
-        ) from error
-    if "error" in answer:
-        raise InvalidRequestError(answer["error"], "decode")
-    return dict(answer)
+    return gateway.config.supervisor_socket

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import worker_pb2, worker_pb2_grpc
+from paceline.services.common.registry import Member
 from paceline.services.common.rpc import is_cancelled
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.gateway import Gateway
@@ -31,10 +32,14 @@ def make_step_records(gateway: Gateway) -> APIRouter:
 
     @router.get("/fleet/steps", response_model=None, responses=answers(FleetSteps))
     async def steps(most: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 512) -> dict[str, Any]:
-        """Return what each worker computed in its newest steps, and how long they took."""
+        """Return what each worker computed in its newest steps and how long they took, and how hosts move blocks."""
         roles = ("prefill", "decode")
         workers = [each for each in gateway.fleet.workers() if each.member.role in roles and each.available]
-        return {"fields": FIELDS, "workers": await asyncio.gather(*(_steps_of(each, most) for each in workers))}
+        return {
+            "fields": FIELDS,
+            "workers": await asyncio.gather(*(_steps_of(each, most) for each in workers)),
+            "hosts": [_blocks_of(each.member) for each in gateway.fleet.hosts() if each.available],
+        }
 
     return router
 
@@ -57,5 +62,18 @@ async def _steps_of(worker: RemoteWorker, most: int) -> dict[str, Any]:
         "role": member.role,
         "host_id": member.host_id,
         "epoch": member.epoch,
+        "max_batched_tokens": reply.max_batched_tokens,
+        "takes_turns": reply.takes_turns,
+        "itl_target_seconds": reply.itl_target_seconds,
         "steps": [[getattr(step, name) for name in FIELDS] for step in reply.steps],
+    }
+
+
+def _blocks_of(member: Member) -> dict[str, Any]:
+    report = member.host
+    return {
+        "host_id": member.host_id,
+        "token_bytes": report.token_bytes,
+        "fetched_bytes": report.fetched_bytes,
+        "fetch_seconds": report.fetch_seconds,
     }

@@ -57,6 +57,9 @@ class Snapshot:
             fetched_bytes=self.transfers.bytes,
             fetch_seconds=self.transfers.read_seconds,
             token_bytes=self.token_bytes,
+            blocks=self.counts.total,
+            used_blocks=self.counts.held + self.counts.in_flight,
+            kv_tokens=int(self.counts.total * self.slot_bytes / self.token_bytes) if self.token_bytes else 0,
         )
 
     def samples(self) -> Iterator[Sample]:

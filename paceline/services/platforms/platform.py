@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-Role = Literal["prefill", "decode", "encode"]
-"""The roles of workers."""
+from paceline.core.planner.reports import Role
 
 Ability = Literal["choose", "flip"]
 """What not every platform can do: end a worker by its id (`choose`), and give a worker another role (`flip`)."""
@@ -33,23 +32,23 @@ class PlatformState:
     """The roles that the platform can scale. A role that is left out stays as it is."""
     problems: Mapping[Role, str] = field(default_factory=dict)
     """For each role whose wanted workers cannot all run, the reason: no device is free, an image is missing."""
+    edits: Mapping[Role, int] = field(default_factory=dict)
+    """Roles whose `wanted` somebody else than this object has changed since its last `scale`, with the new number. A
+    platform whose changes by people come through the gateway has none."""
 
 
 class Platform(Protocol):
     """A fleet that is scaled by calls. Every call may be repeated: it says what shall be, and not what changes.
 
-    All methods raise UnavailableError if the platform does not answer, or refuses; its text says what to do. The planner
-    tries again later.
+    All methods raise UnavailableError if the platform does not answer, or refuses; its text says what to do. The
+    planner tries again later.
     """
 
     name: str
     abilities: frozenset[Ability]
 
     async def state(self) -> PlatformState:
-        """Return how many workers of each role are wanted and running.
-
-        The planner compares `wanted` with what it has asked for. A difference is the edit of a person.
-        """
+        """Return how many workers of each role are wanted and running."""
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
         """Keep `wanted` workers of a role from now on. Returns before they have started or ended.

@@ -23,6 +23,8 @@ _GATEWAY = (
     "admin_key",
     "api_keys_file",
     "classes_file",
+    "record_trace",
+    "record_trace_size",
     "allowed_origins",
     "allowed_methods",
     "allowed_headers",
@@ -36,7 +38,7 @@ _GATEWAY = (
     "vllm_metric_names",
 )
 """Options of `serve` that only the gateway has."""
-_SERVE = ("prefill", "decode", "encode", "cache_dir", "revision")
+_SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "revision")
 """Options of `serve` that no service has."""
 
 

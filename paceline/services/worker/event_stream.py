@@ -56,6 +56,7 @@ class EventStreams:
     def __init__(self) -> None:
         self._streams: dict[Key, EventStream] = {}
         self._queued_tokens: dict[Key, int] = {}
+        self._requests: dict[Key, Request] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -68,8 +69,14 @@ class EventStreams:
         """Tokens of contexts that the engine has not computed yet."""
         return sum(self._queued_tokens.values())
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of contexts that the engine has computed."""
+        return sum(request.computed_len for request in self._requests.values())
+
     def add(self, request: Request, stream: EventStream) -> None:
         self._streams[request.key] = stream
+        self._requests[request.key] = request
         # The newest token of a request that decodes is never reported as computed.
         self._queued_tokens[request.key] = len(request.token_ids) - 1 - request.computed_len
 
@@ -86,3 +93,4 @@ class EventStreams:
     def remove(self, key: Key) -> None:
         self._streams.pop(key, None)
         self._queued_tokens.pop(key, None)
+        self._requests.pop(key, None)

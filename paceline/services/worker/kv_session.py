@@ -133,7 +133,7 @@ class KVSession:
                 try:
                     self._connection = await HostConnection.connect(self._socket_path)
                 except OSError as error:
-                    raise UnavailableError(f"kvtransfer cannot be reached at {self._socket_path}: {error}") from error
+                    raise UnavailableError("the kvtransfer of this host has ended or cannot be reached") from error
         return await self._connection.call(pb.BatchRequest(session=self.id, operations=operations))
 
     async def _send(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:

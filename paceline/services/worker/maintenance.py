@@ -21,5 +21,11 @@ class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
         return worker_pb2.ResetPoolReply(blocks=await self._worker.reset_pool())
 
     async def Steps(self, request: worker_pb2.StepsRequest, context: StepsContext) -> worker_pb2.StepsReply:
-        steps = self._worker.engine.stats.log.newest(request.most)
-        return worker_pb2.StepsReply(steps=[worker_pb2.StepRecord(**step._asdict()) for step in steps])
+        worker = self._worker
+        steps = worker.engine.stats.log.newest(request.most)
+        return worker_pb2.StepsReply(
+            steps=[worker_pb2.StepRecord(**step._asdict()) for step in steps],
+            max_batched_tokens=worker.limits.max_batched_tokens,
+            takes_turns=worker.takes_turns,
+            itl_target_seconds=worker.limits.itl_target or 0.0,
+        )

@@ -30,7 +30,8 @@ from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
-from paceline.proto.fleet_pb2 import LoadReport
+from paceline.proto.fleet_pb2 import LoadReport, StepLoad, WorkReport
+from paceline.services.common.distributions import distribution_to_pb
 from paceline.services.common.wire import key_from_pb, sampling_from_pb
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.dispatcher import Dispatcher, lost
@@ -96,6 +97,7 @@ class Worker:
         """None if the model has no encoders."""
         self.media = RequestMediaTable(self.encodings, kv.session.source)
         self.limits = limits
+        self.takes_turns = turns is not None
         self.admission = Admission(limits.max_seqs)
         self._grammars = loaded.grammars
         self._facts = loaded.model.config
@@ -157,6 +159,25 @@ class Worker:
             waiting=self.admission.waiting,
             queued_tokens=self._streams.queued_tokens,
             prefill_tokens_per_second=self.engine.stats.prefill_tokens_per_second,
+        )
+
+    def work(self) -> WorkReport:
+        """Return what the planner needs to know."""
+        counts = self._pool.counts()
+        loads = self.engine.stats.loads.all()
+        return WorkReport(
+            kv_pressure=(counts.held + counts.in_flight) / counts.total if counts and counts.total else 0.0,
+            kv_tokens=int(counts.total * self.layout.slot_bytes / self.layout.token_bytes) if counts else 0,
+            computed_tokens=self._streams.computed_tokens,
+            steps=[
+                StepLoad(
+                    load=load.number,
+                    tokens=load.tokens,
+                    context=load.context,
+                    seconds=distribution_to_pb(load.seconds),
+                )
+                for load in loads
+            ],
         )
 
     def samples(self) -> Iterator[Sample]:

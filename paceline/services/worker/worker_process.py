@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -18,12 +19,12 @@ import torch
 from paceline.core.config import WorkerConfig
 from paceline.core.errors import UnavailableError
 from paceline.core.kv_layout import KVLayout
-from paceline.core.machine import available_cores
+from paceline.core.machine import available_cores, process_seconds
 from paceline.core.metrics import Sample
 from paceline.core.model_folder import model_digest
 from paceline.core.numerics import Numerics
 from paceline.engine.engine import Engine
-from paceline.proto.fleet_pb2 import LoadReport
+from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import (
     announce_ready,
@@ -58,6 +59,9 @@ class AnyWorker(Protocol):
 
     def load(self) -> LoadReport:
         """Return how much work the worker has."""
+
+    def work(self) -> WorkReport:
+        """Return what the planner needs to know, but for the times of the process."""
 
     def samples(self) -> Iterable[Sample]:
         """Return the worker's metrics."""
@@ -103,6 +107,8 @@ class WorkerProcess(Generic[W]):
         self._worker: W | None = None
         self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
         self._epoch = time.time_ns()
+        self._startup_seconds = 0.0
+        self._state_since = time.monotonic()
         self._server = RpcServer(config.host, config.port, credentials, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
@@ -152,6 +158,7 @@ class WorkerProcess(Generic[W]):
             self.socket = str(listener.path)
         await self._server.set_ready(True)
         self._worker = worker
+        self._startup_seconds, self._state_since = process_seconds(), time.monotonic()
         self._registrar.announce()
 
     async def wait(self, stop: asyncio.Event) -> None:
@@ -168,6 +175,7 @@ class WorkerProcess(Generic[W]):
         """
         admission = self.worker.admission
         admission.begin_drain()
+        self._state_since = time.monotonic()
         self._registrar.announce()
         await self._server.set_ready(False)
         await self._first(admission.drain(seconds))
@@ -216,8 +224,12 @@ class WorkerProcess(Generic[W]):
             max_seqs=self._config.max_seqs,
             numerics=self.numerics,
         )
+        # Gateways parse only reports that have changed, so this one changes seldom.
+        state_seconds = 2.0 ** math.floor(math.log2(max(time.monotonic() - self._state_since, 1.0)))
         if (worker := self._worker) is None:
-            return member
+            return replace(member, work=WorkReport(state_seconds=state_seconds))
+        work = worker.work()
+        work.startup_seconds, work.state_seconds = self._startup_seconds, state_seconds
         return replace(
             member,
             state="draining" if worker.admission.draining else "ready",
@@ -225,5 +237,6 @@ class WorkerProcess(Generic[W]):
             max_model_len=worker.max_model_len,
             events=self.socket,
             load=worker.load(),
+            work=work,
             metrics=metrics_to_pb(worker.samples()),
         )

@@ -23,18 +23,19 @@ async def healthcheck(*arguments: str) -> tuple[int | None, str]:
 async def test_the_exit_code_follows_the_service() -> None:
     server = RpcServer("127.0.0.1", 0, Credentials())
     address = f"127.0.0.1:{await server.start()}"
-    starting = await healthcheck(address)
+    starting, draining = await healthcheck(address), await healthcheck("--alive", address)
     await server.set_ready(True)
     ready = await healthcheck(address)
     await server.close(0)
-    gone = await healthcheck(address)
+    gone, dead = await healthcheck(address), await healthcheck("--alive", address)
     refusal = (1, f"{address} does not take requests\n")
     assert (starting, ready, gone) == (refusal, (0, ""), refusal)
+    assert (draining, dead) == ((0, ""), (1, f"{address} does not answer\n"))
 
 
 @pytest.mark.slow
 async def test_wrong_use_is_told() -> None:
-    for arguments in ((), ("7300",), ("a:1", "b:2", "c:3")):
+    for arguments in ((), ("7300",), ("--alive",), ("a:1", "b:2", "c:3")):
         code, errors = await healthcheck(*arguments)
         assert (code, errors.startswith("usage:")) == (2, True)
 

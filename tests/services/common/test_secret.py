@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.services.common.secret import Secret, make_secret, read_secret
+from paceline.services.common.secret import Secret, make_secret, others_may_open, read_secret
 
 
 def written(folder: Path, content: bytes, mode: int = 0o600) -> str:
@@ -51,6 +51,23 @@ def test_a_line_end_is_no_part_of_it(tmp_path: Path) -> None:
 def test_what_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         read_secret(written(tmp_path, b"0123456789abcdef\n", mode))
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "uid", "refused"),
+    [
+        (0o600, 1000, 1000, False),
+        (0o440, 0, 10001, False),  # a Secret that Kubernetes mounts for the group of a pod
+        (0o444, 0, 10001, True),
+        (0o460, 0, 10001, True),
+        (0o440, 0, 0, True),  # we are root, so the group is for others
+        (0o440, 1000, 10001, True),
+        (0o640, 10001, 10001, True),
+    ],
+)
+def test_only_root_may_give_a_file_to_our_group(mode: int, owner: int, uid: int, refused: bool) -> None:
+    status = os.stat_result((stat.S_IFREG | mode, 1, 1, 1, owner, 10001, 17, 0, 0, 0))
+    assert others_may_open(status, uid) is refused
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"short\n", b"two words of text\n", b"\xff" * 20, b"x" * 1025])

@@ -13,7 +13,8 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-_OWN = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "static"
+"""Folder of the page's own files."""
 _CHART_PACKAGE = "youplot"
 """A package whose wheel carries uPlot. It is never imported."""
 _CHART_FILES = {
@@ -63,11 +64,12 @@ class StaticFile:
 
 def read_files() -> Mapping[str, StaticFile]:
     """Return all files by name. Without the chart library the console still works, and shows no charts."""
-    own = ((path.name, path.read_bytes()) for path in sorted(_OWN.iterdir()) if path.is_file())
-    return {name: StaticFile(name, content) for name, content in (*own, *_chart_files())}
+    own = ((path.name, path.read_bytes()) for path in sorted(STATIC.iterdir()) if path.is_file())
+    return {name: StaticFile(name, content) for name, content in (*own, *chart_files())}
 
 
-def _chart_files() -> Iterator[tuple[str, bytes]]:
+def chart_files() -> Iterator[tuple[str, bytes]]:
+    """Yield the files of the chart library, by name and content. Without the right package there are none."""
     found = importlib.util.find_spec(_CHART_PACKAGE)  # finds it without running its code
     folders = [] if found is None else list(found.submodule_search_locations or ())
     for name, digest in _CHART_FILES.items():

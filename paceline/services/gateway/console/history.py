@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from paceline.services.gateway.console.durations import Durations
+from paceline.core.planner.distribution import Distribution
 
 BIN_SECONDS = 10
 BINS = 360
@@ -69,8 +69,8 @@ class _Bin:
     __slots__ = ("counters", "ended", "failed", "itl", "levels", "seconds", "ttft")
 
     def __init__(self) -> None:
-        self.ttft = Durations()
-        self.itl = Durations()
+        self.ttft = Distribution()
+        self.itl = Distribution()
         self.ended = 0
         self.failed = 0
         self.levels: Levels | None = None
@@ -138,8 +138,8 @@ class History:
         """Return the percentiles of TTFT and ITL in the last `seconds`, to the bin, with the numbers of durations."""
         recent = [each for index, each in self._bins.items() if index > (now - seconds) // BIN_SECONDS]
         return {
-            "ttft": _described(Durations.merged(each.ttft for each in recent)),
-            "itl": _described(Durations.merged(each.itl for each in recent)),
+            "ttft": _described(Distribution.merged(each.ttft for each in recent)),
+            "itl": _described(Distribution.merged(each.itl for each in recent)),
         }
 
     def _begin(self, now: float) -> float:
@@ -186,11 +186,11 @@ def _share(part: float, whole: float) -> Cell:
     return round(part / whole, 6) if whole else None
 
 
-def _percentiles(durations: Durations) -> list[Cell]:
-    found = durations.percentiles(*SHARES)
-    return [None] * len(SHARES) if found is None else [*found]
+def _percentiles(durations: Distribution) -> list[Cell]:
+    """Return the percentiles in seconds, to the microsecond."""
+    return [round(durations.percentile(share), 6) if durations.counts else None for share in SHARES]
 
 
-def _described(durations: Durations) -> dict[str, Cell]:
+def _described(durations: Distribution) -> dict[str, Cell]:
     values = zip(SHARES, _percentiles(durations))
-    return {"count": durations.count, **{f"p{share * 100:.0f}": value for share, value in values}}
+    return {"count": round(durations.count), **{f"p{share * 100:.0f}": value for share, value in values}}

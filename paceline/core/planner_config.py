@@ -1,0 +1,38 @@
+"""Options of the planner's service."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from paceline.core.config import GatewayConfig, ServiceConfig
+from paceline.core.options import option, same_option
+from paceline.core.planner_options import GROUP, PlannerOptions
+
+PlatformName = Literal["serve", "compose", "kubernetes"]
+
+
+class PlannerConfig(ServiceConfig, PlannerOptions):
+    """Options of the planner's service. Its port is for health checks."""
+
+    platform: PlatformName = option(
+        "serve",
+        "what starts and stops the workers. serve: paceline serve --planner, which starts this service itself. "
+        "compose: docker compose, through the docker engine at --docker-socket. kubernetes: the API server",
+        GROUP,
+    )
+    supervisor_socket: str = same_option(GatewayConfig, "supervisor_socket")
+    docker_socket: str = option(
+        "",
+        "Unix socket of the docker engine, such as /var/run/docker.sock, for --platform compose. Whoever may use it is "
+        "root on the host",
+        GROUP,
+    )
+    compose_project: str = option(
+        "", "name of the compose project whose workers are scaled; default: the one that this service runs in", GROUP
+    )
+    replay: str = option(
+        "",
+        "file of --record: make its decisions again from its reports, print those that differ, and end; nothing is "
+        "scaled",
+        GROUP,
+    )

@@ -1,0 +1,51 @@
+"""The times of a worker's steps by their load, from which the planner learns what a worker can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.planner.distribution import Distribution
+from paceline.engine.step import Chunk
+
+MOST_LOADS = 64
+"""Loads that are kept. A new load replaces the one that was seen least recently."""
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """All steps with about the same load."""
+
+    number: int
+    """The same for all steps with such a load."""
+    tokens: int = 0
+    """Sum of the tokens that the steps computed."""
+    context: int = 0
+    """Sum of the tokens whose KV the steps read."""
+    seconds: Distribution = field(default_factory=Distribution)
+
+
+class StepLoads:
+    """Steps by load: numbers of tokens within a factor of two, and contexts within a factor of four."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, StepLoad] = {}
+        """The load that was seen last is the last one."""
+
+    def count(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Count a step that took `seconds`. `chunks` are those of its chunks that computed something."""
+        if not chunks:
+            return
+        tokens, context = sum(chunk.length for chunk in chunks), sum(chunk.end for chunk in chunks)
+        number = tokens.bit_length() << 8 | context.bit_length() // 2
+        load = self._loads.pop(number, None) or StepLoad(number)
+        self._loads[number] = load
+        load.tokens += tokens
+        load.context += context
+        load.seconds.add(seconds)
+        if len(self._loads) > MOST_LOADS:
+            del self._loads[next(iter(self._loads))]
+
+    def all(self) -> list[StepLoad]:
+        """Return the loads with their totals. Any thread may call this."""
+        return list(self._loads.values())

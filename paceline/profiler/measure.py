@@ -1,0 +1,134 @@
+"""The requests of a profile, in phases, and what they show.
+
+    prompts    single requests with prompts of every length that a step can have, and three that take several steps
+    texts      single requests with texts, which the gateway has to tokenize
+    batches    1, 2, 4, … requests at the same time, up to what the workers run at once
+    contexts   4 requests at the same time with long prompts
+    mixed      prompts that arrive while 4 requests are being answered, to check the fit
+
+On a laptop all of them take about two minutes, and on a GPU a few seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.profiler.stack import Answer, Facts, ProfiledStack, StepRow
+
+Steps = dict[str, list[StepRow]]
+"""Steps by the role of their workers."""
+
+REPEATS = 6
+LONGEST_PROMPT = 8192
+"""Longest prompt of a profile, in tokens."""
+MOST_TOGETHER = 64
+"""Most requests at the same time."""
+ANSWER_TOKENS = 48
+_SINGLE_TOKENS = 12
+_WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch from their tower of old grey stone "
+
+
+@dataclass(slots=True)
+class Measured:
+    """Everything that was measured."""
+
+    singles: list[tuple[Answer, dict[str, Any]]] = field(default_factory=list)
+    """Requests that ran alone, with their traces."""
+    texts: list[tuple[Answer, dict[str, Any]]] = field(default_factory=list)
+    prompts: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
+    """Steps of phases in which prompts were computed while nothing else ran."""
+    decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
+    """Steps of phases in which a fixed number of requests were answered."""
+    mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
+
+
+def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:
+    """Send the requests of all phases. `tell` gets a line about each."""
+    found = Measured()
+    longest = min(facts.max_model_len - ANSWER_TOKENS, LONGEST_PROMPT, facts.host_tokens // 2)
+    stack.ask(stack.prompt(min(64, longest)), 4)  # wakes caches and connections
+    stack.new_steps()
+    sizes = sorted(set(_prompt_sizes(facts.max_batched_tokens, longest)))
+    tell(f"prompts of {', '.join(map(str, sizes))} tokens, one after another")
+    for size in sizes:
+        for _ in range(REPEATS if size <= facts.max_batched_tokens else 3):
+            found.singles.append(_single(stack, stack.prompt(size)))
+    _add(found.prompts, found.decoding, stack.new_steps())
+    tell("texts, which the gateway tokenizes")
+    for repeats in (2, 20, 20, 20):
+        words = f"{stack.prompt(1)} {_WORDS * repeats}"[: 4 * longest]
+        found.texts.append(_single(stack, words))
+    stack.new_steps()
+    _batches(stack, facts, found, tell)
+    _contexts(stack, facts, found, tell, longest)
+    _mixed(stack, facts, found, tell)
+    return found
+
+
+def _prompt_sizes(budget: int, longest: int) -> Iterator[int]:
+    """Yield lengths of prompts: all that one step can have, by doubling, and some that take several steps."""
+    for power in itertools.count(4):
+        if 2**power > min(budget, longest):
+            break
+        yield 2**power
+        if power > 5 and 3 * 2 ** (power - 1) <= min(budget, longest):
+            yield 3 * 2 ** (power - 1)
+    for size in (budget, 2 * budget, 4 * budget, longest):
+        yield max(1, min(size, longest))
+
+
+def _single(stack: ProfiledStack, prompt: list[int] | str) -> tuple[Answer, dict[str, Any]]:
+    answer = stack.ask(prompt, _SINGLE_TOKENS)
+    return answer, stack.trace(answer)
+
+
+def _add(prompts: Steps, decoding: Steps, steps: Steps) -> None:
+    """Sort steps that were computed alone by what they did. Steps that did both say nothing about either."""
+    for role, rows in steps.items():
+        prompts[role] += [row for row in rows if row.prompt_tokens and not row.sequences]
+        decoding[role] += [row for row in rows if row.sequences and not row.prompt_tokens]
+
+
+def _batches(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
+    """Answer ever more requests at the same time. A step counts when all of them have begun."""
+    most = min(facts.max_seqs * facts.workers["decode"], MOST_TOGETHER, facts.host_tokens // 128)
+    counts = sorted({min(2**power, most) for power in range(8)} | {min(3 * 2**power, most) for power in range(5)})
+    tell(f"{', '.join(map(str, counts))} requests at the same time")
+    for count in counts:
+        stack.ask_together([stack.prompt(24) for _ in range(count)], ANSWER_TOKENS)
+        _keep_full(found, stack.new_steps(), count // facts.workers["decode"])
+
+
+def _contexts(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None], longest: int) -> None:
+    together = min(4, facts.max_seqs)
+    length = min(longest, 2048, facts.host_tokens // (2 * together))
+    tell(f"{together} requests with {length} tokens each at the same time")
+    for part in (2, 1):
+        stack.ask_together([stack.prompt(max(1, length // part)) for _ in range(together)], ANSWER_TOKENS)
+        _keep_full(found, stack.new_steps(), together // facts.workers["decode"])
+
+
+def _keep_full(found: Measured, steps: Steps, least: int) -> None:
+    """Keep steps in which all requests were decoding, so that no prompt was computed at the same time."""
+    for role, rows in steps.items():
+        found.decoding[role] += [row for row in rows if row.sequences >= max(1, least) and not row.prompt_tokens]
+        found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]
+
+
+def _mixed(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
+    together = min(4, facts.max_seqs - 1)
+    length = min(256, facts.max_batched_tokens, facts.max_model_len // 2)
+    if together < 1:
+        return
+    tell(f"prompts of {length} tokens while {together} requests are answered")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(together)], 3 * ANSWER_TOKENS)
+        for _ in range(REPEATS):
+            stack.ask(stack.prompt(length), 1)
+        running.result()
+    for role, rows in stack.new_steps().items():
+        found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]

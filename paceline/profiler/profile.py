@@ -1,0 +1,151 @@
+"""The command `paceline profile`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline.client import GatewayClient
+from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
+from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
+from paceline.profiler.fit import Quality, fit_steps, with_gaps
+from paceline.profiler.measure import Measured, measure
+from paceline.profiler.overheads import find_overheads
+from paceline.profiler.stack import Facts, ProfiledStack, StepRow
+
+SCALE_SECONDS = 600.0
+"""Deadline of a worker's start, and of its drain."""
+_POLL_SECONDS = 0.25
+
+
+class Lifetimes(NamedTuple):
+    """Times of a worker, in seconds."""
+
+    startup: float = 60.0
+    drain: float = 30.0
+
+
+def profile(gateway: GatewayClient, output: Path, machine: str, scales: bool) -> None:
+    """Measure a running stack, which must have no other requests, and write its profile.
+
+    Args:
+        machine: name of the machine in the profile; "" takes what the workers say of their numerics.
+        scales: whether to start and drain one more decode worker, to measure how long that takes.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        InvalidRequestError: the stack refuses a request.
+        UnavailableError: the stack has other requests, or does not answer.
+    """
+    if not output.parent.is_dir():
+        raise ConfigError(f"there is no folder {output.parent} for the profile")
+    stack = ProfiledStack(gateway)
+    facts = stack.facts()
+    began = time.monotonic()
+    _tell(f"measuring {facts.model} on {_described(facts.workers)}; do not use the stack meanwhile")
+    measured = measure(stack, facts, _tell)
+    lifetimes = _lifetimes(stack) if scales else Lifetimes()
+    learned, quality = make_profile(facts, measured, lifetimes, stack.fetched(), machine)
+    try:
+        output.write_text(learned.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
+    for name, found in quality.items():
+        print(f"{name}: {found}")
+    print(f"wrote {output} after {time.monotonic() - began:.0f} s")
+
+
+def make_profile(
+    facts: Facts, measured: Measured, lifetimes: Lifetimes, fetched: tuple[int, float], machine: str = ""
+) -> tuple[Profile, dict[str, Quality]]:
+    """Return the profile of what was measured, and how good its fits are. Raises UnavailableError if steps are missing.
+
+    Args:
+        fetched: bytes that hosts have fetched from each other, and the seconds that this took.
+    """
+    prefill, quality = _steps_of("prefill" if facts.workers["prefill"] else "decode", measured)
+    decode, own = _steps_of("decode", measured)
+    overheads = find_overheads(measured.singles, measured.texts, decode.decode_seconds(1, 0))
+    shared = WorkerTimes(
+        steps=decode,
+        max_seqs=facts.max_seqs,
+        max_batched_tokens=facts.max_batched_tokens,
+        drafts=Drafts(),
+        join=overheads.decode_join,
+        startup=lifetimes.startup,
+        drain=lifetimes.drain,
+    )
+    moved, seconds = fetched
+    target = facts.itl_target_seconds
+    made = Profile(
+        machine=machine or facts.numerics or "unknown",
+        model=facts.model,
+        version=facts.version,
+        max_model_len=facts.max_model_len,
+        token_bytes=facts.token_bytes,
+        host_tokens=facts.host_tokens,
+        prefill=shared.model_copy(update={"steps": prefill, "join": overheads.prefill_join}),
+        decode=shared,
+        turns=(Turns(itl_target=target, least_share=0.5) if target else Turns()) if facts.takes_turns else None,
+        gateway=overheads.gateway,
+        admit=overheads.admit,
+        first_token=overheads.first_token,
+        handoff=overheads.handoff,
+        token=overheads.token,
+    )
+    if moved and seconds:
+        made = made.model_copy(update={"transfer_bytes": moved / seconds})
+    return made, {f"steps of {name}": each for name, each in (quality | own).items()}
+
+
+def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:
+    """Return the step times of a role. What its own workers did not compute is taken from the others."""
+
+    def rows(steps: dict[str, list[StepRow]]) -> list[StepRow]:
+        own = steps[role]
+        distinct = {row.prompt_tokens or row.sequences for row in own}
+        other = steps["prefill" if role == "decode" else "decode"]
+        return with_gaps(own if len(distinct) > 2 or not other else other)
+
+    prompts, decoding = rows(measured.prompts), rows(measured.decoding)
+    if not prompts or not decoding:
+        raise UnavailableError("the workers do not tell their steps; are they of this release?")
+    return fit_steps(prompts, decoding, measured.mixed[role])
+
+
+def _lifetimes(stack: ProfiledStack) -> Lifetimes:
+    """Start one more decode worker and drain it. Without a supervisor, return estimates."""
+    try:
+        before = stack.scale()["decode"]["wanted"]
+    except InvalidRequestError as error:
+        _tell(f"startup and drain are not measured, and are estimates: {error}")
+        return Lifetimes()
+    _tell("a further decode worker, to measure its start and its drain")
+    began = time.monotonic()
+    stack.scale({"decode": before + 1})
+    try:
+        startup = _until(stack, lambda role: role["ready"] > before, began)
+    finally:
+        began = time.monotonic()
+        stack.scale({"decode": before})
+    return Lifetimes(startup, _until(stack, lambda role: role["ready"] <= before and not role["draining"], began))
+
+
+def _until(stack: ProfiledStack, is_reached: Callable[[dict[str, int]], bool], began: float) -> float:
+    """Wait until the decode workers are as wanted, and return the seconds since `began`. Raises UnavailableError."""
+    while not is_reached(stack.scale()["decode"]):
+        if time.monotonic() - began > SCALE_SECONDS:
+            raise UnavailableError(f"a decode worker has not started or ended within {SCALE_SECONDS:g} seconds")
+        time.sleep(_POLL_SECONDS)
+    return time.monotonic() - began
+
+
+def _described(workers: dict[str, int]) -> str:
+    return " and ".join(f"{count} {role} worker{'s' * (count != 1)}" for role, count in workers.items() if count)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

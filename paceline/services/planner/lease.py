@@ -1,0 +1,76 @@
+"""The lease in Redis by which one planner of a cluster acts at a time.
+
+It saves work and noise. It is not what keeps the fleet safe: actions say what shall be, so that two planners that act
+at the same time do no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.exceptions import RedisError, WatchError
+
+SECONDS = 10.0
+"""Time after which the lease of a planner that has ended goes to another one."""
+MARGIN_SECONDS = 2.0
+"""The holder stops to act this long before its lease ends, because a call to the platform takes time."""
+
+
+class Lease:
+    """One planner's claim to the lease of its cluster.
+
+    Args:
+        holder: name of this planner, unique among all that ever run.
+    """
+
+    def __init__(self, client: Redis, cluster: str, holder: str) -> None:
+        self._client = client
+        self._key = f"paceline:{cluster}:planner"
+        self._holder = holder.encode()
+        self._until = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this planner may act now."""
+        return time.monotonic() < self._until
+
+    async def renew(self) -> bool:
+        """Take the lease if nobody has it, or extend it. Return whether this planner has it now.
+
+        Raises RedisError or OSError if Redis does not answer. A lease that is held then ends by itself.
+        """
+        asked = time.monotonic()
+        try:
+            async with self._client.pipeline(transaction=True) as pipeline:
+                has_it = await self._write(pipeline)
+        except WatchError:  # another planner was faster
+            has_it = False
+        self._until = asked + SECONDS - MARGIN_SECONDS if has_it else 0.0
+        return has_it
+
+    async def _write(self, pipeline: Pipeline) -> bool:
+        await pipeline.watch(self._key)
+        if await pipeline.get(self._key) not in (None, self._holder):
+            return False
+        pipeline.multi()
+        pipeline.set(self._key, self._holder, px=int(SECONDS * 1000))
+        await pipeline.execute()
+        return True
+
+    async def release(self) -> None:
+        """Let another planner act at once. Errors are ignored, because the lease ends anyway."""
+        was_held, self._until = self.is_held, 0.0
+        if not was_held:
+            return
+        try:
+            async with asyncio.timeout(1.0), self._client.pipeline(transaction=True) as pipeline:
+                await pipeline.watch(self._key)
+                if await pipeline.get(self._key) == self._holder:
+                    pipeline.multi()
+                    pipeline.delete(self._key)
+                    await pipeline.execute()
+        except (RedisError, OSError, TimeoutError):
+            pass

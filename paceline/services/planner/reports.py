@@ -1,0 +1,260 @@
+"""From what services wrote to Redis, and from what the platform says, to the report that a decision reads. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
+
+from paceline.core.planner.distribution import Distribution
+from paceline.core.planner.reports import Report, Role, RoleReport, Steps, Traffic, WorkerReport
+from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, TrafficReport, WorkReport
+from paceline.services.common.distributions import distribution_from_pb
+from paceline.services.common.registry import Member
+from paceline.services.platforms.platform import PlatformState
+
+LOST_SECONDS = 60.0
+"""How long a member that vanished without draining is reported as lost, in seconds."""
+MEMORIES = 8
+"""Newest starts and drains of a role from whose longest one the next is estimated."""
+
+_DISTRIBUTIONS = ("prompt_tokens", "answer_tokens", "ttft", "itl")
+_COUNTS = ("arrivals", "finished", "refused", "started_tokens", "cached_tokens", "media_items")
+
+
+class Seen(NamedTuple):
+    """A member in Redis, and how old its value is in seconds."""
+
+    member: Member
+    age: float
+
+
+@dataclass(slots=True)
+class _Known:
+    """A member as it was seen last."""
+
+    seen: Seen
+    at: float
+    since: float
+    """When its present state was seen first."""
+    member_before: Member | None = None
+    """The member at the report before, for the counts since then."""
+
+
+@dataclass(slots=True)
+class _Times:
+    """Measured times of one role."""
+
+    startups: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
+    drains: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
+
+
+class ReportBuilder:
+    """Makes the reports of one fleet. It remembers what was seen before, because services publish totals.
+
+    Args:
+        startup_seconds: estimate before the first worker of a role was seen to start.
+        drain_seconds: estimate before the first worker of a role was seen to drain.
+    """
+
+    def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0) -> None:
+        self._estimates = startup_seconds, drain_seconds
+        self._known: dict[str, _Known] = {}
+        self._times: dict[Role, _Times] = {role: _Times() for role in get_args(Role)}
+        self._reported_at: float | None = None
+        self._began: float | None = None
+
+    def observe(self, now: float, members: Iterable[Seen]) -> None:
+        """Take in the members that Redis lists at the instant `now`. Call this more often than `report`."""
+        self._began = now if self._began is None else self._began
+        listed = {seen.member.worker_id: seen for seen in members}
+        for name, seen in listed.items():
+            known = self._known.get(name)
+            if known is None or known.seen.member.epoch != seen.member.epoch:
+                self._known[name] = _Known(seen, now, now - seen.member.work.state_seconds)
+                self._note_start(seen.member, known)
+                continue
+            if known.seen.member.state != seen.member.state:
+                known.since = now
+                self._note_start(seen.member, known)
+            known.seen, known.at = seen, now
+        for name in self._known.keys() - listed.keys():
+            known = self._known[name]
+            if known.seen.member.state == "draining":
+                self._note_end(known)
+                del self._known[name]
+            elif now >= known.at + LOST_SECONDS:
+                del self._known[name]
+
+    def report(self, now: float, platform: PlatformState, pinned: Mapping[Role, int], flips: bool) -> Report:
+        """Return the report of what `observe` has taken in. Counts are those since the report before.
+
+        Args:
+            pinned: numbers of workers that people have set.
+            flips: whether the platform can give a worker another role.
+        """
+        self._forget_ended(platform)
+        hosts = {known.seen.member.worker_id: known.seen.member.host for known in self._of("kvtransfer")}
+        gateways = list(self._of("gateway"))
+        lost = [known for known in gateways if now > known.at]
+        fresh = [known.seen.age for known in gateways if now <= known.at]
+        traffic = self._traffic(gateways, now)
+        workers = tuple(self._worker(known, now, hosts, flips) for role in platform.roles for known in self._of(role))
+        self._reported_at = now
+        for known in self._known.values():
+            known.member_before = known.seen.member
+        return Report(
+            at=now,
+            revision=revision_of(platform, pinned, workers),
+            workers=workers,
+            roles={role: self._role(role, platform, pinned) for role in platform.roles},
+            traffic=traffic,
+            traffic_age=max(fresh, default=now - max((known.at for known in gateways), default=self._began or now)),
+            gateways_lost=len(lost),
+        )
+
+    def waits_without_worker(self) -> bool:
+        """Return whether requests wait although no decode worker serves or starts."""
+        waiting = any(own.waiting for known in self._of("gateway") for own in known.seen.member.traffic.classes)
+        return waiting and not any(known.seen.member.state != "draining" for known in self._of("decode"))
+
+    def _of(self, role: str) -> list[_Known]:
+        return [known for _, known in sorted(self._known.items()) if known.seen.member.role == role]
+
+    def _note_start(self, member: Member, before: _Known | None) -> None:
+        """Remember how long a worker took to start, when it is seen to be ready for the first time."""
+        times = self._times.get(member.role)  # type: ignore[call-overload]
+        if times is None or member.state != "ready" or member.work.startup_seconds <= 0:
+            return
+        if before is None or before.seen.member.epoch != member.epoch or before.seen.member.state == "starting":
+            times.startups.append(member.work.startup_seconds)
+
+    def _note_end(self, known: _Known) -> None:
+        times = self._times.get(known.seen.member.role)  # type: ignore[call-overload]
+        if times is not None:
+            times.drains.append(known.at - known.since)
+
+    def _forget_ended(self, platform: PlatformState) -> None:
+        """Forget workers that are lost, if the platform says that all others are all there are."""
+        for role, state in platform.roles.items():
+            known = self._of(role)
+            newest = max((each.at for each in known), default=0.0)
+            here = [each for each in known if each.at == newest and each.seen.member.state != "draining"]
+            if len(here) >= state.running:
+                for each in known:
+                    if each.at < newest:
+                        del self._known[each.seen.member.worker_id]
+
+    def _role(self, role: Role, platform: PlatformState, pinned: Mapping[Role, int]) -> RoleReport:
+        startup, drain = self._estimates
+        times = self._times[role]
+        return RoleReport(
+            wanted=platform.roles[role].wanted,
+            pinned=pinned.get(role),
+            startup_seconds=max(times.startups, default=startup),
+            drain_seconds=max(times.drains, default=drain),
+        )
+
+    def _worker(self, known: _Known, now: float, hosts: Mapping[str, HostReport], flips: bool) -> WorkerReport:
+        member, age = known.seen
+        pressure, tokens = self._kv(member, hosts.get(member.host_id))
+        others: dict[str, tuple[Role, ...]] = {"prefill": ("decode",), "decode": ("prefill",)}
+        before = known.member_before
+        return WorkerReport(
+            worker=member.worker_id,
+            role=member.role,  # type: ignore[arg-type]  # a role of the platform
+            host=member.host_id,
+            state=member.state,
+            state_seconds=max(now - known.since, member.work.state_seconds),
+            age=age + now - known.at,
+            running=member.load.running,
+            waiting=member.load.waiting,
+            queued_tokens=member.load.queued_tokens,
+            max_seqs=member.max_seqs or 1,
+            kv_pressure=pressure,
+            kv_tokens=tokens,
+            flips_to=others.get(member.role, ()) if flips else (),
+            # In an arena the KV stays on the host, so only the tokens of each request's last block are lost.
+            loss=member.work.computed_tokens if member.work.kv_tokens else 16.0 * member.load.running,
+            steps=() if before is None or before.epoch != member.epoch else _steps_since(before.work, member.work),
+        )
+
+    def _kv(self, member: Member, host: HostReport | None) -> tuple[float, int]:
+        """Return the pressure on the memory in which a worker has its KV, and the tokens of its share of it."""
+        if member.work.kv_tokens:
+            return member.work.kv_pressure, member.work.kv_tokens
+        if host is None or not host.blocks:
+            return 0.0, 0
+        sharing = sum(known.seen.member.host_id == member.host_id for known in self._of(member.role))
+        return host.used_blocks / host.blocks, host.kv_tokens // max(1, sharing)
+
+    def _traffic(self, gateways: Iterable[_Known], now: float) -> dict[str, Traffic]:
+        """Return the requests of all gateways since the report before, by class."""
+        interval = 0.0 if self._reported_at is None else now - self._reported_at
+        gains: dict[str, list[_Gain]] = {}
+        seconds = 0.0
+        for known in gateways:
+            before, own = known.member_before, known.seen.member
+            earlier = before.traffic if before is not None and before.epoch == own.epoch else TrafficReport()
+            if before is None and own.traffic.seconds > 2 * interval:
+                earlier = own.traffic  # it has counted for long before this planner began
+            seconds = max(seconds, own.traffic.seconds - earlier.seconds)
+            for name, gain in _gains(earlier, own.traffic).items():
+                gains.setdefault(name, []).append(gain)
+        return {name: _merged(parts, seconds) for name, parts in gains.items()}
+
+
+class _Gain(NamedTuple):
+    """What one gateway counted of one class since the report before."""
+
+    now: ClassTraffic
+    counts: Mapping[str, int]
+    distributions: Mapping[str, Distribution]
+
+
+def _gains(before: TrafficReport, after: TrafficReport) -> dict[str, _Gain]:
+    earlier = {own.name: own for own in before.classes}
+    return {own.name: _gain(earlier.get(own.name, ClassTraffic()), own) for own in after.classes}
+
+
+def _gain(before: ClassTraffic, after: ClassTraffic) -> _Gain:
+    counts = {name: max(0, getattr(after, name) - getattr(before, name)) for name in _COUNTS}
+    distributions = {
+        name: distribution_from_pb(getattr(after, name)).since(distribution_from_pb(getattr(before, name)))
+        for name in _DISTRIBUTIONS
+    }
+    return _Gain(after, counts, distributions)
+
+
+def _merged(gains: list[_Gain], seconds: float) -> Traffic:
+    """Return the traffic of one class in all gateways."""
+    return Traffic(
+        seconds=seconds,
+        waiting=sum(gain.now.waiting for gain in gains),
+        oldest_wait=max((gain.now.oldest_wait_seconds for gain in gains), default=0.0),
+        **{name: sum(gain.counts[name] for gain in gains) for name in _COUNTS},
+        **{name: Distribution.merged(gain.distributions[name] for gain in gains) for name in _DISTRIBUTIONS},
+    )
+
+
+def _steps_since(before: WorkReport, after: WorkReport) -> tuple[Steps, ...]:
+    """Return the steps between two reports of one worker, by load. A load that it had forgotten counts anew."""
+    earlier = {load.load: load for load in before.steps}
+    found = []
+    for load in after.steps:
+        tokens, context, seconds = load.tokens, load.context, distribution_from_pb(load.seconds)
+        if (old := earlier.get(load.load)) is not None and old.tokens <= tokens and old.context <= context:
+            tokens, context = tokens - old.tokens, context - old.context
+            seconds = seconds.since(distribution_from_pb(old.seconds))
+        if steps := seconds.count:
+            found.append(Steps(tokens / steps, context / steps, seconds))
+    return tuple(found)
+
+
+def revision_of(platform: PlatformState, pinned: Mapping[Role, int], workers: Iterable[WorkerReport] = ()) -> str:
+    """Return a name of what the platform wants, which changes if anybody changes it."""
+    wanted = sorted((role, state.wanted) for role, state in platform.roles.items())
+    text = repr((wanted, sorted(pinned.items()), sorted((each.worker, each.role) for each in workers)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

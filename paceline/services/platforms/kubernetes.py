@@ -1,0 +1,270 @@
+"""Workers as pods of Kubernetes: the Deployments `worker` (prefill and decode) and `encode` of kubernetes/base.
+
+What should be is kept in the cluster (`Wish`), so that this object may be made anew at any time, and two of them do no
+harm. The role of each pod is its label. People change the number of workers with `kubectl scale`; roles are the
+planner's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from paceline.core.errors import PacelineError, UnavailableError
+from paceline.services.common.tasks import end_tasks
+from paceline.services.platforms.kubernetes_api import GoneError, Json, KubernetesApi, MissingError
+from paceline.services.platforms.kubernetes_pods import (
+    COST,
+    ROLE_LABEL,
+    CannotChooseError,
+    Pod,
+    PodBook,
+    choose_victims,
+    costs,
+    living,
+    new_roles,
+    problem_of,
+)
+from paceline.services.platforms.kubernetes_wish import Wish, failure_of, is_rolling, read_wish, replicas_of
+from paceline.services.platforms.platform import Ability, PlatformState, Role, RoleState
+
+BLIND_SECONDS = 90.0
+"""Without a word from the API server for so long, what is known of the pods is too old to act on."""
+SETTLE_SECONDS = 5.0
+"""Roles of pods are compared with what they should be after each change, and after this time."""
+FIRST_LIST_SECONDS = 30.0
+"""Time that the first list of pods may take."""
+
+PODS = "app.kubernetes.io/name=paceline,app.kubernetes.io/component in (worker,encode)"
+_ROLES = "v1/configmaps/roles"
+
+log = logging.getLogger(__name__)
+
+Tell = Callable[[str, Role], Awaitable[None]]
+"""Tells a worker, by its id, the role that it shall have. A worker that has it already does nothing.
+
+Raises PacelineError."""
+
+
+class KubernetesPlatform:
+    """The platform of a fleet in Kubernetes.
+
+    Args:
+        api: the API of the fleet's namespace.
+        tell: gives a running worker its role.
+    """
+
+    name = "kubernetes"
+    abilities: frozenset[Ability] = frozenset({"choose", "flip"})
+
+    def __init__(self, api: KubernetesApi, tell: Tell) -> None:
+        self._api = api
+        self._tell = tell
+        self._book = PodBook()
+        self._heard = -float("inf")
+        """When the API server last said something about pods, on the monotonic clock."""
+        self._listed, self._changed = asyncio.Event(), asyncio.Event()
+        self._told: dict[str, tuple[int, Role]] = {}
+        """For each pod, by uid, its restarts and its role when the worker was told its role."""
+        self._acting = asyncio.Lock()
+        """Held while several objects are changed, so that no change is judged half done."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def state(self) -> PlatformState:
+        """See `Platform.state`."""
+        await self._see()
+        worker, encode = await self._api.get(_deployment("worker")), await self._encode()
+        wish = read_wish(await self._api.get(_ROLES), replicas_of(worker))
+        parts: list[tuple[Role, Json, int]] = [("prefill", worker, wish.prefill), ("decode", worker, wish.decode)]
+        if encode is not None:
+            parts.append(("encode", encode, replicas_of(encode)))
+        roles: dict[Role, RoleState] = {}
+        trouble: dict[Role, str] = {}
+        for role, deployment, wanted in parts:
+            own = [pod for pod in self._book.pods(component_of(role)) if pod.role == role]
+            running = sum(pod.phase == "Running" for pod in living(own))
+            roles[role] = RoleState(wanted, running, sum(pod.ending for pod in own))
+            if reason := problem_of(own) or failure_of(deployment):
+                trouble[role] = reason
+        return PlatformState(roles, trouble)
+
+    async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
+        """See `Platform.scale`. Raises UnavailableError also if Kubernetes would end another pod than the chosen."""
+        await self._see()
+        async with self._acting:
+            component = component_of(role)
+            deployment = await self._api.get(_deployment(component))
+            before, total = replicas_of(deployment), wanted
+            if role != "encode":
+                wish = read_wish(await self._api.get(_ROLES), before)
+                new = wish.with_role(role, wanted)
+                total = new.total
+            if total < before:
+                await self._mark_victims(deployment, role, total, victims)
+            if role != "encode":
+                await self._set_wish(before, wish, new)
+            await self._set_replicas(component, before, total)
+        self._changed.set()
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        """See `Platform.flip`."""
+        await self._see()
+        async with self._acting:
+            pod = self._book.find(worker_id)
+            if pod is None or pod.ending or "encode" in (pod.role, role):
+                raise UnavailableError(f"there is no worker {worker_id} that could become a {role} worker")
+            if pod.role != role:
+                replicas = replicas_of(await self._api.get(_deployment("worker")))
+                wish = read_wish(await self._api.get(_ROLES), replicas)
+                moves = new_roles(self._book.pods("worker"), wish.prefill, wish.decode)
+                if role not in [each for _, each in moves]:  # an earlier call that failed may have come so far
+                    step = 1 if role == "prefill" else -1
+                    await self._set_wish(replicas, wish, Wish(wish.prefill + step, wish.decode - step))
+                await self._label(pod, role)
+        try:
+            await self._tell(worker_id, role)
+        except PacelineError as error:
+            raise UnavailableError(f"{worker_id} does not become a {role} worker: {error}") from error
+
+    async def close(self) -> None:
+        """See `Platform.close`."""
+        await end_tasks(*self._tasks)
+        self._tasks = []
+        await self._api.close()
+
+    async def _see(self) -> None:
+        """Wait for the first list of pods. Raises UnavailableError if the last news are too old to act on."""
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._watch(), name="watch pods"),
+                asyncio.create_task(self._settle(), name="roles of pods"),
+            ]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LIST_SECONDS):
+                await self._listed.wait()
+        if time.monotonic() - self._heard > BLIND_SECONDS:
+            raise UnavailableError("the API server says nothing about pods; the planner's log has the reason")
+
+    async def _encode(self) -> Json | None:
+        """Return the Deployment of encode workers; None if the cluster has none."""
+        try:
+            return await self._api.get(_deployment("encode"))
+        except MissingError:
+            return None
+
+    async def _mark_victims(self, deployment: Json, role: Role, total: int, victims: Sequence[str]) -> None:
+        """Give the pods that shall end the lowest costs."""
+        component = component_of(role)
+        if is_rolling(deployment):
+            raise UnavailableError(f"a new version of {component} is being rolled out; fewer workers after it")
+        pods = self._book.pods(component)
+        try:
+            chosen = choose_victims(pods, role, len(living(pods)) - total, victims)
+        except CannotChooseError as error:
+            raise UnavailableError(str(error)) from None
+        for name, cost in costs(pods, chosen).items():
+            annotation = str(cost) if cost else None  # None removes it
+            found = await self._api.patch(f"v1/pods/{name}", {"metadata": {"annotations": {COST: annotation}}})
+            self._book.note("MODIFIED", found)
+
+    async def _set_wish(self, replicas: int, old: Wish, new: Wish) -> None:
+        def make(found: Json) -> Json | None:
+            now = read_wish(found, replicas)
+            if now not in (old, new):
+                raise UnavailableError(f"somebody else has set the roles: {now.prefill} prefill, {now.decode} decode")
+            return None if now == new else {"data": new.to_data()}
+
+        await self._api.change(_ROLES, make)
+
+    async def _set_replicas(self, component: str, before: int, total: int) -> None:
+        """Change the number of pods through the scale of their Deployment. Then no change is under way any more."""
+
+        def make(found: Json) -> Json | None:
+            now = replicas_of(found)
+            if now not in (before, total):
+                raise UnavailableError(f"somebody else has scaled {component} from {before} to {now}")
+            return None if now == total else {"spec": {"replicas": total}}
+
+        await self._api.change(f"{_deployment(component)}/scale", make)
+        if component == "worker":
+            await self._api.patch(_ROLES, {"data": {"before": None}})
+
+    async def _label(self, pod: Pod, role: Role) -> None:
+        """Give a pod the label of a role, unless the pod has changed since we looked at it."""
+        metadata = {"labels": {ROLE_LABEL: role}, "resourceVersion": pod.version}
+        self._book.note("MODIFIED", await self._api.patch(f"v1/pods/{pod.name}", {"metadata": metadata}))
+
+    async def _watch(self) -> None:
+        """Keep the book of pods as new as the API server allows, until cancelled."""
+        version, pause = "", 0.0
+        while True:
+            try:
+                if not version:
+                    found, version = await self._api.list("v1/pods", PODS)
+                    self._book.replace(found)
+                    self._note_news()
+                async for kind, each in self._api.watch("v1/pods", PODS, version):
+                    version = each["metadata"]["resourceVersion"]
+                    if kind != "BOOKMARK":
+                        self._book.note(kind, each)
+                    self._note_news()
+                    pause = 0.0
+            except GoneError:
+                version = ""
+            except UnavailableError as error:
+                log.warning("%s; trying again", error)
+                pause = min(10.0, 2 * pause or 0.25)
+            except Exception:
+                log.exception("unexpected error in the watch of pods")
+                version, pause = "", 10.0
+            await asyncio.sleep(random.uniform(pause / 2, pause))
+
+    def _note_news(self) -> None:
+        self._heard = time.monotonic()
+        self._listed.set()
+        self._changed.set()
+
+    async def _settle(self) -> None:
+        """Give pods their roles after each change, until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_SECONDS):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._give_roles()
+            except PacelineError as error:
+                log.warning("roles of pods: %s; trying again", error)
+            except Exception:
+                log.exception("unexpected error while giving pods their roles")
+
+    async def _give_roles(self) -> None:
+        async with self._acting:
+            replicas = replicas_of(await self._api.get(_deployment("worker")))
+            wish = read_wish(await self._api.get(_ROLES), replicas)
+            if wish.before is not None:  # the planner ended between two writes
+                await self._set_replicas("worker", wish.before, wish.total)
+            for pod, role in new_roles(self._book.pods("worker"), wish.prefill, wish.decode):
+                log.info("pod %s becomes a %s worker", pod.name, role)
+                await self._label(pod, role)
+        pods = self._book.pods("worker")
+        for pod in living(pods):
+            # A container may have started before the label changed.
+            if pod.ready and self._told.get(pod.uid) != (pod.restarts, pod.role):
+                await self._tell(pod.name, pod.role)
+                self._told[pod.uid] = pod.restarts, pod.role
+        uids = {pod.uid for pod in pods}
+        self._told = {uid: told for uid, told in self._told.items() if uid in uids}
+
+
+def _deployment(name: str) -> str:
+    return f"apps/v1/deployments/{name}"
+
+
+def component_of(role: Role) -> str:
+    """Return the Deployment of the workers of a role."""
+    return "encode" if role == "encode" else "worker"

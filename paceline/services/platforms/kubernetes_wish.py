@@ -1,0 +1,79 @@
+"""What the objects of the cluster say about the workers that there should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.services.platforms.platform import Role
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How many prefill and decode workers there should be. It is kept in the ConfigMap `roles`.
+
+    The Deployment `worker` has only their sum as its replicas. A change is written here first and then there. If the
+    second write is missing, `before` tells this from the change of a person.
+    """
+
+    prefill: int
+    decode: int
+    before: int | None = None
+    """The replicas that a change under way replaces; None if none is under way."""
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+    def with_role(self, role: Role, count: int) -> Wish:
+        """Return the wish with another number of prefill or decode workers."""
+        new = Wish(count, self.decode) if role == "prefill" else Wish(self.prefill, count)
+        return new if new.total == self.total else replace(new, before=self.total)
+
+    def to_data(self) -> dict[str, str | None]:
+        """Return the data of the ConfigMap. None removes a key."""
+        before = None if self.before is None else str(self.before)
+        return {"prefill": str(self.prefill), "decode": str(self.decode), "before": before}
+
+
+def read_wish(roles: Json, replicas: int) -> Wish:
+    """Return how many workers of each role there should be.
+
+    Args:
+        roles: the ConfigMap `roles`. Without data, all workers decode.
+        replicas: those of the Deployment `worker`. If a person has changed them, the number of decode workers changes.
+    """
+    prefill, decode, before = (_number(roles, name) for name in ("prefill", "decode", "before"))
+    wish = Wish(prefill or 0, decode or 0, before)
+    if replicas in (wish.total, before):
+        return wish
+    prefill = min(wish.prefill, replicas)
+    return Wish(prefill, replicas - prefill)
+
+
+def _number(roles: Json, name: str) -> int | None:
+    text = str((roles.get("data") or {}).get(name, ""))
+    return int(text) if text.isdecimal() else None
+
+
+def replicas_of(deployment: Json) -> int:
+    """Return the number of pods that a Deployment, or its scale, should have."""
+    return int(deployment["spec"].get("replicas", 1 if deployment.get("kind") == "Deployment" else 0))
+
+
+def is_rolling(deployment: Json) -> bool:
+    """Return whether pods of an earlier version are being replaced. Meanwhile the costs of pods decide nothing."""
+    status = deployment.get("status") or {}
+    seen = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
+    return not seen or status.get("updatedReplicas", 0) < status.get("replicas", 0)
+
+
+def failure_of(deployment: Json) -> str:
+    """Return why no pods can be made, for example because of a quota; empty if they can."""
+    for condition in (deployment.get("status") or {}).get("conditions") or []:
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return str(condition.get("message", ""))
+    return ""

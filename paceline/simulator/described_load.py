@@ -1,0 +1,241 @@
+"""Loads that are described by a few numbers in a TOML or JSON file, for `paceline simulate --load`.
+
+seconds = 600
+seed = 1
+
+[arrivals]                              # of conversations; later turns follow by themselves
+process = "poisson"                     # or "even", or "bursts" of `burst` at once
+schedule = [[0, 2.0], [300, 8.0]]       # (second, conversations per second from then on); or rate = 2.0
+
+[[requests]]                            # one table for each kind of conversation
+class = "chat"
+weight = 3                              # share of the conversations, relative to the other kinds
+prompt = {median = 300, p99 = 3000}     # new tokens of each turn; or a number, or {least = 100, most = 500}
+answer = {median = 150, p99 = 800}
+prefix = {tokens = 512, kinds = 4}      # every conversation begins with one of 4 system prompts
+turns = 3                               # mean number of turns; each repeats the conversation so far
+think = {median = 30, p99 = 300}        # seconds from one turn to the next
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import random
+import tomllib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import BASE_TOKENS
+from paceline.simulator.trace import Trace, TraceRequest
+
+_P99 = 2.3263
+"""The 99th percentile of the standard normal distribution."""
+_INDEX_BITS = 24
+"""Bits of a block's name for its place; the others are for its conversation or its system prompt."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Uniform(_Table):
+    """Any value between two is equally likely."""
+
+    least: Positive
+    most: Positive
+
+    def draw(self, source: random.Random) -> float:
+        return source.uniform(self.least, self.most)
+
+
+class Skewed(_Table):
+    """Values with a long tail: their logarithms have a normal distribution."""
+
+    median: Positive
+    p99: Positive
+
+    def draw(self, source: random.Random) -> float:
+        return self.median * math.exp(source.gauss(0, math.log(self.p99 / self.median) / _P99))
+
+
+Amount = Positive | Uniform | Skewed
+
+
+def _draw(amount: Amount, source: random.Random) -> float:
+    return amount if isinstance(amount, float) else amount.draw(source)
+
+
+def _draw_tokens(amount: Amount, source: random.Random) -> int:
+    return max(1, round(_draw(amount, source)))
+
+
+class Arrivals(_Table):
+    """When conversations begin."""
+
+    process: Literal["poisson", "even", "bursts"] = "poisson"
+    rate: Positive | None = None
+    """Conversations per second."""
+    schedule: tuple[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], ...] = ()
+    """(second, conversations per second from then on), in order; instead of `rate`."""
+    burst: int = Field(default=1, ge=1)
+    """Conversations that begin at once."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.rate is None) == (not self.schedule):
+            raise ValueError("give either rate or schedule")
+        if any(before[0] >= after[0] for before, after in itertools.pairwise(self.schedule)):
+            raise ValueError("the seconds of schedule must ascend")
+        if self.burst > 1 and self.process != "bursts":
+            raise ValueError('burst needs process = "bursts"')
+        return self
+
+    def times(self, seconds: float, source: random.Random) -> Iterator[float]:
+        """Yield the instants at which conversations begin, in order, up to `seconds`."""
+        steps = self.schedule or ((0.0, self.rate or 0.0),)
+        ends = [begin for begin, _ in steps[1:]] + [seconds]
+        for (begin, rate), end in zip(steps, ends):
+            at = begin
+            while rate and (at := at + self._gap(rate, source)) < min(end, seconds):
+                yield from itertools.repeat(at, self.burst)
+
+    def _gap(self, rate: float, source: random.Random) -> float:
+        rate /= self.burst
+        return 1 / rate if self.process == "even" else source.expovariate(rate)
+
+
+class Prefix(_Table):
+    """System prompts with which conversations begin."""
+
+    tokens: int = Field(ge=1)
+    kinds: int = Field(default=1, ge=1)
+    """Number of different ones."""
+
+
+class Kind(_Table):
+    """One kind of conversation."""
+
+    group: str = Field(default="", alias="class")
+    weight: Positive = 1.0
+    prompt: Amount
+    answer: Amount
+    prefix: Prefix | None = None
+    turns: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    think: Amount = 10.0
+
+
+class DescribedLoad(_Table):
+    """A load. Equal descriptions make equal requests."""
+
+    seconds: Positive
+    """Time in which conversations begin."""
+    seed: int = 0
+    max_model_len: int = Field(default=32_768, ge=2)
+    """A conversation ends before its context would be longer than this, in tokens."""
+    arrivals: Arrivals
+    requests: tuple[Kind, ...] = Field(min_length=1)
+
+    def trace(self) -> Trace:
+        """Return the requests. They are made again each time when the trace is read, so a long one needs no memory."""
+        return Trace(BASE_TOKENS, _Requests(self))
+
+
+class _Requests:
+    def __init__(self, load: DescribedLoad) -> None:
+        self._load = load
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """Merge the turns of all conversations in the order of their arrivals."""
+        load = self._load
+        source = random.Random(load.seed)
+        prefixes = list(
+            itertools.accumulate((kind.prefix.kinds if kind.prefix else 0 for kind in load.requests), initial=1)
+        )
+        weights = [kind.weight for kind in load.requests]
+        later: list[tuple[float, int, TraceRequest, _Conversation]] = []
+        for number, at in enumerate(load.arrivals.times(load.seconds, source), prefixes[-1]):
+            while later and later[0][0] <= at:
+                yield _next_of(later)
+            (which,) = source.choices(range(len(weights)), weights)
+            kind = load.requests[which]
+            first = 0 if kind.prefix is None else prefixes[which] + source.randrange(kind.prefix.kinds)
+            talk = _Conversation(kind, random.Random(f"{load.seed}/{number}"), number, first, load.max_model_len)
+            if (turn := talk.turn(at)) is not None:
+                heapq.heappush(later, (at, number, turn, talk))
+        while later:
+            yield _next_of(later)
+
+
+class _Conversation:
+    """The turns of one conversation.
+
+    Args:
+        number: distinguishes it from all other conversations and system prompts.
+        prefix: number of its system prompt; 0 without one.
+    """
+
+    def __init__(self, kind: Kind, source: random.Random, number: int, prefix: int, max_model_len: int) -> None:
+        self._kind, self._source, self._number, self._prefix = kind, source, number, prefix
+        self._most = max_model_len
+        self._context = kind.prefix.tokens if kind.prefix else 0
+
+    def turn(self, at: float) -> TraceRequest | None:
+        """Return the next turn, which arrives at `at`; None if it would be too long."""
+        kind, source = self._kind, self._source
+        prompt = self._context + _draw_tokens(kind.prompt, source)
+        answer = _draw_tokens(kind.answer, source)
+        if prompt + answer > self._most:
+            return None
+        self._context = prompt + answer
+        session = str(self._number) if kind.turns > 1 else ""
+        return TraceRequest(at, prompt, answer, self._blocks(), kind.group, session)
+
+    def after(self, at: float) -> float | None:
+        """Return when the turn after the one at `at` arrives; None if there is none."""
+        kind, source = self._kind, self._source
+        goes_on = source.random() < 1 - 1 / kind.turns
+        return at + _draw(kind.think, source) if goes_on else None
+
+    def _blocks(self) -> array[int]:
+        shared = self._kind.prefix.tokens // BASE_TOKENS if self._kind.prefix else 0
+        names = (
+            (self._prefix if index < shared else self._number) << _INDEX_BITS | index for index in itertools.count()
+        )
+        return array("Q", itertools.islice(names, self._context // BASE_TOKENS))
+
+
+def _next_of(later: list[tuple[float, int, TraceRequest, _Conversation]]) -> TraceRequest:
+    """Take the first turn, and put the one after it in its place."""
+    at, number, turn, talk = heapq.heappop(later)
+    then = talk.after(at)
+    if then is not None and (next_turn := talk.turn(then)) is not None:
+        heapq.heappush(later, (then, number, next_turn, talk))
+    return turn
+
+
+def read_load(path: Path) -> DescribedLoad:
+    """Read a described load; JSON if the file's name ends with .json. Raises ConfigError, which names what is wrong."""
+    try:
+        text = path.read_text("utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        return DescribedLoad.model_validate(values)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{path}: {place or 'the load'}: {first['msg']}; docs/operations.md shows an example"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is neither TOML nor JSON that can be read: {error}") from None

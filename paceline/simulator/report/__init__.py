@@ -1,0 +1,39 @@
+"""The report of a simulation: one HTML file with charts that asks no server for anything.
+
+Its colours, type and the library of its charts are the console's.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+from paceline.services.gateway.console.files import STATIC, chart_files
+from paceline.simulator.result import Results
+
+_OWN = Path(__file__).parent
+_MODULES = ("dom.js", "format.js")
+"""Files of the console's page whose functions the report uses."""
+_IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
+
+
+def render(results: Results) -> str:
+    """Return the page. If the chart library is not installed, it has tables and no charts."""
+    charts = {name: content.decode() for name, content in chart_files()}
+    modules = "".join(_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in _MODULES)
+    # "</" would end the script in which the data is; in JSON, a slash may be escaped.
+    data = results.to_json().replace("</", "<\\/")
+    parts = {
+        "title": html.escape(results.simulations[0].name),
+        "style": "".join((charts.get("uplot.min.css", ""), (STATIC / "base.css").read_text(), _read("report.css"))),
+        "charts": charts.get("uplot.iife.min.js", ""),
+        "data": data,
+        "script": modules + _read("report.js"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda part: parts[part[1]], _read("report.html"))
+
+
+def _read(name: str) -> str:
+    return (_OWN / name).read_text("utf-8")

@@ -1,0 +1,122 @@
+"""What the planner reads: counts since the last report, ages, lost members, and measured times of starts and drains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from paceline.core.planner.distribution import Distribution
+from paceline.core.planner.reports import Report
+from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, LoadReport, StepLoad, TrafficReport, WorkReport
+from paceline.services.common.distributions import distribution_to_pb
+from paceline.services.common.registry import Member
+from paceline.services.planner.reports import LOST_SECONDS, ReportBuilder, Seen, revision_of
+from paceline.services.platforms.platform import PlatformState, RoleState
+
+ONE_EACH = PlatformState({"prefill": RoleState(1, 1), "decode": RoleState(1, 1)})
+
+
+def gateway(seconds: float, name: str = "g", **counts: Any) -> Member:
+    classes = [ClassTraffic(name="default", **counts)]
+    return Member(name, "gateway", 1, "", "", traffic=TrafficReport(seconds=seconds, classes=classes))
+
+
+def worker(name: str = "decode-0", **facts: Any) -> Member:
+    given: dict[str, Any] = {"work": WorkReport(startup_seconds=7.0), "max_seqs": 8}
+    return Member(name, name.partition("-")[0], 1, "", "host", **(given | facts))  # type: ignore[arg-type]
+
+
+def report(builder: ReportBuilder, now: float, *members: Member, age: float = 0.5, flips: bool = False) -> Report:
+    builder.observe(now, [Seen(member, age) for member in members])
+    return builder.report(now, ONE_EACH, {}, flips)
+
+
+def test_counts_are_those_since_the_report_before() -> None:
+    builder = ReportBuilder()
+    report(builder, 100, gateway(50, arrivals=10, ttft=distribution_to_pb(Distribution.of([1.0]))))
+    later = gateway(55, arrivals=17, waiting=2, ttft=distribution_to_pb(Distribution.of([1.0, 3.0])))
+    traffic = report(builder, 105, later).traffic["default"]
+    assert (traffic.seconds, traffic.arrivals, traffic.waiting) == (5, 7, 2)
+    assert traffic.ttft.count == 1
+    assert 2.8 < traffic.ttft.percentile(0.5) < 3.2
+
+
+def test_a_gateway_that_restarts_or_joins_counts_from_its_start() -> None:
+    builder = ReportBuilder()
+    report(builder, 100, gateway(500, arrivals=1000))
+    restarted = replace(gateway(2, arrivals=3), epoch=2)
+    assert report(builder, 105, restarted, gateway(1, "new", arrivals=4)).traffic["default"].arrivals == 7
+
+
+def test_a_gateway_that_was_there_before_the_planner_counts_from_its_second_report() -> None:
+    assert report(ReportBuilder(), 100, gateway(500, arrivals=1000)).traffic["default"].arrivals == 0
+
+
+def test_lost_gateways_make_the_traffic_old_until_they_are_forgotten() -> None:
+    builder = ReportBuilder()
+    report(builder, 100, gateway(50))
+    lost = report(builder, 110)
+    assert (lost.gateways_lost, lost.traffic_age) == (1, 10)
+    assert report(builder, 100 + LOST_SECONDS, gateway(3, "other")).gateways_lost == 0
+
+
+def test_a_worker_that_vanishes_is_reported_with_its_age_until_the_platform_has_no_more_than_the_others() -> None:
+    builder = ReportBuilder()
+    two = PlatformState({"decode": RoleState(2, 2)})
+    builder.observe(100, [Seen(worker("decode-0"), 1), Seen(worker("decode-1"), 1)])
+    builder.observe(105, [Seen(worker("decode-0"), 1)])
+    assert [(each.worker, each.age) for each in builder.report(105, two, {}, False).workers] == [
+        ("decode-0", 1),
+        ("decode-1", 6),
+    ]
+    one = PlatformState({"decode": RoleState(2, 1)})
+    assert [each.worker for each in builder.report(106, one, {}, False).workers] == ["decode-0"]
+
+
+def test_a_worker_that_drained_is_gone_at_once_and_its_time_is_remembered() -> None:
+    builder = ReportBuilder()
+    builder.observe(100, [Seen(worker(), 0)])
+    builder.observe(101, [Seen(worker(state="draining"), 0)])
+    builder.observe(113, [Seen(worker(state="draining"), 0)])
+    builder.observe(114, [])
+    found = builder.report(114, ONE_EACH, {"decode": 3}, False)
+    assert found.workers == ()
+    assert (found.roles["decode"].drain_seconds, found.roles["decode"].startup_seconds) == (12, 7)
+    assert (found.roles["decode"].pinned, found.roles["prefill"].pinned) == (3, None)
+
+
+def test_steps_are_those_since_the_report_before() -> None:
+    def steps(tokens: int, context: int, *seconds: float) -> WorkReport:
+        times = distribution_to_pb(Distribution.of(seconds))
+        return WorkReport(steps=[StepLoad(load=3, tokens=tokens, context=context, seconds=times)])
+
+    builder = ReportBuilder()
+    report(builder, 100, worker(work=steps(8, 100, 0.02)))
+    (now,) = report(builder, 105, worker(work=steps(28, 700, 0.02, 0.04, 0.04))).workers
+    (found,) = now.steps
+    assert (found.tokens, found.context, found.seconds.count) == (10, 300, 2)
+
+
+def test_workers_of_an_arena_have_the_pressure_of_their_host_and_a_share_of_its_tokens() -> None:
+    host = Member("host", "kvtransfer", 1, "", "host", host=HostReport(blocks=10, used_blocks=4, kv_tokens=1000))
+    members = worker("decode-0", load=LoadReport(running=2)), worker("decode-1"), host
+    first, _ = report(ReportBuilder(), 100, *members, flips=True).workers
+    assert (first.kv_pressure, first.kv_tokens, first.flips_to, first.loss) == (0.4, 500, ("prefill",), 32)
+
+
+def test_requests_that_wait_for_the_first_worker_are_noticed() -> None:
+    builder = ReportBuilder()
+    builder.observe(100, [Seen(gateway(5, waiting=1), 0)])
+    assert builder.waits_without_worker()
+    builder.observe(101, [Seen(gateway(6, waiting=1), 0), Seen(worker(state="starting"), 0)])
+    assert not builder.waits_without_worker()
+
+
+def test_the_revision_changes_with_targets_and_pins() -> None:
+    names = {
+        revision_of(ONE_EACH, {}),
+        revision_of(PlatformState({"prefill": RoleState(1, 1), "decode": RoleState(2, 1)}), {}),
+        revision_of(ONE_EACH, {"decode": 1}),
+    }
+    assert len(names) == 3
+    assert revision_of(ONE_EACH, {}) == revision_of(replace(ONE_EACH, problems={"decode": "no device"}), {})
