@@ -74,6 +74,7 @@ def make_profile(
         max_seqs=facts.max_seqs,
         max_batched_tokens=facts.max_batched_tokens,
         drafts=Drafts(),
+        planned_steps=0 if facts.takes_turns and facts.workers["prefill"] else 1,
         join=overheads.decode_join,
         startup=lifetimes.startup,
         drain=lifetimes.drain,

@@ -105,6 +105,10 @@ class Fleet:
         known = (self._workers.get(worker_id) for worker_id in worker_ids)
         return {worker.member.host_id for worker in known if worker is not None}
 
+    def find(self, worker_id: str) -> RemoteWorker | None:
+        """Return a worker; None if it is not known."""
+        return self._workers.get(worker_id)
+
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
 

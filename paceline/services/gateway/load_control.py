@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
 from paceline.services.gateway.attempt import Generated
 from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.decode_limits import DecodeLimits
-from paceline.services.gateway.queueing.feeding import are_fed
+from paceline.services.gateway.queueing.feeding import are_fed, is_fed
 from paceline.services.gateway.queueing.forecast import UsualAnswers
 from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.router import PREFILL_TOKENS_PER_SECOND, Candidate, Need, usual_rate
+from paceline.services.gateway.router import PREFILL_TOKENS_PER_SECOND, Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
 
-FED = "all workers that compute prompts have enough of them for now"
-LIMITED = "more requests would make tokens come later than the objectives of running requests allow"
+PREMATURE = "all workers that compute prompts have enough of them for now"
+FULL = "more requests would make tokens come later than the objectives of running ones allow"
 
 
 class LoadControl:
@@ -26,11 +26,15 @@ class LoadControl:
 
     Args:
         shedder: gets the times to first token.
+        find: returns a worker by its id; None if it is gone.
         classes: the objectives and weights, by class.
     """
 
-    def __init__(self, shedder: LoadShedder, classes: Classes = NO_CLASSES) -> None:
+    def __init__(
+        self, shedder: LoadShedder, find: Callable[[str], RemoteWorker | None], classes: Classes = NO_CLASSES
+    ) -> None:
         self._shedder = shedder
+        self._find = find
         self._classes = classes
         self._limits = DecodeLimits()
         self._answers = UsualAnswers()
@@ -74,24 +78,31 @@ class LoadControl:
             measure=measure,
         )
 
-    def restrict(self, need: Need, snapshot: Sequence[Candidate], decodes: bool) -> tuple[Sequence[Candidate], str]:
-        """Return the workers that may get a request now, and why it has to wait; "" if it need not.
+    def full_workers(self) -> frozenset[str]:
+        """Return the ids of decode workers that must not get more requests, so that objectives of running ones hold.
 
-        A request that lost its worker must not be restricted, because its client is being served already.
-
-        Args:
-            decodes: whether the request needs a decode worker.
+        A request that lost its worker may go to them all the same, because its client is being served already.
         """
-        self._prefill_rate = usual_rate(snapshot)
+        limited = self._limits.limited()
+        return frozenset(
+            worker_id
+            for worker_id, worker in self._workers(limited)
+            if not self._limits.has_room(worker_id, worker.candidate(0.0).requests)
+        )
+
+    def is_premature(self, need: Need, placement: Placement, snapshot: Iterable[Candidate]) -> bool:
+        """Return whether a prompt has to wait here, because the worker of its placement and all others have enough."""
+        computing = placement.computing
+        self._prefill_rate = computing.load.prefill_tokens_per_second or self._prefill_rate
         left = need.prompt_tokens - max(need.cached.values(), default=0)
-        if left > need.local_tokens and are_fed(need, snapshot):
-            return snapshot, FED
-        workers = [c for c in snapshot if c.member.role == "decode"] if decodes else []
-        full = {c.member.worker_id for c in workers if not self._limits.has_room(c.member.worker_id, c.requests)}
-        if not full:
-            return snapshot, ""
-        rest = [c for c in snapshot if c.member.worker_id not in full]
-        return rest, LIMITED if len(full) == len(workers) else ""
+        # Usually the worker of the placement has little to do, and the others need not be looked at.
+        own = (worker.candidate(0.0) for _, worker in self._workers((computing.worker_id,)))
+        return left > need.local_tokens and all(map(is_fed, own)) and are_fed(need, snapshot)
+
+    def _workers(self, worker_ids: Iterable[str]) -> Iterator[tuple[str, RemoteWorker]]:
+        for worker_id in worker_ids:
+            if (worker := self._find(worker_id)) is not None:
+                yield worker_id, worker
 
     def hear(self, sequence: SequenceRun, worker: RemoteWorker | None, record: AttemptTrace, event: object) -> None:
         """Measure an event of an attempt, after `sequence` has noted it.

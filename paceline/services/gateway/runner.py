@@ -30,7 +30,7 @@ from paceline.services.gateway.errors import LeavingError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
-from paceline.services.gateway.load_control import LoadControl
+from paceline.services.gateway.load_control import FULL, PREMATURE, LoadControl
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
@@ -58,7 +58,7 @@ class SequenceRunner:
         classes: Classes = NO_CLASSES,
     ) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
-        self._load = LoadControl(self.queue.shedder, classes)
+        self._load = LoadControl(self.queue.shedder, fleet.find, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
@@ -221,26 +221,27 @@ class SequenceRunner:
         context_tokens = sequence.context_tokens
         cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
+        full = frozenset() if again else self._load.full_workers()
         busy = False
         while True:
             self._check_can_go_on(sequence)
-            snapshot: Sequence[Candidate] = self._fleet.snapshot()
+            snapshot = self._fleet.snapshot()
             need = Need(
                 context_tokens,
                 prompt_tokens=len(sequence.context.token_ids),
                 cached=cached,
                 layouts=self._prefixes.layouts(),
-                refused=refused,
+                refused=refused | full,
                 failed=sequence.failed,
                 computed_with=record.computed_with,
                 decoded_with=record.decoded_with,
                 cut=self._fleet.failed_links(),
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
-            held = ""
-            if not again:
-                snapshot, held = self._load.restrict(need, snapshot, kind.decodes)
-            placement = None if held else self._place(kind, need, snapshot)
+            placement = self._place(kind, need, snapshot)
+            held = FULL if full and placement is None else ""
+            if placement is not None and not again and self._load.is_premature(need, placement, snapshot):
+                placement, held = None, PREMATURE
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:
                     raise NoWorkerError

@@ -37,6 +37,10 @@ class DecodeLimits:
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
 
+    def limited(self) -> list[str]:
+        """Return the workers that have a limit."""
+        return [worker_id for worker_id, worker in self._workers.items() if worker.limit is not None]
+
     def has_room(self, worker_id: str, running: int) -> bool:
         """Return whether a worker that has `running` requests may get another one."""
         worker = self._workers.get(worker_id)

@@ -16,10 +16,13 @@ FED_TOKENS = 1024
 """Tokens of prompts in a worker's own queue that count as little on any machine, because a few steps compute them."""
 
 
+def is_fed(worker: Candidate) -> bool:
+    """Return whether a worker has enough prompts in its own queue."""
+    return worker.queued_tokens >= max(FED_TOKENS, FED_SECONDS * worker.tokens_per_second)
+
+
 def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:
     """Return whether all workers that could compute a prompt have enough prompts. False if there is no such worker."""
     fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
     computing = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
-    return bool(computing) and all(
-        c.queued_tokens >= max(FED_TOKENS, FED_SECONDS * c.tokens_per_second) for c in computing
-    )
+    return bool(computing) and all(map(is_fed, computing))
