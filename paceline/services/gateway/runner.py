@@ -190,11 +190,12 @@ class SequenceRunner:
         own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
         deadline = self._patience.begin_attempt(sequence)
+        claim = self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline)
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
+            # The queue refuses an ordinary request before its deadline comes.
+            async with asyncio.timeout(None if claim.is_ordinary else deadline - time.monotonic()):
                 attempt: AnyAttempt = await self.queue.admit(
-                    lambda: self._try_to_admit(sequence, own, deadline, again),
-                    self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline),
+                    lambda: self._try_to_admit(sequence, own, deadline, again), claim
                 )
         except TimeoutError:
             raise self._patience.too_late(sequence) from None

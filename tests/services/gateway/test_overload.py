@@ -39,7 +39,7 @@ async def test_requests_that_would_be_late_are_refused_with_a_reason(start_stack
         return str(answer.json()["error"]["message"])
 
     assert "later than the objective" in await refused()
-    assert "own deadline" in await refused(**{"X-Request-Timeout": "0.1"})
+    assert "the deadline of this request" in await refused(**{"X-Request-Timeout": "0.1"})
     assert "objective" in await refused(**{"X-SLO-TTFT-MS": "50"})
     waiting = asyncio.create_task(stack.http.post("/v1/completions", json=body, headers={"x-api-key": "s"}))
 

@@ -136,6 +136,6 @@ class LoadShedder:
             case "timeout":
                 return f"the server is busy: no worker had room within {self._queue_seconds:g} seconds"
             case "deadline":
-                return "the server is busy: the first token would come after this request's own deadline"
+                return "the server is busy: the first token would come after the deadline of this request"
             case _:
                 return "the server is overloaded: the first token would come later than the objective of this request"

@@ -177,7 +177,7 @@ def test_urgent_requests_are_refused_last() -> None:
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     shedder, order = LoadShedder(60.0), FairOrder[Entry]()
     demand = Demand(prompt_seconds=3.0, deadline=102.0)
-    with pytest.raises(RefusedError, match="own deadline") as caught:
+    with pytest.raises(RefusedError, match="the deadline of this request") as caught:
         shedder.check(order, Entry(), demand, 100.0)
     assert caught.value.reason == "deadline"
     shedder.check(order, Entry(), Demand(prompt_seconds=1.0, deadline=102.0), 100.0)
