@@ -1,7 +1,7 @@
 """What an overloaded stack still does: its goodput, whether admitted requests meet their objectives, and whether
 Retry-After is honest.
 
-    python -m bench.overload ~/.cache/paceline/models/smollm2-135m-instruct --factor 3 --seconds 120 --out overload.json
+    python -m bench.overload smollm2-135m-instruct --factor 3 --seconds 120 --out overload.json
 
 Capacity is measured first, with closed loops of more and more clients: it is the largest number of requests per second
 that meet the objectives while the percentiles of all do. Then requests come in an open loop at `--factor` times
@@ -244,7 +244,7 @@ def write_files(folder: Path, wanted: Objectives) -> tuple[str, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="folder of the model")
+    parser.add_argument("model", help="name or folder of the model")
     parser.add_argument("--factor", type=float, default=3.0, help="arrivals, as a multiple of the capacity")
     parser.add_argument("--seconds", type=float, default=120.0, help="length of the overload")
     parser.add_argument("--probe-seconds", type=float, default=15.0, help="length of each closed loop")

@@ -13,12 +13,12 @@ from paceline.services.gateway.router import Candidate, Need
 FED_SECONDS = 0.25
 """Time for which the prompts in a worker's own queue keep it busy."""
 FED_TOKENS = 1024
-"""Tokens of prompts in a worker's own queue that count as little on any machine, because a few steps compute them."""
+"""The same in tokens of prompts, for a worker that has not measured its rate yet."""
 
 
 def is_fed(worker: Candidate) -> bool:
     """Return whether a worker has enough prompts in its own queue."""
-    return worker.queued_tokens >= max(FED_TOKENS, FED_SECONDS * worker.tokens_per_second)
+    return worker.queued_tokens >= (FED_SECONDS * worker.tokens_per_second or FED_TOKENS)
 
 
 def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:

@@ -19,6 +19,7 @@ def test_prompts_wait_while_every_worker_has_enough_of_them() -> None:
     assert are_fed(NEED, [worker("prefill", 2000), worker("decode", 0)])
     assert not are_fed(NEED, [worker("prefill", 2000), worker("prefill", 100)])
     assert not are_fed(NEED, [worker("prefill", 2000, rate=20_000.0)])  # this is a tenth of a second
+    assert are_fed(NEED, [worker("prefill", 500, rate=1000.0)])
 
 
 def test_decode_workers_count_if_they_compute_the_prompts() -> None:
