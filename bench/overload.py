@@ -197,17 +197,19 @@ async def capacity(client: Client, wanted: Objectives, seconds: float) -> tuple[
     Raises RuntimeError if a single client misses the objectives.
     """
     best: tuple[int, Figures] | None = None
+    misses = 0
     await closed_loop(client, 1, seconds / 2)  # warms the stack up
     for clients in LOOPS:
         began = time.perf_counter()
         found = figures(await closed_loop(client, clients, seconds), wanted, began, began + seconds)
         print(f"{clients} clients: {found}", file=sys.stderr)
-        if not found.meets(wanted):
+        misses = 0 if found.meets(wanted) else misses + 1
+        if misses == 2:  # one may be chance
             break
-        if best is None or found.goodput > best[1].goodput:
+        if not misses and (best is None or found.goodput > best[1].goodput):
             best = clients, found
     if best is None:
-        raise RuntimeError("a single client misses the objectives: give larger --ttft and --itl")
+        raise RuntimeError("even one or two clients miss the objectives: give larger --ttft and --itl")
     return best
 
 
