@@ -241,7 +241,8 @@ class SequenceRunner:
             )
             placement = self._place(kind, need, snapshot)
             held = FULL if full and placement is None else ""
-            if placement is not None and not again and self._load.is_premature(need, placement, snapshot):
+            may_wait = not again and not sequence.background  # the background has a pace of its own
+            if placement is not None and may_wait and self._load.is_premature(need, placement, snapshot):
                 placement, held = None, PREMATURE
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:
