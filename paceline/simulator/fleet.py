@@ -191,4 +191,6 @@ class SimulatedFleet:
 
 def _kit(times: WorkerTimes, seed: int) -> Kit:
     steps = times.steps
-    return Kit(times, Ratios(steps.prefill_spread, seed), Ratios(steps.decode_spread, seed + 1), Yields(times.drafts, seed))
+    return Kit(
+        times, Ratios(steps.prefill_spread, seed), Ratios(steps.decode_spread, seed + 1), Yields(times.drafts, seed)
+    )

@@ -11,16 +11,13 @@ from paceline.core.errors import BusyError
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
 from paceline.core.step_times import Profile
 from paceline.core.types import Key
+from paceline.engine.scheduler import GROWTH_TOKENS
+from paceline.services.gateway.fleet import MEASURED_BYTES
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.sequence import Held, Sequence
 from paceline.simulator.worker import Worker
-
-GROWTH_TOKENS = 64
-"""Tokens for which a sequence gets blocks at a time, as `engine/scheduler.py` has it."""
-MEASURED_BYTES = 16 << 20
-"""Bytes that a host must have fetched before its rate counts as measured, as in `services/gateway/fleet.py`."""
 
 _LAYOUT = KVLayout((KVGroup(GroupShape("kv", (0,), 1, 1), BASE_TOKENS),), 2, 64, "simulated")
 """One group. The ledger counts in units, BASE_TOKENS of which fill a block; a block may have any number of tokens."""

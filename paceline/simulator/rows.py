@@ -10,11 +10,9 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.engine.scheduler import LOOKAHEAD_TOKENS
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import SIZE, Yields
-
-LOOKAHEAD_TOKENS = 16
-"""Tokens before the end of its blocks at which a sequence needs more, as `engine/scheduler.py` has it."""
 
 
 @dataclass(slots=True, eq=False)

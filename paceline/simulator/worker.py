@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from paceline.core.step_times import WorkerTimes
+from paceline.engine.scheduler import TAIL_TOKENS
+from paceline.engine.stats import MEASURED_TOKENS
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
 from paceline.simulator.rows import Row, Rows
@@ -24,11 +26,6 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 State = Literal["starting", "ready", "draining", "gone"]
-
-TAIL_TOKENS = 128
-"""Tokens of a prompt's last chunk if another host reads its blocks, as `engine/scheduler.py` has it."""
-MEASURED_TOKENS = 128
-"""Least prompt tokens of a step from which the speed of prefill is measured, as in `engine/stats.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +124,15 @@ class Worker:
         self._prompts: dict[Sequence, int] = {}  # in order of arrival; the first step that may include each
         self._joining: dict[Sequence, tuple[int, int]] = {}  # the first step of each, and the capacity of its blocks
         self._run: Run | None = None
+        self._is_ending = False
+        """Whether the ends of steps are being told, so that the next ones are not planned yet."""
+        self._lingering = 0
+        """Sequences that ended with the last step, but were still there when the next one was planned."""
         self._version = 0
         self._left = 0.0
         """Seconds of the step that are left while it is paused."""
         self._is_paused = False
-        self._resumed = 0.0
+        self._resumed = self._paused = 0.0
         self.take_role(role)
 
     def take_role(self, role: Role) -> None:
@@ -214,13 +215,27 @@ class Worker:
         run = self._run
         if run is None:
             return self.rows.step
-        under_way = self._steps_at(run, self._events.now)
-        is_next_planned = bool(run.rows) or any(sequence.is_computing for sequence in self._prompts)
-        steps = under_way + (self.kit.times.planned_steps if is_next_planned else 0)
+        steps = self._steps_at(run, self._events.now)
+        if steps < run.steps or self._goes_on_after(run):
+            steps += self.kit.times.planned_steps
         if steps < run.steps:
             run.steps = steps
             self._schedule(run)
         return run.index - self._offset + steps
+
+    def _goes_on_after(self, run: Run) -> bool:
+        """Return whether there is work for the step after a run, so that this step is planned already."""
+        end = run.index - self._offset + run.steps
+        rest = {own: own.computed + tokens < own.context or self._decodes(own) for own, tokens in run.chunks}
+        return (
+            any(first <= end for first, _ in self._joining.values())
+            or any(first <= end and rest.get(own, True) for own, first in self._prompts.items())
+            or any(row.end_step > end for row in self.rows)
+        )
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence decodes here after its prompt was computed here."""
+        return sequence.prefill is not self and sequence.left > 1
 
     def _steps_at(self, run: Run, now: float) -> int:
         """Return how many steps of a run have begun at an instant."""
@@ -230,11 +245,12 @@ class Worker:
 
     def _begin(self) -> None:
         """Begin the next steps, if none is under way and there is work."""
-        if self._run is not None or not self.has_work or self.state == "gone":
+        if self._run is not None or self._is_ending or not self.has_work or self.state == "gone":
             return
         if self._cores is not None and not self._cores.may_begin(self):
             return
         run = self._plan(self.rows.step) or self._plan(None)
+        self._lingering = 0
         if run is not None:
             self._run = run
             if self._cores is not None:
@@ -250,7 +266,7 @@ class Worker:
         times, rows = self.kit.times, self.rows.count
         drafts = times.drafts.most
         waiting = (own for own, first in self._prompts.items() if step is None or first <= step)
-        chunks = plan_prompts(waiting, times.max_batched_tokens - rows)
+        chunks = plan_prompts(waiting, times.max_batched_tokens - rows - self._lingering)
         if not chunks and not rows:
             return None
         steps, context = 1, self.rows.context
@@ -262,6 +278,8 @@ class Worker:
             growth = 0.0
         else:
             first = times.steps.decode_seconds(rows * (1 + drafts), context, rows * drafts)
+            if self._cores is not None and self._cores.is_wanted(self):
+                first *= self._cores.turns.slowdown
             growth = times.steps.decode_context * self.rows.growth
             if self._is_coalesced and (self._cores is None or not self._cores.is_wanted(self)):
                 coming = [first for first, _ in self._joining.values()] + list(self._prompts.values())
@@ -281,7 +299,7 @@ class Worker:
         run = self._run
         if version != self._version or run is None:
             return
-        self._run = None
+        self._run, self._is_ending = None, True
         self._note(run, run.steps)
         due = self.rows.advance(run.steps)
         if self._cores is not None:
@@ -293,14 +311,19 @@ class Worker:
                 self.queued_tokens -= tokens
                 if not sequence.is_computing:
                     del self._prompts[sequence]
+                    self._lingering += not self._decodes(sequence)
                 self._owner.computed(self, sequence, tokens)
         for row in due:
             if row.end_step <= self.rows.step:
+                self._lingering += 1
                 self.rows.leave(row.sequence)
                 self._owner.ended(self, row.sequence)
             elif row.is_here:
                 self._owner.needs_blocks(self, row)
+        self._lingering *= self.kit.times.planned_steps
+        self._is_ending = False
         self._begin()
+        self._lingering = 0
         if self._run is None and self._cores is not None:
             self._cores.idle(self)
 
@@ -328,6 +351,7 @@ class Worker:
         if self._run is not None and not self._is_paused:
             self._is_paused = True
             self._left = max(0.0, self._left - (self._events.now - self._resumed))
+            self._paused = self._events.now
             self._version += 1
 
     def resume(self) -> None:
@@ -335,6 +359,9 @@ class Worker:
         if self._run is not None and self._is_paused:
             self._is_paused = False
             self._resumed = self._events.now
+            assert self._cores is not None
+            overlap = self._cores.turns.overlap * (self._events.now - self._paused)
+            self._left = max(0.0, self._left - overlap)
             self._version += 1
             self._events.after(self._left, self._end, self._version)
 
