@@ -88,7 +88,7 @@ class Guard:
         return caller
 
     def _warn_of_proxy(self, headers: Headers) -> None:
-        """Log once that there is a proxy and no admin key, because its clients may pass for processes of this machine."""
+        """Log once that there is a proxy and no admin key: its clients may pass for processes of this machine."""
         if not self._has_warned and not self._book.has_admins and is_forwarded(headers):
             self._has_warned = True
             log.warning(
