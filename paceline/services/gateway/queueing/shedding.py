@@ -17,6 +17,8 @@ from paceline.services.gateway.retry_after import retry_after
 
 SPARE = 0.25
 """If those who wait now keep a request waiting for at most this part of its longest time, it is let in."""
+PACE = 0.75
+"""Share of the measured rate that is promised to clients that come back. Newcomers get the rest, so none is lost."""
 LONGEST_PROMISE = 300.0
 """A client that would have to come back after more than this many seconds is promised nothing."""
 
@@ -116,7 +118,7 @@ class LoadShedder:
     def refusal(self, order: FairOrder[E], entry: E, demand: Demand, wait_limit: WaitLimit, now: float) -> RefusedError:
         """Return the error for a request that is refused now, and remember when it may come back."""
         # More than the usual share, because requests do not come back evenly.
-        wait = self.wait(order, entry, now, math.sqrt(self._promises.kept)) or 0.0
+        wait = (self.wait(order, entry, now, math.sqrt(self._promises.kept)) or 0.0) / PACE
         # It comes back when half of the time that it may wait is left, so that the queue does not run empty before.
         earliest = max(0.0, wait - max(0.0, wait_limit.seconds) / 2)
         seconds = retry_after(earliest)
