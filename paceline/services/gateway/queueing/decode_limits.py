@@ -1,9 +1,9 @@
 """How many requests each decode worker may run so that the time between tokens stays within objectives. Pure logic.
 
 A decode step takes longer the more requests it serves, and how much longer depends on the model, the contexts and what
-else the machine does. So the limit is found by measuring, as TCP finds its window: it falls by a tenth after an
-interval in which too many gaps between tokens were long, and grows by one after an interval in which it was used and
-they were not. All instants are of one clock, in seconds.
+else the machine does. So the limit is found by measuring, as TCP finds its window: it falls by a tenth when too
+many gaps between tokens have been long lately, and grows by one after an interval in which it was used and they were
+not. All instants are of one clock, in seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ LEAST_GAPS = 50
 MARGIN = 0.9
 """A gap above this part of its objective is long, so that the limit is found before the objective is missed."""
 DECREASE = 0.9
+CREDIT_INTERVALS = 10
+"""A late step makes many gaps long at once. So what an interval leaves of its allowance counts in later ones."""
 
 
 @dataclass(slots=True)
@@ -26,6 +28,8 @@ class _Worker:
     gaps: int = 0
     allowance: float = 0.0
     """Number of gaps of the interval that may be long."""
+    credit: float = 0.0
+    """Number of gaps that might have been long in earlier intervals and were not."""
     long: int = 0
     peak: int = 0
     """Most requests that the worker had in the interval."""
@@ -65,17 +69,18 @@ class DecodeLimits:
         worker.long += gap > MARGIN * objective
         worker.peak = max(worker.peak, running)
         if worker.gaps >= LEAST_GAPS and now >= worker.began + INTERVAL_SECONDS:
-            limit = _next_limit(worker)
-            self._workers[worker_id] = _Worker(limit, now)
+            self._workers[worker_id] = _after_interval(worker, now)
 
     def keep(self, worker_ids: set[str]) -> None:
         """Forget all other workers."""
         self._workers = {worker_id: worker for worker_id, worker in self._workers.items() if worker_id in worker_ids}
 
 
-def _next_limit(worker: _Worker) -> int | None:
-    if worker.long > worker.allowance:
-        return max(1, int(DECREASE * min(worker.peak, worker.limit or worker.peak)))
-    if worker.limit is not None and worker.peak >= worker.limit:
-        return worker.limit + 1
-    return worker.limit
+def _after_interval(worker: _Worker, now: float) -> _Worker:
+    """Return the beginning of the next interval, with its limit."""
+    limit, credit = worker.limit, worker.credit + worker.allowance - worker.long
+    if credit < 0:
+        credit, limit = 0.0, max(1, int(DECREASE * min(worker.peak, limit or worker.peak)))
+    elif limit is not None and worker.peak >= limit and worker.long <= worker.allowance:
+        limit += 1
+    return _Worker(limit, now, credit=min(credit, CREDIT_INTERVALS * worker.allowance))

@@ -49,3 +49,11 @@ def test_without_a_late_token_nothing_is_limited_and_one_request_always_may_run(
     assert limits.has_room("worker", 0)
     limits.keep(set())
     assert limits.has_room("worker", 1000)
+
+
+def test_a_late_step_now_and_then_lowers_no_limit() -> None:
+    limits = DecodeLimits()
+    for tick in range(600):  # 10 steps a second, of which one in 300 is late for all 30 requests
+        for _ in range(30):
+            limits.note("worker", 30, 1.0 if tick % 300 == 299 else 0.02, OBJECTIVE, 0.99, tick / 10)
+    assert limits.limited() == []
