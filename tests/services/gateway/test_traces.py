@@ -185,7 +185,7 @@ async def test_a_request_that_fails_says_why(start_stack: StartStack) -> None:
     told = await ended(stack, answer.headers["x-request-id"])
     end = told["parts"][0]["end"]
     assert (told["state"], end["reason"], end["attempts"]) == ("failed", "error", 2)
-    assert end["why"].startswith("all 2 attempts failed")
+    assert end["why"].startswith("the request was given up because it failed 2 times")
 
 
 @pytest.mark.parametrize("stream", [False, True])
