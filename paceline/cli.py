@@ -38,6 +38,7 @@ from paceline.core.progress import StatusLines
 from paceline.run_batch import run_batch
 from paceline.scale import scale
 from paceline.services.common.secret import make_secret, new_key
+from paceline.simulator.options import DESCRIPTION, add_options
 from paceline.top import top
 from paceline.trace import trace
 
@@ -61,6 +62,7 @@ tools
   top                 show the fleet and its speed, live
   trace REQUEST_ID    show one request's life
   profile -o FILE     learn from a running stack how long its steps take, for simulate
+  simulate            say what a fleet would do under a load: how many of each?
   scale ROLE=N        change how many workers a running stack has
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
   prepare MODEL       fetch or convert a model and print its folder
@@ -95,7 +97,7 @@ SERVICES = {
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
     "planner": Service(PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "planner"),
 }
-_EXTRAS = {"profile": "gateway"}
+_EXTRAS = {"profile": "gateway", "simulate": "gateway"}
 """The pip extra with the dependencies of a tool; those of the others are in "convert"."""
 _GROUPS = ("model", "fleet", "planner", "compute", "memory", "store", "media", "limits", "network", "cluster", "logs")
 _METAVARS = {
@@ -201,6 +203,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="wait this long for new workers to be ready and for old ones to end; 0 returns at once",
     )
     _add_profile(commands)
+    add_options(_add_command(commands, "simulate", "--profile FILE --trace FILE | --load FILE [options]", DESCRIPTION))
     batch = _add_command(
         commands, "run-batch", "-i FILE -o FILE [--model MODEL | --url URL] [options]", "Answer the requests of a file."
     )
@@ -278,6 +281,10 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
         from paceline.profiler.profile import profile
 
         profile(_gateway(arguments), arguments["output"], arguments["machine"], not arguments["no_scale"])
+    elif name == "simulate":
+        from paceline.simulator.command import simulate_fleet
+
+        return simulate_fleet(arguments)
     elif name == "run-batch":
         return _run_batch(arguments)
     elif name == "token":

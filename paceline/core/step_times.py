@@ -158,6 +158,9 @@ class WorkerTimes(_Value):
     max_seqs: Tokens = 32
     max_batched_tokens: Tokens = 2048
     drafts: Drafts = Drafts()
+    planned_steps: int = Field(default=1, ge=0, le=1)
+    """Steps after the one under way that are planned already, so that work which comes now is not in them. 0 if the
+    worker takes turns on shared cores, because it then plans each step just before the step begins."""
     join: Delay = Delay()
     """Time from the message that begins a prompt on a worker, or hands one over to it, until a step can include it."""
     startup: Seconds = 60.0
@@ -178,6 +181,11 @@ class Turns(_Value):
     """Prefill gets what a decode step leaves of this time."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
+    overlap: Chance = 0.0
+    """How fast prefill computes during a decode step, compared with the time that is its own. Decode leaves the cores
+    idle while it chooses tokens."""
+    slowdown: float = Field(default=1.0, ge=1)
+    """How much longer a decode step takes while prefill has work, because it waits for prefill's operation to end."""
 
 
 class Profile(_Value):

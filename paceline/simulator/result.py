@@ -1,131 +1,178 @@
-"""What a simulation found, as plain values with JSON. The report is a page of it.
-
-Times are in seconds. A percentile of no values, and a value that does not exist at an instant, is None.
-"""
+"""The result of a simulation. `to_json` makes JSON of it; the report draws it."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import json
+from array import array
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from paceline.core.planner.actions import Decision
+from paceline.core.planner.objectives import Latency
+from paceline.simulator.recorder import ClassRecord, Minute
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Percentiles of times, in seconds; 0 if there are none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+    @staticmethod
+    def of(times: array[float]) -> Percentiles:
+        """Return the percentiles of some times, by nearest rank."""
+        if not times:
+            return Percentiles(0.0, 0.0, 0.0, 0.0, 0.0)
+        ordered = sorted(times)
+        at = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.95, 0.99))
+        return Percentiles(sum(ordered) / len(ordered), *at)
 
 
-class Percentiles(_Value):
-    """The distribution of a time over requests, or over tokens."""
+class MinuteResult(NamedTuple):
+    """The requests of one class that arrived in one minute."""
 
-    p50: float | None = None
-    p90: float | None = None
-    p95: float | None = None
-    p99: float | None = None
+    minute: int
+    arrivals: int
+    good: int
+    refused: int
+    finished: int
+    ttft_p50: float
+    """Percentiles in seconds, at most 4.5 % off."""
+    ttft_p99: float
+    itl_p50: float
+    """Of the requests' mean times between tokens."""
+    itl_p99: float
 
 
-class ClassResult(_Value):
+@dataclass(frozen=True, slots=True)
+class ClassResult:
     """The requests of one class."""
 
     requests: int
     finished: int
-    refused: int = 0
-    """Requests that found no room in time, or whose attempts all failed."""
-    ttft: Percentiles = Percentiles()
-    """Time from the arrival to the first token."""
-    itl: Percentiles = Percentiles()
-    """Time between two tokens, over all tokens of the class."""
-    total: Percentiles = Percentiles()
-    """Time from the arrival to the last token."""
-    ttft_objective: float | None = None
-    itl_objective: float | None = None
-    within: float | None = None
-    """Share of the requests that met their objectives; None without objectives."""
-    goodput: float = 0.0
-    """Requests per second that met their objectives."""
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that were found in caches."""
+    refused: int
+    good: int
+    """Those that met all objectives of the class: time to first token, and mean time between tokens."""
+    attained: float
+    """Share of good requests, from 0 to 1."""
+    is_met: bool
+    """Whether this share is what the objectives ask for."""
+    goodput: float
+    """Good requests per second."""
+    hit_rate: float
+    """Share of the prompt tokens that were cached."""
+    prompt_tokens: int
+    answer_tokens: int
+    attempts: int
+    ttft: Percentiles
+    itl: Percentiles
+    """Times between two tokens, of all tokens."""
+    mean_itl: Percentiles
+    """Mean times between tokens, of all requests."""
+    seconds: Percentiles
+    """From arrival to end."""
+    queued: Percentiles
+    """From arrival to placement."""
+    minutes: list[MinuteResult]
 
 
-class Series(_Value):
-    """Values over time."""
-
-    at: tuple[float, ...] = ()
-    """Instants from the begin of the trace, in order: the ends of equal intervals."""
-    values: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
-    """By name, one value for each instant: of the interval before it if the name is of a rate, share or percentile."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Series:
-        if any(len(column) != len(self.at) for column in self.values.values()):
-            raise ValueError("every column of a series needs one value for each instant")
-        return self
-
-
-class DecisionMark(_Value):
-    """A decision of the planner that changed the fleet, and what came of it."""
+class Level(NamedTuple):
+    """The state of the fleet at one instant."""
 
     at: float
-    line: str
-    """The reason, in one line."""
-    actions: tuple[str, ...] = ()
-    """What was done, such as "add prefill: 3"."""
-    effect: str = ""
-    """What it did, such as "ready after 61 s; TTFT p99 4.10 s before, 1.20 s after"."""
+    prefill: int
+    """Prefill workers that are ready."""
+    decode: int
+    starting: int
+    draining: int
+    running: int
+    """Requests that have arrived and not ended."""
+    waiting: int
+    """Those for which no worker has room."""
+    kv_used: float
+    """Share of the blocks of all hosts that requests use."""
 
 
-class Result(_Value):
-    """One simulation."""
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a fleet under a load."""
 
-    name: str
-    """What was simulated, in a few words."""
-    load: str
-    """The trace or the described load."""
-    profile: str
-    """Machine and model of the profile."""
-    fleet: str
-    """The fleet at the begin, and how it was scaled."""
     seconds: float
-    """Simulated time."""
+    """Simulated time until the last request ended."""
+    prefill: int
+    """Prefill workers at the begin."""
+    decode: int
+    """Decode workers at the begin."""
+    is_aggregated: bool
     classes: dict[str, ClassResult]
-    """By name of the class; "" is all requests together."""
-    device_seconds: float = 0.0
-    cost: float = 0.0
-    """Price of all devices, in the currency of the profile."""
-    hit_rate: float | None = None
-    """Share of prompt tokens that were found in caches."""
-    series: Series = Series()
-    decisions: tuple[DecisionMark, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Conclusions in sentences, such as whether disaggregation pays for this load."""
+    device_seconds: float
+    """Devices times the seconds for which workers occupied them."""
+    cost: float
+    """Price of these seconds, in the currency of the profile."""
+    preemptions: int
+    busy: dict[str, float]
+    """By role, the share of the time in which workers computed."""
+    levels: list[Level]
+    decisions: list[Decision]
+    """Decisions of the planner that changed the fleet."""
 
+    @property
+    def is_met(self) -> bool:
+        """Whether the objectives of all classes are met."""
+        return all(own.is_met for own in self.classes.values())
 
-class Results(_Value):
-    """Simulations of one load that are compared with each other."""
-
-    simulations: tuple[Result, ...] = Field(min_length=1)
-    """The first one is the one that was asked for; the others are alternatives to it."""
-    notes: tuple[str, ...] = ()
-    """What the comparison shows."""
+    @property
+    def goodput(self) -> float:
+        """Good requests of all classes per second."""
+        return sum(own.goodput for own in self.classes.values())
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=1)
+        """Return the result as JSON."""
+        return json.dumps({**self.as_dict(), "is_met": self.is_met, "goodput": self.goodput})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values. Levels and minutes become objects with the names of their fields."""
+        values = asdict(self)
+        values["levels"] = [level._asdict() for level in self.levels]
+        for name, own in self.classes.items():
+            values["classes"][name]["minutes"] = [minute._asdict() for minute in own.minutes]
+        return values
 
 
-SERIES = {
-    "arrivals": "requests that arrive, per second",
-    "waiting": "requests that wait for a worker",
-    "running": "requests that run",
-    "prefill": "ready prefill workers",
-    "decode": "ready decode workers",
-    "changing": "workers that start or drain",
-    "devices": "devices in use",
-    "cost": "price of the devices, per hour",
-    "hit_rate": "share of prompt tokens found in caches",
-    "kv_usage": "share of the KV memory that requests use",
-    "within": "share of the requests that met their objectives",
-    "ttft_p50": "seconds",
-    "ttft_p99": "seconds",
-    "itl_p50": "seconds",
-    "itl_p99": "seconds",
-}
-"""Names of columns that the report draws, and what they are. A column may be missing."""
+def class_result(record: ClassRecord, latency: Latency, seconds: float) -> ClassResult:
+    """Return the result of one class.
+
+    Args:
+        seconds: time of the whole simulation.
+    """
+    itl = record.itl
+    mean = itl.total / itl.count if itl.count else 0.0
+    attained = record.good / record.arrivals if record.arrivals else 1.0
+    return ClassResult(
+        requests=record.arrivals,
+        finished=record.finished,
+        refused=record.refused,
+        good=record.good,
+        attained=attained,
+        is_met=attained >= latency.percentile,
+        goodput=record.good / seconds if seconds else 0.0,
+        hit_rate=record.cached_tokens / max(1, record.prompt_tokens),
+        prompt_tokens=record.prompt_tokens,
+        answer_tokens=record.answer_tokens,
+        attempts=record.attempts,
+        ttft=Percentiles.of(record.ttft),
+        itl=Percentiles(mean, *(itl.percentile(share) for share in (0.5, 0.9, 0.95, 0.99))),
+        mean_itl=Percentiles.of(record.mean_itl),
+        seconds=Percentiles.of(record.seconds),
+        queued=Percentiles.of(record.queued),
+        minutes=[_minute_result(minute, own) for minute, own in sorted(record.minutes.items())],
+    )
+
+
+def _minute_result(minute: int, own: Minute) -> MinuteResult:
+    times = (each.percentile(share) for each in (own.ttft, own.mean_itl) for share in (0.5, 0.99))
+    return MinuteResult(minute, own.arrivals, own.good, own.refused, own.finished, *times)

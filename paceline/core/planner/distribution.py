@@ -72,13 +72,21 @@ class Distribution:
         """The mean, for sums of work; 0 if there are no values. Objectives read percentiles instead."""
         return self.total / count if (count := self.count) else 0.0
 
+    @property
+    def squared_variation(self) -> float:
+        """Variance divided by the square of the mean, from the middles of the buckets; 0 if there are no values."""
+        middles = [(_middle(bucket), times) for bucket, times in self.counts.items()]
+        first = math.fsum(value * times for value, times in middles)
+        second = math.fsum(value * value * times for value, times in middles)
+        return max(0.0, second * self.count / first**2 - 1) if first else 0.0
+
     def percentile(self, share: float) -> float:
         """Return the value of this share (0.95) by nearest rank, at most 4.5 % off; 0 if there are no values."""
         wanted, seen = share * self.count - 1e-9, 0.0
         for bucket in sorted(self.counts):
             seen += self.counts[bucket]
             if seen >= wanted:
-                return 0.0 if bucket == _FIRST else float(2 ** ((bucket - 0.5) / _PER_DOUBLING))
+                return _middle(bucket)
         return 0.0
 
     def share_within(self, limit: float) -> float:
@@ -86,3 +94,7 @@ class Distribution:
         last = math.ceil(_PER_DOUBLING * math.log2(limit)) if limit > 1e-6 else _FIRST
         count = self.count
         return math.fsum(times for bucket, times in self.counts.items() if bucket <= last) / count if count else 1.0
+
+
+def _middle(bucket: int) -> float:
+    return 0.0 if bucket == _FIRST else float(2 ** ((bucket - 0.5) / _PER_DOUBLING))

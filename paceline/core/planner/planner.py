@@ -1,34 +1,93 @@
-"""The planner: from reports and objectives to decisions. It does no I/O and reads no clock."""
+"""The planner: from reports and objectives to decisions. It does no I/O and reads no clock.
+
+A fast loop compares what the present load needs with what there is. Above it, a slow loop forecasts the load. Its
+answer is the least that the fast loop may choose.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 
-from paceline.core.planner.actions import Decision, Hold
+from paceline.core.planner.actions import Action, Decision, Flip, Hold
+from paceline.core.planner.memory import PlannerState, observe
+from paceline.core.planner.moves import Moves
+from paceline.core.planner.needs import Need, Outlook, assess, look_ahead
 from paceline.core.planner.objectives import Objectives
-from paceline.core.planner.reports import Report
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerState:
-    """Everything that a planner remembers between two reports. `codec.to_json` writes it, `codec.from_json` reads it."""
+from paceline.core.planner.reports import Report, Role
+from paceline.core.planner.sizing import size
 
 
 class Planner:
     """Decides how many workers of each role there should be.
 
+    A decision depends only on the objectives, the state and the report.
+
     Args:
         objectives: what the operator wants.
-        state: what an earlier planner of this fleet remembered; None if there was none. Without it, the planner
-            holds until it has watched the fleet.
+        state: what an earlier planner of this fleet remembered; None if there was none. Without it, the fleet does not
+            shrink until the planner has watched it for a while.
     """
 
     def __init__(self, objectives: Objectives, state: PlannerState | None = None) -> None:
+        objectives.check()
         self.objectives = objectives
         self.state = state or PlannerState()
 
     def decide(self, report: Report) -> Decision:
         """Return the decision from this report, and remember in `state` what the next one needs."""
+        if self.state.at is not None and report.at <= self.state.at:
+            return self._decision(report, [], ["this report is not newer than the last one"])
+        outlook = Outlook(report, self.objectives, observe(self.state, report, self.objectives))
+        if report.traffic_age > self.objectives.stale_seconds:
+            self.state = outlook.state
+            return self._decision(report, [], [f"the figures of gateways are {report.traffic_age:.0f} s old"])
+        slow_at = outlook.state.slow_at
+        if slow_at is None or report.at - slow_at >= self.objectives.slow_seconds:
+            outlook = replace(outlook, state=look_ahead(outlook))
+        needs = assess(outlook)
+        targets = size(needs, report, self.objectives)
+        outlook = replace(outlook, state=_remember(outlook.state, report, targets))
+        self.state = outlook.state
+        moves = Moves(outlook, needs, targets)
+        moves.choose()
+        return self._decision(report, moves.actions, moves.held or _describe_all(needs, targets, report))
+
+    def _decision(self, report: Report, actions: list[Action], held: list[str]) -> Decision:
         wanted = {role: seen.wanted for role, seen in report.roles.items()}
-        reason = "the planner does not decide yet"
-        return Decision(report.at, report.revision, wanted, (Hold(reason),), f"hold: {reason}")
+        for action in actions:
+            if isinstance(action, Flip):
+                wanted[action.role] -= 1
+                wanted[action.to] += 1
+            elif not isinstance(action, Hold):
+                wanted[action.role] = action.count
+        chosen = tuple(actions) or (Hold("; ".join(held)),)
+        line = "; ".join(_describe(action, report) for action in chosen)
+        return Decision(report.at, report.revision, wanted, chosen, line, self.objectives.advisory)
+
+
+def _remember(state: PlannerState, report: Report, targets: dict[Role, int]) -> PlannerState:
+    """Return the state with the targets of this report."""
+    roles = {role: state.role(role) for role in targets}
+    return state.with_roles(
+        {role: replace(roles[role], targets=(*roles[role].targets, (report.at, targets[role]))) for role in targets}
+    )
+
+
+def _describe_all(needs: Mapping[Role, Need], targets: Mapping[Role, int], report: Report) -> list[str]:
+    """Return the state of every role, for a decision that changes nothing."""
+    lines = []
+    for role, need in needs.items():
+        short = f", and has devices for {targets[role]}" if targets[role] < need.least else ""
+        lines.append(f"{role} has {report.roles[role].wanted}: {need.reason}{short}")
+    return lines
+
+
+def _describe(action: Action, report: Report) -> str:
+    if isinstance(action, Hold):
+        return f"hold: {action.reason}"
+    if isinstance(action, Flip):
+        return f"flip {action.worker} from {action.role} to {action.to} ({action.reason})"
+    before = report.roles[action.role].wanted
+    who = f" by {action.worker}" if action.kind == "drain" and action.worker else ""
+    return f"{action.kind} {action.role} {before}->{action.count}{who} ({action.reason})"

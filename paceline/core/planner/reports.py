@@ -67,6 +67,11 @@ class RoleReport:
     """Number of workers that the platform tries to have: the target of the newest change by anybody."""
     pinned: int | None = None
     """Number of workers that a person has set. It wins over every decision until the person releases it."""
+    grown_seconds: float | None = None
+    """How long ago a planner's decision made `wanted` larger; None if none did, or if nobody knows. A planner that has
+    not seen the change itself must not reverse it either."""
+    shrunk_seconds: float | None = None
+    """The same for a decision that made `wanted` smaller."""
     startup_seconds: float = 60.0
     """From the wish for a worker until it is ready: a high percentile of recent starts, or an estimate."""
     drain_seconds: float = 30.0

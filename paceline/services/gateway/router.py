@@ -15,6 +15,7 @@ other requests. The cheapest way is taken. In this table, "the worker" computes 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -134,6 +135,18 @@ class Placement:
         return member
 
 
+class Snapshot(abc.ABC, Iterable[Candidate]):
+    """All candidates of a large fleet, and a fast way to leave out those that cannot be chosen."""
+
+    @abc.abstractmethod
+    def nominees(self, need: Need) -> list[Candidate]:
+        """Return some workers, among which are those that `place` would choose among all."""
+
+    @abc.abstractmethod
+    def usual_rate(self) -> float:
+        """Return the rate of prefill to assume for a worker that has not measured its own, in tokens per second."""
+
+
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     """Return the cheapest placement of a request, or None if no workers can take it now.
 
@@ -141,15 +154,9 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     not cached on its host. If all prefill workers are full, the request waits for one, so that a burst of prompts does
     not slow down the decoding of other requests.
     """
-    fleet = list(snapshot)
-    usual = _usual_rate(fleet)
-
-    def rank(way: _Way) -> tuple[object, ...]:
-        # Ids break ties, so that equal snapshots give equal placements.
-        prefill_load = 0.0 if way.prefill is None else way.prefill.load
-        return *way.trouble(need), way.seconds(need, usual), way.local, way.far, prefill_load, way.names, way.source
-
-    way = min(_ways(need, fleet), key=rank, default=None)
+    fleet = snapshot.nominees(need) if isinstance(snapshot, Snapshot) else list(snapshot)
+    usual = snapshot.usual_rate() if isinstance(snapshot, Snapshot) else _usual_rate(fleet)
+    way = min(_ways(need, fleet), key=lambda way: (way.trouble(need), way.rank(need, usual)), default=None)
     return None if way is None else way.placement(need)
 
 
@@ -259,28 +266,34 @@ class _Way:
         other_decode = may_differ(need.decoded_with, self.decode.member.numerics)
         return self.alone, *failed, other_decode, may_differ(need.computed_with, self.computing.member.numerics)
 
-    def seconds(self, need: Need, usual: float) -> float:
-        """Return the cost in seconds.
+    def rank(self, need: Need, usual: float) -> tuple[object, ...]:
+        """Return the cost in seconds, and what decides between ways of equal cost.
+
+        The parts of the cost come before names. So a way that is no worse in any part is never behind, even if rounding
+        makes costs equal. `CandidateTable` relies on this.
 
         Args:
             usual: prefill rate of workers that have not measured it, in tokens per second.
         """
         computing, decode = self.computing, self.decode
         speed = computing.tokens_per_second or usual
-        compute = (need.prompt_tokens - self.cached(need)) / speed
-        fetch = 0.0
+        ready = (computing.queued_tokens + LATELY * computing.recent_tokens) / speed
         if self.source:
             lacking = self.cached(need) - need.cached.get(computing.member.host_id, 0)
-            fetch = LINK_SECONDS + lacking / _fetch_speed(computing)
+            ready += LINK_SECONDS + lacking / _fetch_speed(computing)
+        compute = (need.prompt_tokens - self.cached(need)) / speed
         if self.local:
             compute *= 1 + decode.member.load.running  # each running request waits as long
+        move = 0.0
         if self.far:
-            lacking = need.prompt_tokens - need.cached.get(decode.member.host_id, 0)
-            move = lacking / _fetch_speed(decode)
-            compute = max(compute, move) + LINK_SECONDS
-        queue = (computing.queued_tokens + LATELY * computing.recent_tokens) / speed
+            move = (need.prompt_tokens - need.cached.get(decode.member.host_id, 0)) / _fetch_speed(decode)
+        longer = max(compute, move) + LINK_SECONDS if self.far else compute
         handoff = 0.0 if self.local else HANDOFF_SECONDS
-        return queue + fetch + compute + handoff + LOAD_SECONDS * decode.load
+        seconds = ready + longer + handoff + LOAD_SECONDS * decode.load
+        prefill_load = 0.0 if self.prefill is None else self.prefill.load
+        parts = ready + compute, ready, compute, prefill_load, decode.load, move
+        # Ids break ties, so that equal snapshots give equal placements.
+        return seconds, self.local, self.far, *parts, self.names, self.source
 
     def placement(self, need: Need) -> Placement:
         prefill = None if self.prefill is None else self.prefill.member

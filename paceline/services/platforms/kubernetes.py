@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.planner.reports import Role
 from paceline.services.common.tasks import end_tasks
 from paceline.services.platforms.kubernetes_api import GoneError, Json, KubernetesApi, MissingError
 from paceline.services.platforms.kubernetes_pods import (
@@ -30,12 +31,14 @@ from paceline.services.platforms.kubernetes_pods import (
     problem_of,
 )
 from paceline.services.platforms.kubernetes_wish import Wish, failure_of, is_rolling, read_wish, replicas_of
-from paceline.services.platforms.platform import Ability, PlatformState, Role, RoleState
+from paceline.services.platforms.platform import Ability, PlatformState, RoleState
 
 BLIND_SECONDS = 90.0
 """Without a word from the API server for so long, what is known of the pods is too old to act on."""
 SETTLE_SECONDS = 5.0
 """Roles of pods are compared with what they should be after each change, and after this time."""
+PAUSE_SECONDS = 0.1
+"""Changes that come within this time after another one are looked at together."""
 FIRST_LIST_SECONDS = 30.0
 """Time that the first list of pods may take."""
 
@@ -77,8 +80,9 @@ class KubernetesPlatform:
     async def state(self) -> PlatformState:
         """See `Platform.state`."""
         await self._see()
-        worker, encode = await self._api.get(_deployment("worker")), await self._encode()
-        wish = read_wish(await self._api.get(_ROLES), replicas_of(worker))
+        async with self._acting:
+            worker, encode = await self._api.get(_deployment("worker")), await self._encode()
+            wish = read_wish(await self._api.get(_ROLES), replicas_of(worker))
         parts: list[tuple[Role, Json, int]] = [("prefill", worker, wish.prefill), ("decode", worker, wish.decode)]
         if encode is not None:
             parts.append(("encode", encode, replicas_of(encode)))
@@ -96,18 +100,17 @@ class KubernetesPlatform:
         """See `Platform.scale`. Raises UnavailableError also if Kubernetes would end another pod than the chosen."""
         await self._see()
         async with self._acting:
-            component = component_of(role)
-            deployment = await self._api.get(_deployment(component))
-            before, total = replicas_of(deployment), wanted
-            if role != "encode":
-                wish = read_wish(await self._api.get(_ROLES), before)
-                new = wish.with_role(role, wanted)
-                total = new.total
-            if total < before:
-                await self._mark_victims(deployment, role, total, victims)
-            if role != "encode":
-                await self._set_wish(before, wish, new)
-            await self._set_replicas(component, before, total)
+            deployment = await self._api.get(_deployment(component_of(role)))
+            before = replicas_of(deployment)
+            if role == "encode":
+                await self._mark_victims(deployment, role, wanted, victims)
+                await self._set_replicas("encode", before, wanted)
+                return
+            wish = read_wish(await self._api.get(_ROLES), before)
+            new = wish.with_role(role, wanted, before)
+            await self._mark_victims(deployment, role, new.total, victims)
+            await self._set_wish(before, wish, new)
+            await self._reach(new)
         self._changed.set()
 
     async def flip(self, worker_id: str, role: Role) -> None:
@@ -125,6 +128,8 @@ class KubernetesPlatform:
                     step = 1 if role == "prefill" else -1
                     await self._set_wish(replicas, wish, Wish(wish.prefill + step, wish.decode - step))
                 await self._label(pod, role)
+        if not pod.ready:
+            return  # it reads its label when it starts, and is told when it is ready
         try:
             await self._tell(worker_id, role)
         except PacelineError as error:
@@ -157,8 +162,10 @@ class KubernetesPlatform:
             return None
 
     async def _mark_victims(self, deployment: Json, role: Role, total: int, victims: Sequence[str]) -> None:
-        """Give the pods that shall end the lowest costs."""
+        """Give the pods that shall end the lowest costs, if there are too many."""
         component = component_of(role)
+        if total >= replicas_of(deployment):
+            return
         if is_rolling(deployment):
             raise UnavailableError(f"a new version of {component} is being rolled out; fewer workers after it")
         pods = self._book.pods(component)
@@ -181,7 +188,7 @@ class KubernetesPlatform:
         await self._api.change(_ROLES, make)
 
     async def _set_replicas(self, component: str, before: int, total: int) -> None:
-        """Change the number of pods through the scale of their Deployment. Then no change is under way any more."""
+        """Change the number of pods through the scale of their Deployment."""
 
         def make(found: Json) -> Json | None:
             now = replicas_of(found)
@@ -190,7 +197,11 @@ class KubernetesPlatform:
             return None if now == total else {"spec": {"replicas": total}}
 
         await self._api.change(f"{_deployment(component)}/scale", make)
-        if component == "worker":
+
+    async def _reach(self, wish: Wish) -> None:
+        """Finish a change of which only the wish has been written."""
+        if wish.before is not None:
+            await self._set_replicas("worker", wish.before, wish.total)
             await self._api.patch(_ROLES, {"data": {"before": None}})
 
     async def _label(self, pod: Pod, role: Role) -> None:
@@ -234,6 +245,7 @@ class KubernetesPlatform:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETTLE_SECONDS):
                     await self._changed.wait()
+            await asyncio.sleep(PAUSE_SECONDS)
             self._changed.clear()
             try:
                 await self._give_roles()
@@ -246,19 +258,20 @@ class KubernetesPlatform:
         async with self._acting:
             replicas = replicas_of(await self._api.get(_deployment("worker")))
             wish = read_wish(await self._api.get(_ROLES), replicas)
-            if wish.before is not None:  # the planner ended between two writes
-                await self._set_replicas("worker", wish.before, wish.total)
+            await self._reach(wish)  # the planner may have ended between the two writes
             for pod, role in new_roles(self._book.pods("worker"), wish.prefill, wish.decode):
                 log.info("pod %s becomes a %s worker", pod.name, role)
                 await self._label(pod, role)
-        pods = self._book.pods("worker")
-        for pod in living(pods):
+        pods = living(self._book.pods("worker"))
+        self._told = {pod.uid: self._told[pod.uid] for pod in pods if pod.uid in self._told}
+        for pod in pods:
             # A container may have started before the label changed.
             if pod.ready and self._told.get(pod.uid) != (pod.restarts, pod.role):
-                await self._tell(pod.name, pod.role)
-                self._told[pod.uid] = pod.restarts, pod.role
-        uids = {pod.uid for pod in pods}
-        self._told = {uid: told for uid, told in self._told.items() if uid in uids}
+                try:
+                    await self._tell(pod.name, pod.role)
+                    self._told[pod.uid] = pod.restarts, pod.role
+                except PacelineError as error:
+                    log.warning("cannot tell %s that it is a %s worker: %s", pod.name, pod.role, error)
 
 
 def _deployment(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.services.platforms.platform import Role
+from paceline.core.planner.reports import Role
 
 ROLE_LABEL = "paceline/role"
 COST = "controller.kubernetes.io/pod-deletion-cost"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.services.platforms.platform import Role
+from paceline.core.planner.reports import Role
 
 Json = Mapping[str, Any]
 
@@ -28,10 +28,10 @@ class Wish:
     def total(self) -> int:
         return self.prefill + self.decode
 
-    def with_role(self, role: Role, count: int) -> Wish:
-        """Return the wish with another number of prefill or decode workers."""
+    def with_role(self, role: Role, count: int, replicas: int) -> Wish:
+        """Return the wish with another number of prefill or decode workers, while the Deployment has `replicas`."""
         new = Wish(count, self.decode) if role == "prefill" else Wish(self.prefill, count)
-        return new if new.total == self.total else replace(new, before=self.total)
+        return new if new.total == replicas else replace(new, before=replicas)
 
     def to_data(self) -> dict[str, str | None]:
         """Return the data of the ConfigMap. None removes a key."""

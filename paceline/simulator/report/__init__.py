@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from paceline.services.gateway.console.files import STATIC, chart_files
-from paceline.simulator.result import Results
+from paceline.simulator.report.content import Report
 
 _OWN = Path(__file__).parent
 _MODULES = ("dom.js", "format.js")
@@ -19,14 +19,14 @@ _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
-def render(results: Results) -> str:
+def render(report: Report) -> str:
     """Return the page. If the chart library is not installed, it has tables and no charts."""
     charts = {name: content.decode() for name, content in chart_files()}
     modules = "".join(_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in _MODULES)
     # "</" would end the script in which the data is; in JSON, a slash may be escaped.
-    data = results.to_json().replace("</", "<\\/")
+    data = report.to_json().replace("</", "<\\/")
     parts = {
-        "title": html.escape(results.simulations[0].name),
+        "title": html.escape(report.simulations[0].name),
         "style": "".join((charts.get("uplot.min.css", ""), (STATIC / "base.css").read_text(), _read("report.css"))),
         "charts": charts.get("uplot.iife.min.js", ""),
         "data": data,

@@ -1,4 +1,4 @@
-// The report's page. It draws the JSON of `Results` (simulator/result.py), which the page holds.
+// The report's page. It draws the JSON of `Report` (content.py), which the page holds.
 const results = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("main");
 const PALETTE = ["--p50", "--p99", "--handoff", "--encode"];
@@ -27,13 +27,14 @@ function colour(name) { return getComputedStyle(document.documentElement).getPro
 function notes(sentences) { return sentences.length ? h("ul.notes", {}, sentences.map((each) => h("li", {}, each))) : null; }
 
 function figures(result) {
-  const all = result.classes[""] ?? Object.values(result.classes)[0];
+  const all = result.classes[""];
+  const which = Object.keys(result.classes).length > 2 ? ", slowest class" : "";
   const shown = [
     ["Requests", count(all.requests)],
     ["Within objectives", percent(all.within)],
     ["Goodput", rate(all.goodput, "req")],
-    ["TTFT p99", duration(all.ttft.p99)],
-    ["ITL p99", duration(all.itl.p99)],
+    [`TTFT p99${which}`, duration(all.ttft.p99)],
+    [`ITL p99${which}`, duration(all.itl.p99)],
     ["Devices, on average", plain(result.seconds ? result.device_seconds / result.seconds : null)],
     ["Cost", plain(result.cost)],
     ["Tokens found in caches", percent(result.hit_rate)],
@@ -49,7 +50,7 @@ function table(caption, columns, rows) {
 
 function comparison() {
   const rows = results.simulations.map((result) => {
-    const all = result.classes[""] ?? Object.values(result.classes)[0];
+    const all = result.classes[""];
     return [
       result.name, percent(all.within), rate(all.goodput, "req"), duration(all.ttft.p50), duration(all.ttft.p99),
       duration(all.itl.p50), duration(all.itl.p99), percent(result.hit_rate),
@@ -62,8 +63,8 @@ function comparison() {
 
 function classes(result) {
   const columns = ["Class", "#requests", "#refused", "#TTFT p50", "#p95", "#p99", "#ITL p50", "#p95", "#p99", "#whole p50", "#p99", "#within"];
-  const rows = Object.entries(result.classes).map(([name, own]) => [
-    name || "all requests", count(own.requests), count(own.refused),
+  const rows = Object.entries(result.classes).filter(([name]) => name).map(([name, own]) => [
+    name, count(own.requests), count(own.refused),
     ...[own.ttft.p50, own.ttft.p95, own.ttft.p99, own.itl.p50, own.itl.p95, own.itl.p99, own.total.p50, own.total.p99].map(duration),
     percent(own.within),
   ]);
@@ -108,9 +109,10 @@ function drawMarks(plot, result) {
 }
 
 function chart(result, { title, lines, format, most = 0 }) {
-  const known = lines.filter(([name]) => result.series.values[name]?.some((value) => value != null));
+  const series = result.series.find((each) => lines.some(([name]) => name in each.values));
+  const known = lines.filter(([name]) => series?.values[name]?.some((value) => value != null));
   if (!known.length) return null;
-  const data = [result.series.at, ...known.map(([name]) => result.series.values[name])];
+  const data = [series.at, ...known.map(([name]) => series.values[name])];
   const values = known.map(() => h("b", {}, ""));
   const keys = known.map(([, label], index) => {
     const swatch = h("i", { "aria-hidden": "true" });

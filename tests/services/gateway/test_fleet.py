@@ -16,7 +16,7 @@ from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire_version import WireVersions
 from paceline.services.gateway import fleet
-from paceline.services.gateway.remote_worker import DecayingSum
+from paceline.services.gateway.worker_calls import DecayingSum
 from tests.authority import Authority
 from tests.services.gateway.conftest import Cluster, eventually
 

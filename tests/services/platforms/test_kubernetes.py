@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import kmock as mock
 import pytest
+import yaml
 
 from paceline.core.errors import UnavailableError
+from paceline.core.planner.reports import Role
 from paceline.services.platforms.kubernetes import KubernetesPlatform
 from paceline.services.platforms.kubernetes_api import KubernetesApi
-from paceline.services.platforms.platform import Role, RoleState
+from paceline.services.platforms.platform import RoleState
 from tests.services.platforms.toy_cluster import CONFIG_MAPS, DEPLOYMENTS, NAMESPACE, PODS, ToyCluster
 
 PATIENCE = 20.0
@@ -55,6 +58,39 @@ class Fleet:
                     return
 
 
+VERBS = {"list": "list", "watch": "watch", "fetch": "get", "update": "patch"}
+"""The verbs of Kubernetes' rights for kmock's actions."""
+RULES = next(
+    each["rules"]
+    for each in yaml.safe_load_all((Path(__file__).parents[3] / "kubernetes" / "base" / "planner.yaml").read_text())
+    if each["kind"] == "Role"
+)
+
+
+def calls(cluster: ToyCluster) -> set[tuple[str, str, str, str]]:
+    """Return the verb, group, resource and name of each call that the API server got."""
+    return {
+        (
+            VERBS[call.action.value.lower()],
+            call.resource.group,
+            f"{call.resource.plural}/{call.subresource}" if call.subresource else call.resource.plural,
+            call.name or "",
+        )
+        for call in cluster
+    }
+
+
+def is_allowed(verb: str, group: str, resource: str, name: str) -> bool:
+    """Return whether the planner's Role in kubernetes/base allows a call."""
+    return any(
+        verb in rule["verbs"]
+        and group in rule["apiGroups"]
+        and resource in rule["resources"]
+        and name in rule.get("resourceNames", (name,))
+        for rule in RULES
+    )
+
+
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
     """A cluster with three workers that decode."""
@@ -71,6 +107,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         platform = KubernetesPlatform(KubernetesApi(str(cluster.url), NAMESPACE), tell)
         yield Fleet(cluster, platform, told)
         await platform.close()
+        assert {call for call in calls(cluster) if not is_allowed(*call)} == set()
 
 
 async def test_a_new_cluster_decodes_and_has_no_encode_workers(fleet: Fleet) -> None:

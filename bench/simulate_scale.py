@@ -1,0 +1,87 @@
+"""Simulate a large fleet, and print how long that takes and how much memory.
+
+    python -m bench.simulate_scale --trace mooncake_conversation.jsonl
+    python -m bench.simulate_scale --trace mooncake_conversation.jsonl --workers 100 --requests 10000
+
+The trace is repeated, with other blocks and denser arrivals, until there are enough requests. Every worker is a GPU with
+times of about an 8-billion-parameter model on an H100; three quarters of them are prefill workers, as prompts of 12,000
+tokens and answers of 340 need. Requests come so fast that prefill workers compute most of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.core.step_times import Curve, Delay, Profile, Spread, StepTimes, WorkerTimes
+from paceline.simulator.scenario import Scenario
+from paceline.simulator.simulation import simulate
+from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace_files import read_trace
+
+RATE_OF_A_WORKER = 0.8
+"""Requests per second for each worker of the fleet."""
+
+_STEPS = StepTimes(
+    prefill=Curve(points=((0, 0.012), (2048, 0.10), (8192, 0.39))),
+    prefill_pair=1.2e-9,
+    decode=Curve(points=((1, 0.008), (32, 0.010), (256, 0.024))),
+    decode_context=5e-8,
+    shared=0.008,
+    prefill_spread=Spread(quantiles=(0.9, 0.97, 1.0, 1.03, 1.3)),
+    decode_spread=Spread(quantiles=(0.9, 0.97, 1.0, 1.03, 1.5)),
+)
+_WORKER = WorkerTimes(steps=_STEPS, max_seqs=64, max_batched_tokens=8192, join=Delay(seconds=0.001))
+PROFILE = Profile(
+    machine="H100, estimated",
+    model="8B",
+    token_bytes=131_072,
+    host_tokens=8 * 400_000,
+    transfer_bytes=4e10,
+    prefill=_WORKER,
+    decode=_WORKER,
+    gateway=Delay(seconds=0.002, per_token=2e-7),
+    handoff=Delay(seconds=0.002),
+    first_token=Delay(seconds=0.001),
+)
+
+
+def repeated(trace: Trace, count: int, rate: float) -> Iterator[TraceRequest]:
+    """Yield `count` requests at a steady rate. Each round through the trace has blocks of its own."""
+    known = list(trace)
+    first = 1 + max((max(request.blocks) for request in known if request.blocks), default=0)
+    for number in range(count):
+        turn, place = divmod(number, len(known))
+        request = known[place]
+        blocks = [name + turn * first for name in request.blocks]
+        yield request._replace(arrival=number / rate, blocks=blocks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True, help="a trace in Mooncake's format")
+    parser.add_argument("--workers", type=int, default=4000)
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    options = parser.parse_args()
+    trace = read_trace(options.trace)
+    decode = max(1, options.workers // 4)
+    scenario = Scenario(PROFILE, options.workers - decode, decode)
+    rate = RATE_OF_A_WORKER * options.workers
+    begin, cpu = time.perf_counter(), time.process_time()
+    result = simulate(scenario, Trace(trace.block_tokens, repeated(trace, options.requests, rate)))
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    print(f"{options.workers} workers, {options.requests} requests, {result.seconds:.0f} s simulated")
+    print(f"{seconds:.0f} s, {cpu:.0f} s of CPU ({cpu / options.requests * 1000:.2f} ms a request)")
+    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB at most")
+    for own in result.classes.values():
+        print(f"TTFT p50 {own.ttft.p50:.3f} s, p99 {own.ttft.p99:.3f} s; ITL p99 {own.itl.p99 * 1000:.1f} ms")
+        print(f"{own.finished} ended, {own.refused} refused, {own.attempts} attempts, {own.hit_rate:.1%} cached")
+    print(", ".join(f"{role} busy {share:.0%}" for role, share in result.busy.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

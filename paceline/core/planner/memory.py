@@ -1,0 +1,178 @@
+"""What a planner remembers between two reports. All of it is plain values, so that it can be saved and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from paceline.core.planner.load import ClassLoad, Sample
+from paceline.core.planner.objectives import Objectives
+from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, WorkerReport
+from paceline.core.planner.step_fit import StepFit, StepTimes
+
+WARM_SECONDS = 15.0
+"""Steps of a worker count only after it has been ready for this long, because first steps compile and allocate."""
+STUCK = 3.0
+"""A start or a drain that takes this multiple of its usual time will not end by itself, and is waited for no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the number of workers of a role that somebody other than a person made."""
+
+    at: float
+    load: Sample | None
+    """The load of that time; None if this planner has not seen the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """What is remembered of one role."""
+
+    wanted: int | None = None
+    """The platform's target in the last report."""
+    grown: Change | None = None
+    shrunk: Change | None = None
+    relapses: int = 0
+    """How often the role had to grow again after it had shrunk, under the same load."""
+    short_since: float | None = None
+    """Since when fewer workers are ready than wanted."""
+    targets: tuple[tuple[float, int], ...] = ()
+    """Instants and targets of recent reports. The fleet shrinks only to the largest of them."""
+    floor: int = 0
+    """Workers that the forecast asks for."""
+    boost: float = 1.0
+    """Factor on the load, learned from objectives that were missed although the workers seemed to be enough."""
+    fit: StepFit = field(default_factory=StepFit)
+    times: StepTimes | None = None
+    """The step times that `fit` gave at the newest forecast; None if too little is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerState:
+    """Everything that a planner remembers. `codec.to_json` writes it, `codec.from_json` reads it."""
+
+    at: float | None = None
+    """Instant of the newest report."""
+    since: float = 0.0
+    """Since when every report has come, with nothing missing in it."""
+    busy_at: float = 0.0
+    """When there was a request last, as far as reports tell."""
+    slow_at: float | None = None
+    """Instant of the newest forecast."""
+    load: Sample | None = None
+    classes: Mapping[str, ClassLoad] = field(default_factory=dict)
+    roles: Mapping[Role, RoleMemory] = field(default_factory=dict)
+
+    def role(self, role: Role) -> RoleMemory:
+        return self.roles.get(role, RoleMemory())
+
+    def with_roles(self, roles: Mapping[Role, RoleMemory]) -> PlannerState:
+        return replace(self, roles={**self.roles, **roles})
+
+
+def is_fresh(worker: WorkerReport, objectives: Objectives) -> bool:
+    """Return whether this says how the worker is now."""
+    return worker.age <= objectives.stale_seconds
+
+
+def missing(report: Report, objectives: Objectives) -> str:
+    """Return what is lost or too old in a report, in words; empty if nothing is."""
+    if report.traffic_age > objectives.stale_seconds:
+        return f"the figures of gateways are {report.traffic_age:.0f} s old"
+    if report.gateways_lost:
+        return f"the figures of {report.gateways_lost} gateways are missing"
+    if old := [each.worker for each in report.workers if not is_fresh(each, objectives)]:
+        return f"{old[0]} has not reported for {objectives.stale_seconds:.0f} s" + f" (and {len(old) - 1} more)" * (
+            len(old) > 1
+        )
+    return ""
+
+
+def observe(state: PlannerState, report: Report, objectives: Objectives) -> PlannerState:
+    """Return the state after a report that is newer than all before."""
+    classes = _classes(state, report)
+    load = Sample.of(report.at, classes.values(), report.roles)
+    pause = 0.0 if state.at is None else report.at - state.at
+    blind = bool(missing(report, objectives))
+    was_away = state.at is None or pause > max(objectives.stale_seconds, 3 * objectives.fast_seconds)
+    busy = blind or was_away or _has_requests(report)
+    before = state.load or load
+    return replace(
+        state,
+        at=report.at,
+        since=report.at if blind or was_away else state.since,
+        busy_at=report.at if busy else state.busy_at,
+        load=load,
+        classes=classes,
+        roles={
+            role: _observe_role(state.role(role), role, report, None if was_away else before) for role in report.roles
+        },
+    )
+
+
+def _classes(state: PlannerState, report: Report) -> dict[str, ClassLoad]:
+    pause = 0.0 if state.at is None else report.at - state.at
+    silent = {name: Traffic(pause) for name in state.classes if name not in report.traffic}
+    return {
+        name: state.classes.get(name, ClassLoad()).add(traffic)
+        for name, traffic in {**silent, **report.traffic}.items()
+    }
+
+
+def _has_requests(report: Report) -> bool:
+    return any(each.arrivals or each.waiting for each in report.traffic.values()) or any(
+        each.running or each.waiting or each.queued_tokens for each in report.workers
+    )
+
+
+def _observe_role(memory: RoleMemory, role: Role, report: Report, before: Sample | None) -> RoleMemory:
+    """Return the memory of a role after a report.
+
+    Args:
+        before: the load at the report before; None if this planner has missed reports.
+    """
+    seen = report.roles[role]
+    workers = [each for each in report.workers if each.role == role]
+    fit, times = memory.fit, memory.times
+    for worker in workers:
+        if worker.steps and worker.state == "ready" and worker.state_seconds >= WARM_SECONDS:
+            fit = fit.observe(worker.steps)
+    if times is None and fit is not memory.fit:
+        times = fit.times()
+    ready = sum(each.state == "ready" for each in workers)
+    grown = _last_change(memory.grown, before, report.at, seen, memory.wanted, 1)
+    return replace(
+        memory,
+        wanted=seen.wanted,
+        grown=grown,
+        shrunk=_last_change(memory.shrunk, before, report.at, seen, memory.wanted, -1),
+        relapses=memory.relapses if grown is memory.grown else _relapses(memory, before, role),
+        short_since=None if ready >= seen.wanted else memory.short_since or report.at,
+        targets=tuple(each for each in memory.targets if each[0] >= report.at - settle_seconds(seen)),
+        fit=fit,
+        times=times,
+    )
+
+
+def _last_change(
+    known: Change | None, before: Sample | None, at: float, seen: RoleReport, wanted: int | None, sign: int
+) -> Change | None:
+    """Return the newest change of a role in one direction, 1 for growth and -1 for the opposite."""
+    if before is None:
+        ago = seen.grown_seconds if sign > 0 else seen.shrunk_seconds
+        return known if ago is None else Change(at - ago, None)
+    has_changed = wanted is not None and sign * (seen.wanted - wanted) > 0 and seen.pinned is None
+    return Change(at, before) if has_changed else known
+
+
+def _relapses(memory: RoleMemory, load: Sample | None, role: Role) -> int:
+    """Return the number of relapses after the role has grown under this load."""
+    if memory.shrunk is None or load is None or memory.shrunk.load is None:
+        return memory.relapses
+    return 0 if load.differs(memory.shrunk.load, role) else memory.relapses + 1
+
+
+def settle_seconds(seen: RoleReport) -> float:
+    """Return how long a change of a role takes at most, start and drain together."""
+    return seen.startup_seconds + seen.drain_seconds

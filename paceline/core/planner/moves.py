@@ -1,0 +1,148 @@
+"""From targets to actions: flips where one role has too many workers and another too few, then drains and starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.core.planner.actions import Action, Add, Drain, Flip
+from paceline.core.planner.guards import Guards
+from paceline.core.planner.needs import Need, Outlook
+from paceline.core.planner.reports import Role, WorkerReport
+from paceline.core.planner.sizing import devices, draining_devices
+
+_FLIP_REPORTS = 2.5
+"""A worker flips only if it was not needed for this multiple of `fast_seconds`; a worker drains after a longer time."""
+
+
+@dataclass
+class Moves:
+    """The actions of one decision, while they are chosen."""
+
+    outlook: Outlook
+    needs: Mapping[Role, Need]
+    targets: Mapping[Role, int]
+    wanted: dict[Role, int] = field(default_factory=dict)
+    """Number of workers of every role after the actions so far."""
+    actions: list[Action] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
+    """Why the fleet is not as it should be."""
+
+    def __post_init__(self) -> None:
+        self._guards = Guards(self.outlook)
+        self.wanted = {role: seen.wanted for role, seen in self.outlook.report.roles.items()}
+        self._staying = {role: [e for e in self.outlook.report.workers if e.role == role] for role in self.wanted}
+        self._shrinks = dict.fromkeys(self.wanted, 0)
+
+    def choose(self) -> None:
+        """Choose all actions."""
+        lacking = {role: self.targets[role] - self.wanted[role] for role in self.wanted}
+        coming = {role: self._flip_into(role, lack) for role, lack in lacking.items() if lack > 0}
+        for role in self.wanted:
+            self._drain(role)
+        for role, expected in coming.items():
+            self._add(role, expected)
+
+    def _flip_into(self, role: Role, lack: int) -> int:
+        """Flip workers of other roles into this one. Return how many more will come soon in this way."""
+        if self._refuses(self._guards.growing(role), role, "grow"):
+            return 0
+        soon = 0
+        for source in self.wanted:
+            surplus = min(lack, self.wanted[source] - self.targets[source])
+            if source == role or surplus <= 0 or not self._can_flip(source, role):
+                continue
+            if self._refuses(self._guards.shrinking(source), source, "shrink"):
+                continue
+            # Nothing is served without any worker of a role, so that there is no time to watch.
+            sure = self.wanted[source] - self._highest(source, _FLIP_REPORTS) if self.wanted[role] else surplus
+            ready = min(surplus, sure)
+            soon += surplus
+            for _ in range(max(0, ready)):
+                worker = self._victim(source, role)
+                if worker is None:
+                    break
+                reason = f"{self.needs[role].reason}; {source}: {self.needs[source].reason}"
+                self.actions.append(Flip(worker.worker, source, role, reason))
+                self._staying[source].remove(worker)
+                self._shrinks[source] += 1
+                self.wanted[source] -= 1
+                self.wanted[role] += 1
+                lack -= 1
+                soon -= 1
+        return soon
+
+    def _drain(self, role: Role) -> None:
+        """Drain workers that have not been needed for as long as a start and a drain take."""
+        pinned = self.outlook.report.roles[role].pinned
+        highest = self._highest(role, None) if pinned is None else pinned
+        surplus = self.wanted[role] - max(self.targets[role], highest)
+        for _ in range(surplus):
+            worker = self._victim(role, None)
+            if worker is None:
+                break
+            self.wanted[role] -= 1
+            self._shrinks[role] += 1
+            if worker in self._staying[role]:
+                self._staying[role].remove(worker)
+            self.actions.append(Drain(role, self.wanted[role], worker.worker, self.needs[role].reason))
+
+    def _add(self, role: Role, expected: int) -> None:
+        """Start workers, except for those that flips bring soon, and within the budget."""
+        objectives = self.outlook.objectives
+        count = self.targets[role] - self.wanted[role] - expected
+        if count <= 0 or self._refuses(self._guards.growing(role), role, "grow"):
+            return
+        if objectives.budget is not None and (each := objectives.limits(role).devices):
+            used = devices(self.wanted, objectives) + draining_devices(self.outlook.report, objectives)
+            count = min(count, (objectives.budget - used) // each)
+        if count <= 0:
+            self.held.append(f"{role} needs {self.needs[role].least}, but the budget has no room")
+            return
+        self.wanted[role] += count
+        self.actions.append(Add(role, self.wanted[role], self.needs[role].reason))
+
+    def _can_flip(self, source: Role, role: Role) -> bool:
+        seen = self.outlook.report.roles
+        return (
+            self.outlook.objectives.flips
+            and seen[source].pinned is None
+            and seen[role].pinned is None
+            and self.outlook.objectives.limits(source).devices == self.outlook.objectives.limits(role).devices
+            and seen[source].flip_seconds < seen[role].startup_seconds
+            and any(role in each.flips_to for each in self._staying[source])
+        )
+
+    def _highest(self, role: Role, reports: float | None) -> int:
+        """Return the largest target of a role lately: of a few reports, or of a start and a drain."""
+        now = self.outlook.report.at
+        least = now - (reports * self.outlook.objectives.fast_seconds if reports else float("inf"))
+        return max((target for at, target in self.outlook.state.role(role).targets if at >= least), default=0)
+
+    def _victim(self, role: Role, to: Role | None) -> WorkerReport | None:
+        """Return the worker that leaves a role with the least loss; None if none may leave now."""
+        if self._refuses(self._guards.shrinking(role), role, "shrink"):
+            return None
+        if self._shrinks[role] >= max(1, self.outlook.report.roles[role].wanted // 8):
+            self.held.append(f"{role} shrinks slowly")
+            return None
+        staying = self._staying[role]
+        present = [each for each in staying if each.state != "draining"]
+        if to is None and self._guards.is_stuck(role) and len(present) <= self.wanted[role] - 1:
+            # The platform could not even start this worker, so that only its wish is withdrawn.
+            return WorkerReport("", role, state="starting")
+        refusals = []
+        for worker in sorted(present, key=lambda each: (each.state == "ready", each.loss, each.running, each.worker)):
+            if to is not None and (to not in worker.flips_to or worker.state != "ready"):
+                continue
+            refusal = self._guards.leaving(worker, [each for each in present if each is not worker])
+            if not refusal:
+                return worker
+            refusals.append(refusal)
+        self.held.extend(refusals[:1])
+        return None
+
+    def _refuses(self, reason: str, role: Role, what: str) -> bool:
+        if reason and f"{role} may not {what}: {reason}" not in self.held:
+            self.held.append(f"{role} may not {what}: {reason}")
+        return bool(reason)

@@ -1,0 +1,213 @@
+"""How many workers each role needs: by the load that arrives, by what waits already, and by the forecast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from paceline.core.planner import capacity
+from paceline.core.planner.capacity import Places, Wanted
+from paceline.core.planner.memory import PlannerState, RoleMemory, settle_seconds
+from paceline.core.planner.objectives import Objectives
+from paceline.core.planner.reports import Report, Role, WorkerReport
+from paceline.core.planner.step_fit import StepTimes
+
+SLACK = 1.2
+"""A role shrinks only if it would still be large enough for this multiple of the load."""
+_FULL = 0.9
+"""From this share of places or memory in use, decode workers count as full."""
+_MOST_BOOST, _BOOST, _CALM = 1.5, 1.1, 0.99
+"""Limit of a role's boost, the factor of each missed objective, and the factor of each minute without one."""
+_ENOUGH_VALUES = 20
+"""Measured latencies from which a percentile says something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The workers that a role needs: it grows below `least` and shrinks above `most`."""
+
+    least: int
+    most: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Everything that the need of a role is computed from."""
+
+    report: Report
+    objectives: Objectives
+    state: PlannerState
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there has been no request for so long that even the last workers may leave."""
+        return self.report.at - self.state.busy_at >= self.objectives.idle_seconds
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait at gateways."""
+        return sum(each.waiting for each in self.report.traffic.values())
+
+    def workers(self, role: Role) -> list[WorkerReport]:
+        """Return the ready workers of a role."""
+        return [each for each in self.report.workers if each.role == role and each.state == "ready"]
+
+    def now(self) -> list[Wanted]:
+        """Return the recent load of every class."""
+        return [Wanted(each.now(), self.objectives.latency(name)) for name, each in self.state.classes.items()]
+
+    def expected(self, ahead: int) -> list[Wanted]:
+        """Return the load of every class to be ready for in `ahead` intervals of the slow loop."""
+        expected = {name: each.expected(ahead) for name, each in self.state.classes.items()}
+        return [Wanted(demand, self.objectives.latency(name)) for name, demand in expected.items() if demand]
+
+    def is_decode_full(self) -> bool:
+        """Return whether the decode workers are what requests at the gateways wait for."""
+        workers = self.workers("decode")
+        places = sum(each.max_seqs for each in workers)
+        running = sum(each.running for each in workers)
+        memory = math.fsum(each.kv_pressure for each in workers)
+        return running >= _FULL * places or memory >= _FULL * len(workers)
+
+
+def assess(outlook: Outlook) -> dict[Role, Need]:
+    """Return the need of every role."""
+    return {role: _assess(role, outlook) for role in outlook.report.roles}
+
+
+def _assess(role: Role, outlook: Outlook) -> Need:
+    memory = outlook.state.role(role)
+    if outlook.is_idle:
+        return Need(0, 0, "no requests")
+    if role == "encode" and not any(each.demand.media_rate > 1e-6 for each in outlook.now()):
+        return Need(0, 0, "no media")
+    times = memory.times
+    if times is None:
+        return _unmeasured(role, outlook)
+    classes = outlook.now()
+    steady = _by_load(role, classes, times, outlook, memory.boost)
+    slack = _by_load(role, classes, times, outlook, memory.boost * SLACK)
+    busy, why = _by_queue(role, classes, times, outlook)
+    least = max(1, math.ceil(max(steady, busy, memory.floor) - 1e-6))
+    most = max(least, math.ceil(max(slack, busy) - 1e-6))
+    if memory.floor >= max(steady, busy):
+        why = "forecast"
+    elif steady >= busy:
+        work = math.fsum(each.demand.work(role) for each in classes)
+        why = f"{work:,.0f} tokens/s" if role != "encode" else f"{work:,.1f} media inputs/s"
+    boosted = f", x{memory.boost:.2f} for missed objectives" if memory.boost > 1.005 else ""
+    return Need(least, most, f"{why}{boosted} needs {least}")
+
+
+def _unmeasured(role: Role, outlook: Outlook) -> Need:
+    """Return the need of a role before steps were measured: as many as there are, one more if requests wait."""
+    wanted = outlook.report.roles[role].wanted
+    ready = len(outlook.workers(role))
+    waits = outlook.waiting > 0 and (role == "decode") == outlook.is_decode_full()
+    more = ready >= wanted and waits and role != "encode"
+    least = max(1, wanted + more)
+    return Need(least, least, f"{outlook.waiting} requests wait" if waits else "step times are not known yet")
+
+
+def _by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook, scale: float) -> float:
+    """Return the workers that keep the objectives under this load."""
+    if role == "prefill":
+        return capacity.prefill_workers(classes, times, scale)
+    if role == "encode":
+        return capacity.encode_workers(classes, times, scale)
+    return capacity.decode_workers(classes, times, _places(outlook), scale)
+
+
+def _by_queue(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook) -> tuple[float, str]:
+    """Return the workers that the present requests need, and why."""
+    workers = [each for each in outlook.report.workers if each.role == role]
+    waiting = outlook.waiting if (role == "decode") == outlook.is_decode_full() else 0
+    if role == "decode":
+        running = sum(each.running for each in workers) + waiting
+        active = [each for each in classes if each.demand.rate > 0]
+        tokens = math.fsum(each.demand.work("decode") for each in active)
+        context = math.fsum(capacity.mean_context(each.demand) * each.demand.work("decode") for each in active)
+        most = capacity.sequences_per_worker(
+            [each.latency for each in active], times, _places(outlook), context / tokens if tokens else 0.0
+        )
+        memory = math.fsum(each.kv_pressure for each in workers) / _FULL
+        return max(running / most, memory), f"{running} requests at once" if running / most >= memory else "KV memory"
+    if role == "encode":
+        items = sum(each.running + each.waiting for each in workers)
+        return items * times.seconds(times.observed_tokens, 0) / _patience(
+            "encode", classes, outlook
+        ), f"{items} queued"
+    rate = math.fsum(each.demand.rate for each in classes)
+    work = math.fsum(each.demand.work("prefill") for each in classes)
+    tokens = sum(each.queued_tokens for each in workers) + (waiting * work / rate if rate else 0.0)
+    per_token = times.seconds(times.observed_tokens, times.observed_tokens) / times.observed_tokens
+    needed = work * per_token + tokens * per_token / _patience("prefill", classes, outlook)
+    return needed, f"{tokens:,.0f} queued tokens"
+
+
+def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook) -> float:
+    """Return the seconds in which a queue should be empty: a TTFT, but not before new workers could help."""
+    seen = outlook.report.roles[role]
+    limits = [each.latency.ttft for each in classes if each.latency.ttft is not None and each.demand.rate > 0]
+    help_comes = min(seen.flip_seconds, seen.startup_seconds) if outlook.objectives.flips else seen.startup_seconds
+    return max(min(limits, default=1.0), help_comes)
+
+
+def _places(outlook: Outlook) -> Places:
+    workers = outlook.workers("decode")
+    if not workers:
+        return Places(math.inf, 0.0)
+    return Places(
+        sum(each.max_seqs for each in workers) / len(workers), sum(each.kv_tokens for each in workers) / len(workers)
+    )
+
+
+def look_ahead(outlook: Outlook) -> PlannerState:
+    """Return the state after the slow loop: with new forecasts, floors and boosts."""
+    starts = max((seen.startup_seconds for seen in outlook.report.roles.values()), default=0.0)
+    ahead = math.ceil(starts / outlook.objectives.slow_seconds) + 1
+    state = replace(
+        outlook.state,
+        slow_at=outlook.report.at,
+        classes={name: each.end_interval(ahead) for name, each in outlook.state.classes.items()},
+    )
+    later = replace(outlook, state=state)
+    expected = later.expected(ahead)
+    late = _late(later)
+    roles: dict[Role, RoleMemory] = {}
+    for role, seen in outlook.report.roles.items():
+        memory = state.role(role)
+        times = memory.fit.times()
+        floor = 0.0 if times is None else _by_load(role, expected, times, later, memory.boost)
+        boost = memory.boost * _CALM
+        if role in late and _is_settled(role, outlook) and floor <= seen.wanted:
+            boost = memory.boost * _BOOST
+        roles[role] = replace(
+            memory, times=times, floor=math.ceil(floor - 1e-6), boost=min(max(boost, 1.0), _MOST_BOOST)
+        )
+    return state.with_roles(roles)
+
+
+def _is_settled(role: Role, outlook: Outlook) -> bool:
+    """Return whether all wanted workers have been there for as long as it takes to see what they achieve."""
+    memory, quiet = outlook.state.role(role), settle_seconds(outlook.report.roles[role])
+    changes = [change.at for change in (memory.grown, memory.shrunk) if change]
+    return memory.short_since is None and all(outlook.report.at - at >= quiet for at in changes)
+
+
+def _late(outlook: Outlook) -> set[Role]:
+    """Return the roles whose objectives are missed at their percentile."""
+    late: set[Role] = set()
+    for name, each in outlook.state.classes.items():
+        limits = outlook.objectives.latency(name)
+        if limits.ttft is not None and _misses(each.ttft.count, each.ttft.percentile(limits.percentile), limits.ttft):
+            late.add("decode" if outlook.is_decode_full() else "prefill")
+        if limits.itl is not None and _misses(each.itl.count, each.itl.percentile(limits.percentile), limits.itl):
+            late.add("decode")
+    return late
+
+
+def _misses(count: float, measured: float, limit: float) -> bool:
+    return count >= _ENOUGH_VALUES and measured > limit

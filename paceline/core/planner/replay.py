@@ -1,0 +1,106 @@
+"""A record of decisions with their inputs, and its replay. A record is text, one JSON value a line.
+
+The first line is a `Start`: objectives, and the state that the planner began with. Every further line is an `Entry`: a
+report, the decision from it, and a digest of the state after it. A planner that starts again writes a new `Start`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.planner.actions import Decision
+from paceline.core.planner.codec import from_json, to_json
+from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.objectives import Objectives
+from paceline.core.planner.planner import Planner
+from paceline.core.planner.reports import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The beginning of a record: everything that a planner is made of."""
+
+    objectives: Objectives
+    state: PlannerState
+    kind: Literal["start"] = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One decision."""
+
+    report: Report
+    decision: Decision
+    digest: str
+    """Of the planner's state after the decision."""
+    kind: Literal["entry"] = "entry"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A recorded decision, and what the planner of this release decides from the same inputs."""
+
+    line: int
+    """Number of the line in the record, from 1."""
+    recorded: Decision
+    decided: Decision
+    same_state: bool
+    """Whether the planner also remembers the same."""
+
+    @property
+    def same(self) -> bool:
+        return self.recorded == self.decided and self.same_state
+
+
+def digest(state: PlannerState) -> str:
+    """Return a short name of a state: equal states have equal names."""
+    return hashlib.sha256(to_json(state).encode()).hexdigest()[:16]
+
+
+class Recorder:
+    """A planner whose decisions are recorded. The caller writes the lines to a file.
+
+    Args:
+        planner: the planner, as it is when the record begins.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def start(self) -> str:
+        """Return the first line of the record."""
+        return to_json(Start(self.planner.objectives, self.planner.state))
+
+    def decide(self, report: Report) -> tuple[Decision, str]:
+        """Return the decision from a report, and the line of the record."""
+        decision = self.planner.decide(report)
+        return decision, to_json(Entry(report, decision, digest(self.planner.state)))
+
+
+def replay(lines: Iterable[str]) -> Iterator[Replayed]:
+    """Decide again from the recorded reports, and yield each decision beside the recorded one.
+
+    After a decision that differs, the replay goes on with the state that it has itself.
+
+    Raises:
+        InvalidRequestError: a line is no line of a record; the message has its number.
+    """
+    planner: Planner | None = None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = from_json(Start, line) if '"kind":"start"' in line[-20:] else from_json(Entry, line)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"line {number}: {error}") from None
+        if isinstance(value, Start):
+            planner = Planner(value.objectives, value.state)
+        elif planner is None:
+            raise InvalidRequestError(f"line {number}: a record begins with a line of the kind start")
+        else:
+            decided = planner.decide(value.report)
+            yield Replayed(number, value.decision, decided, digest(planner.state) == value.digest)

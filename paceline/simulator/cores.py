@@ -1,0 +1,105 @@
+"""Workers of one host that share its cores, and take turns as `core/turns.py` has it.
+
+A decode worker computes when it has work. After each of its steps, it leaves prefill some time if prefill has work. A
+prefill worker computes in this time, and while no decode worker computes; its step is interrupted between operations,
+so it goes on later where it was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.step_times import Turns
+from paceline.simulator.events import Events
+
+if TYPE_CHECKING:
+    from paceline.simulator.worker import Worker
+
+_STEPS = 8
+"""Number of recent steps from which the time for prefill follows."""
+
+
+class Cores:
+    """The turns of one host's workers."""
+
+    def __init__(self, turns: Turns, events: Events) -> None:
+        self.turns = turns
+        self._events = events
+        self._workers: list[Worker] = []
+        self._recent: deque[float] = deque(maxlen=_STEPS)
+        self._until = 0.0
+        """Instant until which prefill has the cores although decode has work."""
+
+    def enter(self, worker: Worker) -> None:
+        """Note a worker of this host."""
+        if worker not in self._workers:
+            self._workers.append(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """Forget a worker that has ended."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+            self._release()
+
+    def is_wanted(self, worker: Worker) -> bool:
+        """Return whether a prefill worker waits for this decode worker's turn to end."""
+        return worker.role == "decode" and any(own.has_work for own in self._of("prefill"))
+
+    def may_begin(self, worker: Worker) -> bool:
+        """Return whether a worker may begin a step now. If not, it is woken when it may."""
+        if worker.role == "prefill":
+            for own in self._of("decode"):
+                own.cut()
+            return not self._decode_computes() or self._events.now < self._until
+        return not (self._events.now < self._until and self.is_wanted(worker))
+
+    def begun(self, worker: Worker) -> None:
+        """Note that a worker has begun a step."""
+        if worker.role == "decode":
+            for own in self._of("prefill"):
+                own.pause()
+
+    def ended(self, worker: Worker, seconds: Sequence[float]) -> None:
+        """Note that a worker's steps have ended, of which the last ones took these times."""
+        if worker.role != "decode":
+            return
+        self._recent.extend(seconds)
+        if self.is_wanted(worker) and not self._decode_computes():
+            left = self.turns.itl_target - max(self._recent)
+            self._until = self._events.now + max(left, self.turns.least_share * statistics.median(self._recent))
+            self._events.at(self._until, self._release)
+            self._give_to_prefill()
+
+    def idle(self, worker: Worker) -> None:
+        """Note that a worker has no more work, or waits for its turn."""
+        if worker.role == "prefill" and not self.is_wanted_by_prefill():
+            self._until = 0.0
+            self._release()
+        elif worker.role == "decode" and not worker.has_work:
+            self._give_to_prefill()
+
+    def is_wanted_by_prefill(self) -> bool:
+        """Return whether a prefill worker has work."""
+        return any(own.has_work for own in self._of("prefill"))
+
+    def _release(self) -> None:
+        """Let decode workers begin, if the time of prefill is over, and prefill workers if no decode worker does."""
+        if self._events.now >= self._until:
+            for own in self._of("decode"):
+                own.wake()
+        if not self._decode_computes():
+            self._give_to_prefill()
+
+    def _give_to_prefill(self) -> None:
+        for own in self._of("prefill"):
+            own.resume()
+            own.wake()
+
+    def _of(self, role: str) -> list[Worker]:
+        return [own for own in self._workers if own.role == role]
+
+    def _decode_computes(self) -> bool:
+        return any(own.is_computing for own in self._of("decode"))

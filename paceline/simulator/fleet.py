@@ -1,0 +1,196 @@
+"""The workers of a simulated fleet: their starts, drains, flips and failures, and what they cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from paceline.core.cache_policy.registry import find_policy
+from paceline.core.step_times import Profile, WorkerTimes
+from paceline.simulator.cores import Cores
+from paceline.simulator.events import Events
+from paceline.simulator.gateway import Gateway
+from paceline.simulator.host import Host
+from paceline.simulator.prefix_hints import PrefixHints
+from paceline.simulator.scenario import Scenario
+from paceline.simulator.series import Ratios, Yields
+from paceline.simulator.worker import Kit, Role, Worker
+
+FLIP_SECONDS = 1.0
+"""Time in which an idle worker takes its other role. Its weights stay."""
+
+_SLICES = 10
+"""Heartbeats come in as many groups, one after another."""
+
+
+class SimulatedFleet:
+    """Owns workers and hosts.
+
+    Args:
+        goes_on: whether there is more to simulate; heartbeats end when it returns False.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        profile: Profile,
+        block_tokens: int,
+        events: Events,
+        gateway: Gateway,
+        hints: PrefixHints,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        self.workers: dict[str, Worker] = {}
+        """All workers but those that have ended."""
+        self.hosts: list[Host] = []
+        self.device_seconds = 0.0
+        self.cost = 0.0
+        self._scenario, self._profile, self._block_tokens = scenario, profile, block_tokens
+        self._events, self._gateway, self._hints, self._goes_on = events, gateway, hints, goes_on
+        self._policy = find_policy(scenario.cache_policy)
+        self._random = random.Random(scenario.seed + 2)
+        self._count = 0
+        self._paid_until = 0.0
+        self._cores: dict[int, Cores] = {}
+        self._kits: dict[Role, Kit] = {
+            "prefill": _kit(profile.prefill, scenario.seed),
+            "decode": _kit(profile.decode, scenario.seed),
+        }
+
+    def begin(self) -> None:
+        """Have all workers of the scenario ready, and begin with heartbeats and hints."""
+        scenario = self._scenario
+        if scenario.is_aggregated:
+            roles: list[Role] = ["decode"] * (scenario.prefill + scenario.decode)
+        else:
+            # Both roles are spread over the hosts in the same proportion.
+            places = [((i + 0.5) / scenario.prefill, "prefill") for i in range(scenario.prefill)]
+            places += [((i + 0.5) / scenario.decode, "decode") for i in range(scenario.decode)]
+            roles = [role for _, role in sorted(places)]  # type: ignore[misc]
+        for role in roles:
+            self._ready(self._make(role))
+        for failure in scenario.failures:
+            self._events.at(failure.at, self._fail, failure.share)
+        self._beat(0)
+        self._publish()
+
+    # ---- changes
+
+    def add(self, role: Role) -> Worker:
+        """Start a worker, which is ready after its startup time."""
+        worker = self._make(role)
+        self._events.after(worker.kit.times.startup, self._ready, worker)
+        return worker
+
+    def drain(self, worker: Worker, to: Role | None = None) -> None:
+        """Let a worker move its work away, and then end, or go on in the role `to`."""
+        if worker.state == "ready":
+            worker.state, worker.since = "draining", self._events.now
+            self._gateway.drain(worker)
+            self._await_idle(worker, to)
+
+    def count(self, role: Role) -> int:
+        """Return how many workers of a role start or are ready."""
+        return sum(own.role == role and own.state in ("starting", "ready") for own in self.workers.values())
+
+    def times(self, role: Role) -> WorkerTimes:
+        """Return what is known of the workers of a role."""
+        return self._kits[role].times
+
+    def _make(self, role: Role) -> Worker:
+        self.pay()
+        host = next((own for own in reversed(self.hosts) if self._has_place(own)), None)
+        host = host or next((own for own in self.hosts if self._has_place(own)), None) or self._add_host()
+        cores = self._cores.get(host.number)
+        is_coalesced = self._scenario.is_coalesced
+        worker = Worker(self._count, role, host, self._kits, self._events, self._gateway, cores, is_coalesced)
+        self._count += 1
+        self.workers[worker.name] = worker
+        host.workers.append(worker)
+        return worker
+
+    def _has_place(self, host: Host) -> bool:
+        return len(host.workers) < self._scenario.workers_per_host
+
+    def _add_host(self) -> Host:
+        host = Host(len(self.hosts), self._profile, self._block_tokens, self._policy, self._hints)
+        self.hosts.append(host)
+        if self._profile.turns is not None:
+            self._cores[host.number] = Cores(self._profile.turns, self._events)
+        return host
+
+    def _ready(self, worker: Worker) -> None:
+        if worker.state != "gone":
+            worker.state, worker.since = "ready", self._events.now
+            self._gateway.join(worker)
+
+    def _await_idle(self, worker: Worker, to: Role | None) -> None:
+        if worker.state == "gone":
+            return
+        if worker.admitted or worker.has_work:
+            self._events.after(0.1, self._await_idle, worker, to)
+        elif to is None:
+            self._events.after(worker.kit.times.drain, self._end, worker)
+        else:
+            self._events.after(FLIP_SECONDS, self._flip, worker, to)
+
+    def _flip(self, worker: Worker, to: Role) -> None:
+        if worker.state != "gone":
+            self._gateway.forget(worker)
+            worker.take_role(to)
+            self._ready(worker)
+
+    def _end(self, worker: Worker) -> None:
+        """Forget a worker that has no work."""
+        if worker.state != "gone":
+            self.pay()
+            worker.stop()
+            worker.state = "gone"
+            worker.host.workers.remove(worker)
+            del self.workers[worker.name]
+            self._gateway.forget(worker)
+
+    def _fail(self, share: float) -> None:
+        """End a share of all workers at once. Each is started again, if the scenario says so."""
+        self.pay()
+        alive = list(self.workers.values())
+        for worker in self._random.sample(alive, round(len(alive) * share)):
+            was_known, role = worker.state in ("ready", "draining"), worker.role
+            worker.state = "gone"
+            worker.host.workers.remove(worker)
+            del self.workers[worker.name]
+            if was_known:
+                self._gateway.lose(worker)
+            if self._scenario.restarts:
+                self.add(role)
+
+    # ---- what comes again and again
+
+    def _beat(self, part: int) -> None:
+        """Send the heartbeats of a part of the workers."""
+        for worker in list(self.workers.values())[part::_SLICES]:
+            if worker.state == "ready":
+                self._gateway.hear(worker)
+        if self._goes_on():
+            self._events.after(self._scenario.heartbeat_seconds / _SLICES, self._beat, (part + 1) % _SLICES)
+
+    def _publish(self) -> None:
+        for host in self.hosts:
+            host.publish()
+        if self._goes_on():
+            self._events.after(self._scenario.hint_seconds, self._publish)
+
+    def pay(self) -> None:
+        """Add up costs until now."""
+        seconds, self._paid_until = self._events.now - self._paid_until, self._events.now
+        for worker in self.workers.values():
+            times = worker.kit.times
+            self.device_seconds += seconds * times.devices
+            self.cost += seconds * times.devices * times.hourly_cost / 3600
+
+
+def _kit(times: WorkerTimes, seed: int) -> Kit:
+    steps = times.steps
+    return Kit(
+        times, Ratios(steps.prefill_spread, seed), Ratios(steps.decode_spread, seed + 1), Yields(times.drafts, seed)
+    )

@@ -1,0 +1,72 @@
+"""The options of `paceline simulate`. Importing them loads no other file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """\
+Say what a fleet would do under a load, before there is the fleet. `paceline profile` measures a running stack. This
+command takes its times, a load, and a number of workers, and prints times to the first token and between tokens, good
+requests per second, devices and cost."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    load = parser.add_argument_group("load (one of --trace and --load)")
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="requests that a gateway recorded with --record-trace, or Mooncake's"
+    )
+    load.add_argument("--load", type=Path, metavar="FILE", help="TOML or JSON file that describes a load")
+    load.add_argument(
+        "--speed", type=float, default=1.0, metavar="FACTOR", help="have requests come this much faster [%(default)s]"
+    )
+    load.add_argument("--requests", type=int, default=0, metavar="N", help="only the first N requests; 0 for all")
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument(
+        "--profile", type=Path, required=True, metavar="FILE", help="times of a stack, from paceline profile"
+    )
+    fleet.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers [%(default)s]")
+    fleet.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers [%(default)s]")
+    fleet.add_argument(
+        "--aggregated", action="store_true", help="let each of these workers do both: compute and decode"
+    )
+    fleet.add_argument(
+        "--find", action="store_true", help="find the fewest workers that meet the objectives, beginning with these"
+    )
+    fleet.add_argument(
+        "--no-compare",
+        action="store_true",
+        help="do not say whether disaggregation pays, which simulates as many workers that do both, too",
+    )
+    fleet.add_argument("--per-host", type=int, default=8, metavar="N", help="workers of one host [%(default)s]")
+    fleet.add_argument(
+        "--cache-tokens", type=int, default=0, metavar="N", help="tokens of KV that a host holds; 0 for the profile's"
+    )
+    fleet.add_argument("--cache-policy", default="adaptive", metavar="NAME", help="cache policy [%(default)s]")
+    fleet.add_argument(
+        "--fail",
+        action="append",
+        default=[],
+        metavar="SHARE@SECONDS",
+        help="end this share of the workers then, such as 0.33@600; they start again. May be given often",
+    )
+    fleet.add_argument("--planner", action="store_true", help="let the planner scale the fleet, beginning with these")
+    fleet.add_argument(
+        "--budget", type=int, default=0, metavar="DEVICES", help="most devices for the planner; 0 for no limit"
+    )
+    goals = parser.add_argument_group("objectives")
+    goals.add_argument("--ttft", type=float, default=2.0, metavar="SECONDS", help="time to first token [%(default)s]")
+    goals.add_argument(
+        "--itl", type=float, default=0.1, metavar="SECONDS", help="mean time between tokens of a request [%(default)s]"
+    )
+    goals.add_argument(
+        "--share", type=float, default=0.95, metavar="SHARE", help="share of requests that must meet both [%(default)s]"
+    )
+    goals.add_argument(
+        "--queue-seconds", type=float, default=60.0, metavar="SECONDS", help="longest wait for a worker [%(default)s]"
+    )
+    goals.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all that is random [%(default)s]")
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    results.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts")

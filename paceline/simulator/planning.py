@@ -1,0 +1,146 @@
+"""The real planner in a simulated fleet: reports from what happens, actions that take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.core.planner.actions import Add, Decision, Drain, Flip
+from paceline.core.planner.distribution import Distribution
+from paceline.core.planner.planner import Planner
+from paceline.core.planner.reports import Report, RoleReport, Steps, Traffic, WorkerReport
+from paceline.core.planner.reports import Role as AnyRole
+from paceline.simulator.events import Events
+from paceline.simulator.fleet import FLIP_SECONDS, SimulatedFleet
+from paceline.simulator.gateway import Gateway
+from paceline.simulator.recorder import Recorder
+from paceline.simulator.worker import Role, Run, Worker
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+@dataclass(slots=True)
+class _Load:
+    """Steps of one worker with about the same number of tokens."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    context: float = 0.0
+    seconds: Distribution = field(default_factory=Distribution)
+
+
+class SimulatedPlanner:
+    """Calls the planner in its interval and carries out what it decides.
+
+    Args:
+        goes_on: whether there is more to simulate.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        events: Events,
+        fleet: SimulatedFleet,
+        gateway: Gateway,
+        recorder: Recorder,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        self.decisions: list[Decision] = []
+        """Decisions that change something, in order."""
+        self._planner, self._events, self._fleet = planner, events, fleet
+        self._gateway, self._recorder, self._goes_on = gateway, recorder, goes_on
+        self._revision = 0
+        self._wanted = {role: fleet.count(role) for role in ROLES}
+        self._loads: dict[str, dict[int, _Load]] = {}
+
+    def begin(self) -> None:
+        """Decide for the first time after an interval."""
+        self._events.after(self._planner.objectives.fast_seconds, self._decide)
+
+    def stepped(self, worker: Worker, run: Run) -> None:
+        """Note steps of a worker, as its step times report them."""
+        tokens = sum(count for _, count in run.chunks) + run.rows
+        context = sum(own.computed for own, _ in run.chunks) + run.context + run.rows * (run.steps - 1) / 2
+        loads = self._loads.setdefault(worker.name, {})
+        load = loads.setdefault(int(tokens).bit_length(), _Load())
+        load.steps += run.steps
+        load.tokens += tokens * run.steps
+        load.context += context * run.steps
+        load.seconds.add(run.seconds(run.steps) / run.steps, run.steps)
+
+    def _decide(self) -> None:
+        decision = self._planner.decide(self._report())
+        if any(action.kind != "hold" for action in decision.actions):
+            self.decisions.append(decision)
+            self._carry_out(decision)
+        if self._goes_on():
+            self._events.after(self._planner.objectives.fast_seconds, self._decide)
+
+    def _carry_out(self, decision: Decision) -> None:
+        self._revision += 1
+        workers = self._fleet.workers
+        for action in decision.actions:
+            if isinstance(action, Add) and action.role != "encode":
+                for _ in range(action.count - self._wanted[action.role]):
+                    self._fleet.add(action.role)
+            elif isinstance(action, Drain) and action.role != "encode":
+                ready = [own for own in workers.values() if own.role == action.role and own.state == "ready"]
+                victim = workers.get(action.worker) or min(ready, key=lambda own: len(own.admitted), default=None)
+                if victim is not None:
+                    self._fleet.drain(victim)
+            elif isinstance(action, Flip) and action.to != "encode" and action.worker in workers:
+                self._fleet.drain(workers[action.worker], action.to)
+        self._wanted = {role: decision.wanted.get(role, self._wanted[role]) for role in ROLES}
+
+    def _report(self) -> Report:
+        seconds = self._planner.objectives.fast_seconds
+        now = self._events.now
+        waiting = list(self._gateway.waiting)
+        traffic: dict[str, Traffic] = {}
+        for group, recent in self._recorder.take_recent().items():
+            own = [sequence for sequence in waiting if sequence.group == group]
+            traffic[group] = Traffic(
+                seconds,
+                arrivals=recent.arrivals,
+                finished=recent.finished,
+                refused=recent.refused,
+                waiting=len(own),
+                oldest_wait=max((now - sequence.arrival for sequence in own), default=0.0),
+                prompt_tokens=recent.prompts,
+                cached_tokens=recent.cached_tokens,
+                started_tokens=recent.started_tokens,
+                answer_tokens=recent.answers,
+                ttft=recent.ttft,
+                itl=recent.itl,
+            )
+        roles: dict[AnyRole, RoleReport] = {}
+        for role in ROLES:
+            times = self._fleet.times(role)
+            roles[role] = RoleReport(self._wanted[role], None, times.startup, times.drain + 1.0, FLIP_SECONDS + 1.0)
+        workers = tuple(self._describe(worker, now) for worker in self._fleet.workers.values())
+        self._loads.clear()
+        return Report(now, f"{self._revision}", workers, roles, traffic)
+
+    def _describe(self, worker: Worker, now: float) -> WorkerReport:
+        counts = worker.host.counts()
+        steps = tuple(
+            Steps(load.tokens / load.steps, load.context / load.steps, load.seconds)
+            for load in self._loads.get(worker.name, {}).values()
+        )
+        other: Role = "decode" if worker.role == "prefill" else "prefill"
+        return WorkerReport(
+            worker.name,
+            worker.role,
+            worker.host.name,
+            "draining" if worker.state == "draining" else "starting" if worker.state == "starting" else "ready",
+            now - worker.since,
+            running=len(worker.admitted),
+            waiting=len(worker.preempted),
+            queued_tokens=worker.queued_tokens,
+            max_seqs=worker.kit.times.max_seqs,
+            kv_pressure=(counts.held + counts.in_flight) / counts.total,
+            kv_tokens=worker.host.tokens // max(1, len(worker.host.workers)),
+            flips_to=(other,),
+            loss=float(sum(own.computed + own.done for own in worker.admitted)),
+            steps=steps,
+        )

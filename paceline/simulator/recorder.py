@@ -1,0 +1,229 @@
+"""What a simulation measures: the times of every request and token, by class and by minute."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.planner.distribution import Distribution
+from paceline.core.planner.objectives import Objectives
+from paceline.simulator.sequence import Sequence
+from paceline.simulator.worker import Run, Worker
+
+MINUTE = 60.0
+
+_WIDTH = math.log(1.01)
+_LEAST = math.log(1e-5)
+_BUCKETS = 2400
+"""Buckets of 1 % from 10 microseconds to several hours."""
+
+
+class Times:
+    """A histogram of seconds in buckets that are 1 % wide."""
+
+    def __init__(self) -> None:
+        self._counts: NDArray[np.float64] = np.zeros(_BUCKETS)
+        self.count = 0.0
+        self.total = 0.0
+
+    def add(self, seconds: float, times: float = 1.0) -> None:
+        """Count a time, as often as `times` says."""
+        bucket = int((math.log(max(seconds, 1e-5)) - _LEAST) / _WIDTH)
+        self._counts[min(bucket, _BUCKETS - 1)] += times
+        self.count += times
+        self.total += seconds * times
+
+    def add_all(self, seconds: NDArray[np.float64], times: float) -> None:
+        """Count some times, each as often as `times` says."""
+        buckets = ((np.log(np.maximum(seconds, 1e-5)) - _LEAST) / _WIDTH).astype(np.intp)
+        np.add.at(self._counts, np.minimum(buckets, _BUCKETS - 1), times)
+        self.count += times * len(seconds)
+        self.total += times * float(seconds.sum())
+
+    def percentile(self, share: float) -> float:
+        """Return the time of this share, at most 0.5 % off; 0 if there are none."""
+        if not self.count:
+            return 0.0
+        bucket = int(np.searchsorted(np.cumsum(self._counts), share * self.count - 1e-9))
+        return 0.0 if bucket == 0 else math.exp(_LEAST + (min(bucket, _BUCKETS - 1) + 0.5) * _WIDTH)
+
+
+@dataclass(slots=True)
+class Minute:
+    """The requests of one class that arrived in one minute."""
+
+    arrivals: int = 0
+    finished: int = 0
+    good: int = 0
+    """Those that met all objectives."""
+    refused: int = 0
+    ttft: Distribution = field(default_factory=Distribution)
+    mean_itl: Distribution = field(default_factory=Distribution)
+
+
+@dataclass(slots=True)
+class ClassRecord:
+    """The requests of one class."""
+
+    arrivals: int = 0
+    finished: int = 0
+    good: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompts of first attempts that were cached."""
+    answer_tokens: int = 0
+    attempts: int = 0
+    ttft: array[float] = field(default_factory=lambda: array("d"))
+    queued: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds from arrival to the first placement."""
+    mean_itl: array[float] = field(default_factory=lambda: array("d"))
+    """Mean time between tokens of each request that has two."""
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    """Times from arrival to end."""
+    itl: Times = field(default_factory=Times)
+    minutes: defaultdict[int, Minute] = field(default_factory=lambda: defaultdict(Minute))
+
+
+@dataclass(slots=True)
+class Recent:
+    """The traffic of one class since a planner looked last."""
+
+    arrivals: int = 0
+    finished: int = 0
+    refused: int = 0
+    cached_tokens: int = 0
+    started_tokens: int = 0
+    prompts: Distribution = field(default_factory=Distribution)
+    answers: Distribution = field(default_factory=Distribution)
+    ttft: Distribution = field(default_factory=Distribution)
+    itl: Distribution = field(default_factory=Distribution)
+
+
+class Recorder:
+    """Collects what happens.
+
+    Args:
+        token_delay: seconds from the end of a step until clients have its tokens; it shifts the last token.
+        watches: whether a planner reads the traffic.
+    """
+
+    def __init__(self, objectives: Objectives, token_delay: float = 0.0, watches: bool = False) -> None:
+        self.classes: dict[str, ClassRecord] = {}
+        self.recent: dict[str, Recent] = {}
+        self.preemptions = 0
+        self._objectives = objectives
+        self._token_delay = token_delay
+        self._watches = watches
+
+    def of(self, group: str) -> ClassRecord:
+        if group not in self.classes:
+            self.classes[group] = ClassRecord()
+            self.recent[group] = Recent()
+        return self.classes[group]
+
+    def take_recent(self) -> dict[str, Recent]:
+        """Return the traffic since the last call."""
+        recent, self.recent = self.recent, {group: Recent() for group in self.classes}
+        return recent
+
+    def arrived(self, sequence: Sequence) -> None:
+        own = self.of(sequence.group)
+        own.arrivals += 1
+        own.minutes[int(sequence.arrival / MINUTE)].arrivals += 1
+        if self._watches:
+            recent = self.recent[sequence.group]
+            recent.arrivals += 1
+            recent.prompts.add(sequence.prompt_tokens)
+
+    def started(self, sequence: Sequence, now: float) -> None:
+        """Count an attempt that has its blocks."""
+        own = self.of(sequence.group)
+        own.attempts += 1
+        if sequence.first_cached < 0:
+            sequence.first_cached = sequence.cached
+            own.prompt_tokens += sequence.prompt_tokens
+            own.cached_tokens += sequence.cached
+            own.queued.append(sequence.placed - sequence.arrival)
+            recent = self.recent[sequence.group]
+            recent.cached_tokens += sequence.cached
+            recent.started_tokens += sequence.prompt_tokens
+
+    def first_token(self, sequence: Sequence, at: float) -> None:
+        """Count the first token of an attempt, which the client has at an instant."""
+        own = self.of(sequence.group)
+        if sequence.first_token < 0:
+            sequence.first_token = at
+            own.ttft.append(at - sequence.arrival)
+            if self._watches:
+                self.recent[sequence.group].ttft.add(at - sequence.arrival)
+        else:
+            self._gap(sequence, at)
+        sequence.last_token = at
+
+    def stepped(self, worker: Worker, run: Run) -> None:
+        """Count the tokens that steps gave to decoding sequences."""
+        if not run.rows:
+            return
+        first = run.seconds(1)
+        given = run.begin + first + self._token_delay
+        joined: dict[str, int] = {}
+        for sequence in run.joined:
+            self._gap(sequence, given)
+            sequence.last_token = given
+            joined[sequence.group] = joined.get(sequence.group, 0) + 1
+        more = worker.kit.yields.mean - 1
+        for group, rows in run.by_group.items():
+            if rows:
+                own = self.of(group).itl
+                own.add(first, rows - joined.get(group, 0))
+                if run.steps > 1:
+                    own.add_all(_durations(run), rows)
+                if more:
+                    own.add(0.0, rows * run.steps * more)
+                if self._watches:
+                    self.recent[group].itl.add(run.seconds(run.steps) / run.steps, rows * run.steps)
+
+    def _gap(self, sequence: Sequence, at: float) -> None:
+        self.of(sequence.group).itl.add(at - sequence.last_token)
+        if self._watches:
+            self.recent[sequence.group].itl.add(max(0.0, at - sequence.last_token))
+
+    def ended(self, sequence: Sequence, at: float) -> None:
+        """Count a request that has all of its tokens; the client has the last one at `at`."""
+        own, limits = self.of(sequence.group), self._objectives.latency(sequence.group)
+        ttft = sequence.first_token - sequence.arrival
+        itl = (at - sequence.first_token) / max(1, sequence.answer_tokens - 1)
+        own.finished += 1
+        own.answer_tokens += sequence.answer_tokens
+        own.seconds.append(at - sequence.arrival)
+        if sequence.answer_tokens > 1:
+            own.mean_itl.append(itl)
+        is_good = (limits.ttft is None or ttft <= limits.ttft) and (limits.itl is None or itl <= limits.itl)
+        minute = own.minutes[int(sequence.arrival / MINUTE)]
+        minute.finished += 1
+        minute.ttft.add(ttft)
+        minute.mean_itl.add(max(0.0, itl))
+        minute.good += is_good
+        own.good += is_good
+        if self._watches:
+            recent = self.recent[sequence.group]
+            recent.finished += 1
+            recent.answers.add(sequence.answer_tokens)
+
+    def refused(self, sequence: Sequence) -> None:
+        """Count a request that found no room in time, or never fits."""
+        own = self.of(sequence.group)
+        own.refused += 1
+        own.minutes[int(sequence.arrival / MINUTE)].refused += 1
+        self.recent[sequence.group].refused += 1
+
+
+def _durations(run: Run) -> NDArray[np.float64]:
+    """Return the times of all steps of a run but the first one."""
+    return (run.first + run.growth * np.arange(1, run.steps)) * run.ratios.values(run.index + 1, run.steps - 1)

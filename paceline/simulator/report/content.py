@@ -1,0 +1,118 @@
+"""What the report of a simulation shows, as plain values with JSON.
+
+Times are in seconds. A percentile of no values, and a value that does not exist at an instant, is None.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Percentiles(_Value):
+    """The distribution of a time over requests, or over tokens."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class ShownClass(_Value):
+    """The requests of one class."""
+
+    requests: int
+    finished: int
+    refused: int = 0
+    """Requests that found no room in time, or whose attempts all failed."""
+    ttft: Percentiles = Percentiles()
+    """Time from the arrival to the first token."""
+    itl: Percentiles = Percentiles()
+    """Time between two tokens, over all tokens of the class."""
+    total: Percentiles = Percentiles()
+    """Time from the arrival to the last token."""
+    ttft_objective: float | None = None
+    itl_objective: float | None = None
+    within: float | None = None
+    """Share of the requests that met their objectives; None without objectives."""
+    goodput: float = 0.0
+    """Requests per second that met their objectives."""
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were found in caches."""
+
+
+class Series(_Value):
+    """Values over time."""
+
+    at: tuple[float, ...] = ()
+    """Instants from the begin of the trace, in order: the ends of equal intervals."""
+    values: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
+    """By the names that report.js draws, one value for each instant. Any name may be missing.
+
+    arrivals: per second. waiting, running: requests. prefill, decode: ready workers. changing: workers that start or
+    drain. devices: in use. cost: of an hour. within: share of the requests that met their objectives. hit_rate: share
+    of prompt tokens found in caches. kv_usage: share of KV memory that requests use. ttft_p50, ttft_p99, itl_p50,
+    itl_p99: seconds.
+    """
+
+    @model_validator(mode="after")
+    def _check(self) -> Series:
+        if any(len(column) != len(self.at) for column in self.values.values()):
+            raise ValueError("every column of a series needs one value for each instant")
+        return self
+
+
+class ShownDecision(_Value):
+    """A decision of the planner that changed the fleet, and what came of it."""
+
+    at: float
+    line: str
+    """The reason, in one line."""
+    actions: tuple[str, ...] = ()
+    """What was done, such as "add prefill: 3"."""
+    effect: str = ""
+    """What it did, such as "ready after 61 s; TTFT p99 4.10 s before, 1.20 s after"."""
+
+
+class ShownSimulation(_Value):
+    """One simulation."""
+
+    name: str
+    """What was simulated, in a few words."""
+    load: str
+    """The trace or the described load."""
+    profile: str
+    """Machine and model of the profile."""
+    fleet: str
+    """The fleet at the begin, and how it was scaled."""
+    seconds: float
+    """Simulated time."""
+    classes: dict[str, ShownClass]
+    """By name of the class; "" is all requests together."""
+    device_seconds: float = 0.0
+    cost: float = 0.0
+    """Price of all devices, in the currency of the profile."""
+    hit_rate: float | None = None
+    """Share of prompt tokens that were found in caches."""
+    series: tuple[Series, ...] = ()
+    """Values over time. Each name is in one of them."""
+    decisions: tuple[ShownDecision, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Conclusions in sentences, such as whether disaggregation pays for this load."""
+
+
+class Report(_Value):
+    """Simulations of one load that are compared with each other."""
+
+    simulations: tuple[ShownSimulation, ...] = Field(min_length=1)
+    """The first one is the one that was asked for; the others are alternatives to it."""
+    notes: tuple[str, ...] = ()
+    """What the comparison shows."""
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1)

@@ -1,0 +1,136 @@
+"""The decoding sequences of one worker. They advance together, so some steps of all of them take constant time.
+
+Instants are counted in steps of the worker. Between two steps at which a sequence ends or needs blocks, nothing about
+the rows changes but the length of their contexts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.engine.scheduler import LOOKAHEAD_TOKENS
+from paceline.simulator.sequence import Sequence
+from paceline.simulator.series import SIZE, Yields
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A sequence that decodes."""
+
+    sequence: Sequence
+    number: int
+    joined_step: int
+    joined_len: int
+    """Tokens of the context when it joined, the newest one included."""
+    joined_done: int
+    """Tokens of the answer then."""
+    end_step: int
+    grow_step: int
+    is_here: bool = True
+
+
+class Rows:
+    """The rows of a worker.
+
+    Args:
+        yields: tokens that steps give.
+    """
+
+    def __init__(self, yields: Yields) -> None:
+        self.step = 0
+        """Steps so far, and the index of the next one."""
+        self.count = 0
+        self.by_group: dict[str, int] = {}
+        """Number of rows by class of requests."""
+        self._yields = yields
+        self._numbers = 0
+        self._due: list[tuple[int, int, Row]] = []
+        self._rows: dict[Sequence, Row] = {}
+        self._lengths = 0
+        self._steps = 0
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(list(self._rows.values()))
+
+    @property
+    def growth(self) -> float:
+        """Tokens by which one step makes all contexts together longer; a mean if there are drafts."""
+        return self.count * self._yields.mean
+
+    @property
+    def context(self) -> float:
+        """Tokens of all contexts together that the next step reads."""
+        return self._lengths + (self.count * self.step - self._steps) * self._yields.mean
+
+    def join(self, sequence: Sequence, capacity: int) -> None:
+        """Add a sequence with the next step.
+
+        Args:
+            capacity: tokens that fit into its blocks.
+        """
+        length = sequence.prompt_tokens + sequence.done
+        index = _index(sequence)
+        end = self.step + self._yields.steps(index, sequence.left)
+        row = Row(sequence, self._numbers, self.step, length, sequence.done, end, 0)
+        self._numbers += 1
+        self._rows[sequence] = row
+        self.count += 1
+        self.by_group[sequence.group] = self.by_group.get(sequence.group, 0) + 1
+        self._lengths += length
+        self._steps += self.step
+        self.grown(row, capacity)
+
+    def grown(self, row: Row, capacity: int) -> None:
+        """Note the capacity of a row's blocks: it needs more before it has so many tokens."""
+        room = capacity - LOOKAHEAD_TOKENS - row.joined_len
+        index = _index(row.sequence)
+        row.grow_step = max(self.step + 1, row.joined_step + self._yields.steps(index, max(room, 0)))
+        heapq.heappush(self._due, (min(row.grow_step, row.end_step), row.number, row))
+
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence, which keeps the tokens that it has."""
+        row = self._rows.pop(sequence)
+        sequence.done = self._done(row)
+        row.is_here = False
+        self.count -= 1
+        self.by_group[sequence.group] -= 1
+        self._lengths -= row.joined_len
+        self._steps -= row.joined_step
+
+    def has(self, sequence: Sequence) -> bool:
+        return sequence in self._rows
+
+    def newest(self) -> Row | None:
+        """Return the row that joined last; None if there is none."""
+        return next(reversed(self._rows.values()), None)
+
+    def length(self, row: Row) -> int:
+        """Return the tokens of a row's context."""
+        return row.joined_len + self._done(row) - row.joined_done
+
+    def _done(self, row: Row) -> int:
+        given = self._yields.tokens(_index(row.sequence), self.step - row.joined_step)
+        return min(row.joined_done + given, row.sequence.answer_tokens)
+
+    def steps_until_due(self) -> int:
+        """Return the steps until the next row ends or needs blocks; there must be a row."""
+        while not self._due[0][2].is_here:
+            heapq.heappop(self._due)
+        return max(1, self._due[0][0] - self.step)
+
+    def advance(self, steps: int) -> list[Row]:
+        """Count steps, no more than `steps_until_due`. Return the rows that end or need blocks now."""
+        self.step += steps
+        due: list[Row] = []
+        while self._due and (self._due[0][0] <= self.step or not self._due[0][2].is_here):
+            _, _, row = heapq.heappop(self._due)
+            if row.is_here:
+                due.append(row)
+        return due
+
+
+def _index(sequence: Sequence) -> int:
+    """Return where a sequence begins in the series of yields; a later attempt begins elsewhere."""
+    return (sequence.number * 7919 + sequence.done * 31) % SIZE

@@ -1,0 +1,72 @@
+"""What is simulated: a fleet, its options, and what happens to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.errors import ConfigError
+from paceline.core.planner.objectives import Objectives
+from paceline.core.step_times import Profile
+from paceline.simulator.gateway import GatewayOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A share of all workers ends at once, without a drain."""
+
+    at: float
+    """Seconds since the begin."""
+    share: float
+    """From 0 to 1."""
+
+    @staticmethod
+    def parse(text: str) -> Failure:
+        """Return the failure that `SHARE@SECONDS` describes, such as 0.33@600. Raises ConfigError."""
+        share, _, at = text.partition("@")
+        try:
+            found = Failure(float(at), float(share))
+        except ValueError:
+            raise ConfigError(f"--fail {text} is not SHARE@SECONDS, such as 0.33@600") from None
+        if not (0 < found.share <= 1 and found.at >= 0):
+            raise ConfigError(f"--fail {text}: the share must be above 0 and at most 1, the seconds at least 0")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One fleet under one load."""
+
+    profile: Profile
+    prefill: int
+    """Prefill workers at the begin."""
+    decode: int
+    """Decode workers at the begin."""
+    objectives: Objectives = field(default_factory=Objectives)
+    is_aggregated: bool = False
+    """Whether all of these workers are alike: each computes prompts and decodes."""
+    workers_per_host: int = 8
+    cache_policy: str = "adaptive"
+    host_tokens: int = 0
+    """Tokens of KV that a host holds; 0 takes the profile's."""
+    gateway: GatewayOptions = field(default_factory=GatewayOptions)
+    failures: tuple[Failure, ...] = ()
+    restarts: bool = True
+    """Whether workers that have failed are started again."""
+    plans: bool = False
+    """Whether the planner changes the fleet."""
+    hint_seconds: float = 0.5
+    """Time after which the gateway knows which blocks hosts have."""
+    heartbeat_seconds: float = 1.0
+    seed: int = 0
+    is_coalesced: bool = True
+    """Whether steps between two changes are one event. The results are the same, but come much sooner."""
+
+    def check(self) -> None:
+        """Raise ConfigError if there is no such fleet."""
+        if self.prefill < 0 or self.decode < 0 or (self.decode < 1 and not (self.is_aggregated and self.prefill)):
+            raise ConfigError("a fleet needs at least one decode worker: --decode 1")
+        if self.workers_per_host < 1:
+            raise ConfigError("--per-host must be at least 1")
+        if self.hint_seconds <= 0 or self.heartbeat_seconds <= 0:
+            raise ConfigError("the times of hints and heartbeats must be above 0")
+        self.objectives.check()

@@ -1,0 +1,91 @@
+"""One request in a simulation: what is known of it, where it runs, and what it has so far."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.core.context import HASH_BYTES
+from paceline.core.types import Key
+
+if TYPE_CHECKING:
+    from paceline.simulator.worker import Worker
+
+
+def block_name(number: int) -> bytes:
+    """Return the name of a block of a trace as the ledger wants it."""
+    return number.to_bytes(HASH_BYTES, "big")
+
+
+_PRIVATE = itertools.count(1 << 64)
+"""Numbers of blocks that no trace names. A number of a trace has at most 64 bits."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A lease that a request has on a host."""
+
+    key: Key
+    session: int
+    capacity: int
+    """Tokens that fit into its blocks."""
+    sealed: int
+    """Blocks at the front that have their names."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request from its arrival to its end."""
+
+    number: int
+    arrival: float
+    prompt_tokens: int
+    answer_tokens: int
+    group: str
+    names: list[bytes]
+    """Names of full blocks of the context, as far as they are known."""
+    attempt: int = 0
+    done: int = 0
+    """Tokens of the answer that the client has."""
+    context: int = 0
+    """Tokens that the present attempt began with: the prompt, and what earlier attempts gave."""
+    cached: int = 0
+    """How many of them the computing worker found in its host's cache."""
+    computed: int = 0
+    """How many of them are computed or cached."""
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    held: dict[str, Held] = field(default_factory=dict)
+    """Leases of the attempt, by host."""
+    sent: int = 0
+    """Prompt tokens of the attempt that count as queued on the computing worker."""
+    moved: float = 0.0
+    """Instant at which the blocks are on the decode worker's host, but for those of the last chunk."""
+    failed: frozenset[str] = frozenset()
+    first_token: float = -1.0
+    """Instant of the first token; negative before it."""
+    last_token: float = 0.0
+    """Instant of the newest token; only kept at joins, leaves and ends."""
+    placed: float = -1.0
+    """Instant of the first placement."""
+    first_cached: int = -1
+    """Cached tokens of the first attempt."""
+    is_over: bool = False
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the prompt of the present attempt is not computed yet."""
+        return self.computed < self.context
+
+    @property
+    def left(self) -> int:
+        """Tokens of the answer that the client does not have."""
+        return self.answer_tokens - self.done
+
+    def block_names(self, count: int) -> list[bytes]:
+        """Return the names of the first `count` blocks. Blocks that the trace does not name get a name of their own."""
+        names = self.names
+        while len(names) < count:
+            names.append(block_name(next(_PRIVATE)))
+        return names if len(names) == count else names[:count]

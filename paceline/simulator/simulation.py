@@ -1,0 +1,134 @@
+"""A simulation from its begin to its end, and its result as a value that is JSON."""
+
+from __future__ import annotations
+
+from paceline.core.planner.planner import Planner
+from paceline.simulator.events import Events
+from paceline.simulator.fleet import SimulatedFleet
+from paceline.simulator.gateway import Gateway
+from paceline.simulator.planning import SimulatedPlanner
+from paceline.simulator.prefix_hints import PrefixHints
+from paceline.simulator.recorder import Recorder
+from paceline.simulator.result import Level, Result, class_result
+from paceline.simulator.scenario import Scenario
+from paceline.simulator.sequence import Sequence, block_name
+from paceline.simulator.trace import Trace, TraceRequest
+
+LEVEL_SECONDS = 10.0
+"""Interval at which the state of the fleet is sampled."""
+
+
+class Simulation:
+    """One scenario under one trace. `run` is called once."""
+
+    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+        scenario.check()
+        profile = scenario.profile
+        if scenario.host_tokens:
+            profile = profile.model_copy(update={"host_tokens": scenario.host_tokens})
+        self.events = Events()
+        self.recorder = Recorder(scenario.objectives, profile.token.at(0, 0.5), watches=scenario.plans)
+        self._scenario = scenario
+        self._block_tokens = trace.block_tokens
+        self._requests = enumerate(trace)
+        self._running = 0
+        self._is_over = False
+        hints = PrefixHints()
+        self.gateway = Gateway(
+            self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed, self._over
+        )
+        self.fleet = SimulatedFleet(
+            scenario, profile, trace.block_tokens, self.events, self.gateway, hints, self._goes_on
+        )
+        self._planner: SimulatedPlanner | None = None
+        self._levels: list[Level] = []
+
+    def run(self) -> Result:
+        """Simulate until every request has ended."""
+        self.fleet.begin()
+        if self._scenario.plans:
+            self._planner = SimulatedPlanner(
+                Planner(self._scenario.objectives),
+                self.events,
+                self.fleet,
+                self.gateway,
+                self.recorder,
+                self._goes_on,
+            )
+            self.gateway.on_steps = self._planner.stepped
+            self._planner.begin()
+        self._next()
+        self._sample()
+        self.events.run(lambda: self._is_over and not self._running)
+        self.fleet.pay()
+        return self._result()
+
+    def _goes_on(self) -> bool:
+        return not self._is_over or self._running > 0
+
+    def _next(self) -> None:
+        """Wait for the next request of the trace."""
+        entry = next(self._requests, None)
+        if entry is None:
+            self._is_over = True
+        else:
+            self.events.at(entry[1].arrival, self._arrive, *entry)
+
+    def _arrive(self, number: int, request: TraceRequest) -> None:
+        self._running += 1
+        self.gateway.arrive(number, request, [block_name(name) for name in request.blocks])
+        self._next()
+
+    def _over(self, sequence: Sequence) -> None:
+        self._running -= 1
+
+    def _sample(self) -> None:
+        workers = self.fleet.workers.values()
+        counts = [host.counts() for host in self.fleet.hosts]
+        total = sum(own.total for own in counts)
+        self._levels.append(
+            Level(
+                self.events.now,
+                sum(own.role == "prefill" and own.state == "ready" for own in workers),
+                sum(own.role == "decode" and own.state == "ready" for own in workers),
+                sum(own.state == "starting" for own in workers),
+                sum(own.state == "draining" for own in workers),
+                self._running,
+                len(self.gateway.waiting),
+                sum(own.held + own.in_flight for own in counts) / total if total else 0.0,
+            )
+        )
+        if self._goes_on():
+            self.events.after(LEVEL_SECONDS, self._sample)
+
+    def _result(self) -> Result:
+        scenario, workers = self._scenario, list(self.fleet.workers.values())
+        classes = {
+            name: class_result(record, scenario.objectives.latency(name), self.events.now)
+            for name, record in self.recorder.classes.items()
+        }
+        return Result(
+            seconds=self.events.now,
+            prefill=scenario.prefill,
+            decode=scenario.decode,
+            is_aggregated=scenario.is_aggregated,
+            classes=classes,
+            device_seconds=self.fleet.device_seconds,
+            cost=self.fleet.cost,
+            preemptions=self.recorder.preemptions,
+            levels=self._levels,
+            decisions=[] if self._planner is None else self._planner.decisions,
+            busy={
+                role: sum(own.busy_seconds for own in workers if own.role == role)
+                / max(1e-9, self.events.now * sum(own.role == role for own in workers))
+                for role in ("prefill", "decode")
+            },
+        )
+
+
+def simulate(scenario: Scenario, trace: Trace) -> Result:
+    """Simulate a fleet under a load. Equal arguments give equal results.
+
+    Raises ConfigError if the scenario contradicts itself.
+    """
+    return Simulation(scenario, trace).run()

@@ -1,0 +1,402 @@
+"""A worker that only takes time: the rules of `engine/scheduler.py`, with steps whose times come from a profile.
+
+While only decoding sequences run, the steps until the next change are one event, whose end is a sum in constant time.
+If something comes meanwhile, the event is cut at the boundary of a step. `is_coalesced=False` makes an event of each
+step; a test compares both, and another one compares this with the engine's own scheduler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from paceline.core.step_times import WorkerTimes
+from paceline.engine.scheduler import TAIL_TOKENS
+from paceline.engine.stats import MEASURED_TOKENS
+from paceline.simulator.cores import Cores
+from paceline.simulator.events import Events
+from paceline.simulator.rows import Row, Rows
+from paceline.simulator.sequence import Sequence
+from paceline.simulator.series import Ratios, Yields
+
+if TYPE_CHECKING:
+    from paceline.simulator.host import Host
+
+Role = Literal["prefill", "decode"]
+State = Literal["starting", "ready", "draining", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What the workers of one role share."""
+
+    times: WorkerTimes
+    prompts: Ratios
+    decoding: Ratios
+    yields: Yields
+
+
+class Owner(Protocol):
+    """Whoever is told what the steps of workers lead to. All calls come at the end of a step."""
+
+    def computed(self, worker: Worker, sequence: Sequence, tokens: int) -> None:
+        """A chunk of a prompt is computed. If it was the last one, the first token is known."""
+
+    def ended(self, worker: Worker, sequence: Sequence) -> None:
+        """A sequence has all of its tokens."""
+
+    def needs_blocks(self, worker: Worker, row: Row) -> None:
+        """A row's blocks are nearly full. The answer is a call of `grown` of the rows, or of `leave`."""
+
+    def stepped(self, worker: Worker, run: Run) -> None:
+        """Steps have ended."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Steps in a row with the same sequences."""
+
+    begin: float
+    """Instant at which the first step began."""
+    index: int
+    """Number of the first step."""
+    steps: int
+    ratios: Ratios
+    first: float
+    """Seconds of the first step, before its ratio."""
+    growth: float
+    """Seconds by which each step is longer than the one before it."""
+    chunks: list[tuple[Sequence, int]]
+    """Prompts of the step, and how many tokens of each. With any, there is one step."""
+    rows: int
+    """Decoding sequences in each step."""
+    context: float
+    """Tokens that the first step reads for them."""
+    by_group: dict[str, int]
+    """The same by class of requests."""
+    joined: list[Sequence]
+    """Those that decode in these steps for the first time."""
+
+    def seconds(self, steps: int) -> float:
+        """Return the time of the first `steps` steps."""
+        return self.ratios.seconds(self.index, steps, self.first, self.growth)
+
+
+class Worker:
+    """One worker of a fleet.
+
+    Args:
+        number: distinguishes it from all other workers; it decides which part of the series of ratios it has.
+        cores: what it shares with other workers of its host; None if its device is its own.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        role: Role,
+        host: Host,
+        kits: dict[Role, Kit],
+        events: Events,
+        owner: Owner,
+        cores: Cores | None = None,
+        is_coalesced: bool = True,
+    ) -> None:
+        self.number, self.name, self.host = number, f"w{number:05}", host
+        self.session = 2 * number + 3
+        """Session at the host's ledger: an odd number, as for every worker."""
+        self.state: State = "starting"
+        self.since = events.now
+        """Instant at which it came into this state."""
+        self.admitted: dict[Sequence, None] = {}
+        """Sequences that occupy a place, in the order of their admission."""
+        self.preempted: list[Sequence] = []
+        """Sequences that lost their blocks and wait for others, in order."""
+        self.queued_tokens = 0
+        """Prompt tokens that it has accepted and not computed."""
+        self.tokens_per_second = 0.0
+        self.busy_seconds = 0.0
+        self.steps = 0
+        self._events, self._owner, self._cores = events, owner, cores
+        self._is_coalesced = is_coalesced
+        self._kits = kits
+        self._prompts: dict[Sequence, int] = {}  # in order of arrival; the first step that may include each
+        self._joining: dict[Sequence, tuple[int, int]] = {}  # the first step of each, and the capacity of its blocks
+        self._run: Run | None = None
+        self._is_ending = False
+        """Whether the ends of steps are being told, so that the next ones are not planned yet."""
+        self._lingering = 0
+        """Sequences that ended with the last step, but were still there when the next one was planned."""
+        self._version = 0
+        self._left = 0.0
+        """Seconds of the step that are left while it is paused."""
+        self._is_paused = False
+        self._resumed = self._paused = 0.0
+        self.take_role(role)
+
+    def take_role(self, role: Role) -> None:
+        """Begin in a role. There must be no work."""
+        self.role = role
+        self.kit = self._kits[role]
+        self.rows = Rows(self.kit.yields)
+        self._offset = self.number * 2_654_435_761 % (1 << 20)
+        if self._cores is not None:
+            self._cores.enter(self)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.admitted) < self.kit.times.max_seqs and not self.preempted
+
+    @property
+    def is_computing(self) -> bool:
+        return self._run is not None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._run or self._prompts or self._joining or self.rows.count)
+
+    # ---- work that comes and goes
+
+    def compute(self, sequence: Sequence) -> None:
+        """Compute a prompt, from `sequence.computed` on."""
+        self.queued_tokens += sequence.context - sequence.computed
+        self._prompts[sequence] = self._first_step()
+        self._begin()
+
+    def decode(self, sequence: Sequence, capacity: int) -> None:
+        """Decode a sequence, whose blocks have room for `capacity` tokens."""
+        self._joining[sequence] = (self._first_step(), capacity)
+        self._begin()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, at the end of the step under way at the latest. It keeps the tokens that it has."""
+        if self._prompts.pop(sequence, None) is not None:
+            self.queued_tokens -= max(0, sequence.context - sequence.computed)
+        self._joining.pop(sequence, None)
+        if self.rows.has(sequence):
+            if self._run is not None and self._run.steps > 1:
+                self._count_steps_so_far()
+            self.rows.leave(sequence)
+
+    def _count_steps_so_far(self) -> None:
+        """End the run after the steps that are over, and begin the step under way as another run."""
+        run = self._run
+        assert run is not None
+        over = max(0, self._steps_at(run, self._events.now) - 1)
+        if over:
+            end = run.begin + run.seconds(over)
+            self._note(run, over)
+            self.rows.advance(over)
+            first = run.first + over * run.growth
+            context = run.context + over * run.rows * self.kit.yields.mean
+            run = Run(end, run.index + over, 1, run.ratios, first, 0.0, [], run.rows, context, run.by_group, [])
+        run.steps = 1
+        self._run = run
+        self._schedule(run)
+
+    def stop(self) -> list[Sequence]:
+        """End at once. Return all sequences that were here, with the tokens that they have."""
+        sequences = list(self.admitted)
+        for sequence in sequences:
+            self.remove(sequence)
+        self._version += 1
+        self._run, self._is_paused = None, False
+        self.admitted.clear()
+        self.preempted.clear()
+        if self._cores is not None:
+            self._cores.leave(self)
+        return sequences
+
+    # ---- steps
+
+    def _first_step(self) -> int:
+        """Return the first step that can include work that comes now, and end the run before it."""
+        run = self._run
+        if run is None:
+            return self.rows.step
+        steps = self._steps_at(run, self._events.now)
+        if steps < run.steps or self._goes_on_after(run):
+            steps += self.kit.times.planned_steps
+        if steps < run.steps:
+            run.steps = steps
+            self._schedule(run)
+        return run.index - self._offset + steps
+
+    def _goes_on_after(self, run: Run) -> bool:
+        """Return whether there is work for the step after a run, so that this step is planned already."""
+        end = run.index - self._offset + run.steps
+        rest = {own: own.computed + tokens < own.context or self._decodes(own) for own, tokens in run.chunks}
+        return (
+            any(first <= end for first, _ in self._joining.values())
+            or any(first <= end and rest.get(own, True) for own, first in self._prompts.items())
+            or any(row.end_step > end for row in self.rows)
+        )
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence decodes here after its prompt was computed here."""
+        return sequence.prefill is not self and sequence.left > 1
+
+    def _steps_at(self, run: Run, now: float) -> int:
+        """Return how many steps of a run have begun at an instant."""
+        if run.steps == 1 or self._is_paused:
+            return run.steps
+        return max(1, run.ratios.steps_within(now - run.begin, run.index, run.steps, run.first, run.growth))
+
+    def _begin(self) -> None:
+        """Begin the next steps, if none is under way and there is work."""
+        if self._run is not None or self._is_ending or not self.has_work or self.state == "gone":
+            return
+        if self._cores is not None and not self._cores.may_begin(self):
+            return
+        run = self._plan(self.rows.step) or self._plan(None)
+        self._lingering = 0
+        if run is not None:
+            self._run = run
+            if self._cores is not None:
+                self._cores.begun(self)
+            self._schedule(run)
+
+    def _plan(self, step: int | None) -> Run | None:
+        """Return the next steps; None if nothing may run in step number `step`. Without a number, everything may."""
+        joined = [own for own, (first, _) in self._joining.items() if step is None or first <= step]
+        for sequence in joined:
+            _, capacity = self._joining.pop(sequence)
+            self.rows.join(sequence, capacity)
+        times, rows = self.kit.times, self.rows.count
+        drafts = times.drafts.most
+        waiting = (own for own, first in self._prompts.items() if step is None or first <= step)
+        chunks = plan_prompts(waiting, times.max_batched_tokens - rows - self._lingering)
+        if not chunks and not rows:
+            return None
+        steps, context = 1, self.rows.context
+        index = self.rows.step + self._offset
+        if chunks:
+            tokens = sum(count for _, count in chunks)
+            pairs = sum(count * (own.computed + count / 2) for own, count in chunks)
+            first = times.steps.mixed_seconds(tokens, pairs, rows * (1 + drafts), context, rows * drafts)
+            growth = 0.0
+        else:
+            first = times.steps.decode_seconds(rows * (1 + drafts), context, rows * drafts)
+            if self._cores is not None and self._cores.is_wanted(self):
+                first *= self._cores.turns.slowdown
+            growth = times.steps.decode_context * self.rows.growth
+            if self._is_coalesced and (self._cores is None or not self._cores.is_wanted(self)):
+                coming = [first for first, _ in self._joining.values()] + list(self._prompts.values())
+                steps = min([self.rows.steps_until_due(), *(first - self.rows.step for first in coming)])
+        ratios = self.kit.prompts if chunks else self.kit.decoding
+        groups = dict(self.rows.by_group) if rows else {}
+        return Run(self._events.now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined)
+
+    def _schedule(self, run: Run) -> None:
+        """Have the run ended in time; an earlier call of this counts no more."""
+        self._version += 1
+        self._resumed = self._events.now
+        self._left = max(0.0, run.begin + run.seconds(run.steps) - self._events.now)
+        self._events.after(self._left, self._end, self._version)
+
+    def _end(self, version: int) -> None:
+        run = self._run
+        if version != self._version or run is None:
+            return
+        self._run, self._is_ending = None, True
+        self._note(run, run.steps)
+        due = self.rows.advance(run.steps)
+        if self._cores is not None:
+            last = range(max(0, run.steps - 8), run.steps)
+            self._cores.ended(self, [run.ratios.at(run.index + i) * (run.first + i * run.growth) for i in last])
+        for sequence, tokens in run.chunks:
+            if sequence in self._prompts:
+                sequence.computed += tokens
+                self.queued_tokens -= tokens
+                if not sequence.is_computing:
+                    del self._prompts[sequence]
+                    self._lingering += not self._decodes(sequence)
+                self._owner.computed(self, sequence, tokens)
+        for row in due:
+            if row.end_step <= self.rows.step:
+                self._lingering += 1
+                self.rows.leave(row.sequence)
+                self._owner.ended(self, row.sequence)
+            elif row.is_here:
+                self._owner.needs_blocks(self, row)
+        self._lingering *= self.kit.times.planned_steps
+        self._is_ending = False
+        self._begin()
+        self._lingering = 0
+        if self._run is None and self._cores is not None:
+            self._cores.idle(self)
+
+    def _note(self, run: Run, steps: int) -> None:
+        """Count steps of a run that have ended."""
+        seconds = run.seconds(steps)
+        self.steps += steps
+        self.busy_seconds += seconds
+        prompts = sum(tokens for _, tokens in run.chunks)
+        if prompts >= MEASURED_TOKENS and seconds > 0:
+            speed, known = (prompts + run.rows) / seconds, self.tokens_per_second
+            self.tokens_per_second = speed if known == 0 else known + (speed - known) / 8
+        if steps != run.steps:
+            run = dataclasses.replace(run, steps=steps)
+        self._owner.stepped(self, run)
+
+    # ---- shared cores
+
+    def wake(self) -> None:
+        """Begin the next steps, if it is this worker's turn now."""
+        self._begin()
+
+    def pause(self) -> None:
+        """Stop in the middle of a step, because another worker has the cores."""
+        if self._run is not None and not self._is_paused:
+            self._is_paused = True
+            self._left = max(0.0, self._left - (self._events.now - self._resumed))
+            self._paused = self._events.now
+            self._version += 1
+
+    def resume(self) -> None:
+        """Go on with the step."""
+        if self._run is not None and self._is_paused:
+            self._is_paused = False
+            self._resumed = self._events.now
+            assert self._cores is not None
+            overlap = self._cores.turns.overlap * (self._events.now - self._paused)
+            self._left = max(0.0, self._left - overlap)
+            self._version += 1
+            self._events.after(self._left, self._end, self._version)
+
+    def cut(self) -> None:
+        """End the run with the step under way, because another worker waits for its turn."""
+        run = self._run
+        if run is not None and (steps := self._steps_at(run, self._events.now)) < run.steps:
+            run.steps = steps
+            self._schedule(run)
+
+
+def plan_prompts(waiting: Iterable[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    """Return the prompts of the next step and how many tokens of each, by the rules of `Scheduler.plan`.
+
+    Args:
+        waiting: prompts in the order of their arrival.
+        budget: the most tokens of the step, without those of decoding sequences.
+    """
+    chunks: list[tuple[Sequence, int]] = []
+    room = budget
+    for sequence in waiting:
+        if budget <= 0:
+            break
+        left = sequence.context - sequence.computed
+        if _is_read_elsewhere(sequence) and left > 2 * TAIL_TOKENS:
+            left -= TAIL_TOKENS
+        # Two pieces of about the same size: a small last piece would share its step with the next prompt.
+        length = (left + 1) // 2 if budget < left < 2 * budget else min(left, budget)
+        chunks.append((sequence, length))
+        budget -= length
+        if 2 * budget <= room:
+            break
+    return chunks
+
+
+def _is_read_elsewhere(sequence: Sequence) -> bool:
+    prefill, decode = sequence.prefill, sequence.decode
+    return prefill is not None and decode is not None and prefill.host is not decode.host

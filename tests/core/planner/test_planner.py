@@ -1,0 +1,141 @@
+"""What the planner does in situations in which other planners fail. The proof (`tests/proof`) tries many more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.planner.actions import Decision, Drain, Hold
+from paceline.core.planner.codec import from_json, to_json
+from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
+from paceline.core.planner.planner import Planner
+from paceline.core.planner.reports import Report, RoleReport, Traffic, WorkerReport
+from tests.core.planner.fleets import decode_report
+
+OBJECTIVES = Objectives(
+    default=Latency(ttft=1.0, itl=0.06), roles={"decode": RoleLimits(0, 8)}, idle_seconds=20.0, slow_seconds=30.0
+)
+
+
+def run(planner: Planner, make: Callable[[float], Report], ticks: int, first: float = 0.0) -> list[Decision]:
+    """Return the decisions from `ticks` reports, five seconds apart."""
+    return [planner.decide(make(first + 5.0 * (tick + 1))) for tick in range(ticks)]
+
+
+def wanted(decisions: list[Decision]) -> list[int]:
+    return [decision.wanted["decode"] for decision in decisions]
+
+
+@pytest.fixture
+def planner() -> Planner:
+    """Return a planner that has watched two workers with 10 requests each for a while."""
+    planner = Planner(OBJECTIVES)
+    run(planner, lambda at: decode_report(at, 2, 10), 4)
+    return planner
+
+
+def test_more_load_adds_workers(planner: Planner) -> None:
+    decisions = run(planner, lambda at: decode_report(at, 2, 38), 3, first=20.0)
+    assert decisions[-1].wanted["decode"] > 2
+    assert decisions[-1].line.startswith("add decode 2->")
+
+
+def test_a_role_grows_while_an_earlier_change_runs(planner: Planner) -> None:
+    def starting(at: float) -> Report:
+        report = decode_report(at, 2, 40)
+        more = tuple(WorkerReport(f"s{i}", "decode", state="starting", state_seconds=5.0) for i in range(1))
+        return replace(report, workers=report.workers + more, roles={"decode": RoleReport(3)})
+
+    assert max(wanted(run(planner, starting, 3, first=20.0))) > 3
+
+
+def test_zero_traffic_scales_to_zero_and_a_request_wakes_the_fleet(planner: Planner) -> None:
+    decisions = run(planner, lambda at: decode_report(at, 2, 0), 14, first=20.0)
+    assert decisions[-1].wanted["decode"] < 2
+    run(planner, lambda at: decode_report(at, 0, 0), 4, first=100.0)
+    waiting = {"chat": Traffic(5.0, arrivals=1, waiting=1, oldest_wait=0.1)}
+    woken = planner.decide(decode_report(125.0, 0, 0, traffic=waiting))
+    assert woken.wanted["decode"] >= 1
+
+
+def test_the_fleet_shrinks_although_a_worker_never_starts(planner: Planner) -> None:
+    def stuck(at: float) -> Report:
+        report = decode_report(at, 2, 0)
+        pending = WorkerReport("s0", "decode", state="starting", state_seconds=at)
+        return replace(
+            report, workers=(*report.workers, pending), roles={"decode": RoleReport(3, startup_seconds=10.0)}
+        )
+
+    decisions = run(planner, stuck, 30, first=20.0)
+    first = next(decision for decision in decisions if decision.wanted["decode"] < 3)
+    assert [action.worker for action in first.actions if isinstance(action, Drain)] == ["s0"]
+
+
+def test_a_worker_that_does_not_even_exist_is_given_up_first(planner: Planner) -> None:
+    roles = {"decode": RoleReport(3, startup_seconds=10.0, drain_seconds=5.0)}
+    decisions = run(planner, lambda at: decode_report(at, 2, 0, roles=roles), 30, first=20.0)
+    first = next(decision for decision in decisions if decision.wanted["decode"] < 3)
+    assert first.actions == (Drain("decode", 2, "", first.actions[0].reason),)
+
+
+def test_a_load_between_two_sizes_does_not_oscillate() -> None:
+    # One worker is just too few. Whatever the number of workers is, the same requests are spread over them.
+    planner, count, seen = Planner(OBJECTIVES), 1, []
+    for tick in range(400):
+        count = planner.decide(decode_report(5.0 * tick, count, round(44 / count))).wanted["decode"]
+        seen.append(count)
+    changes = sum(before != after for before, after in itertools.pairwise(seen))
+    assert changes <= 3, seen
+
+
+def test_lost_figures_hold_the_fleet(planner: Planner) -> None:
+    decisions = run(planner, lambda at: decode_report(at, 2, 0, traffic_age=60.0), 60, first=20.0)
+    assert all(isinstance(decision.actions[0], Hold) for decision in decisions)
+    assert "60 s old" in decisions[-1].line
+    decisions = run(planner, lambda at: decode_report(at, 2, 0, gateways_lost=1), 60, first=400.0)
+    assert set(wanted(decisions)) == {2}
+
+
+def test_a_person_s_number_wins_until_it_is_released(planner: Planner) -> None:
+    pinned = {"decode": RoleReport(2, pinned=2)}
+    busy = run(planner, lambda at: decode_report(at, 2, 60, roles=pinned), 5, first=20.0)
+    assert set(wanted(busy)) == {2}
+    assert planner.decide(decode_report(50.0, 2, 60)).wanted["decode"] > 2
+
+
+def test_a_report_that_comes_late_changes_nothing(planner: Planner) -> None:
+    state = planner.state
+    decision = planner.decide(decode_report(15.0, 2, 100))
+    assert "not newer" in decision.line
+    assert planner.state is state
+
+
+def test_a_planner_goes_on_from_saved_state(planner: Planner) -> None:
+    other = Planner(OBJECTIVES, from_json(PlannerState, to_json(planner.state)))
+    for at in range(25, 100, 5):
+        report = decode_report(float(at), 2, at)
+        assert other.decide(report) == planner.decide(report)
+
+
+def test_advice_is_marked() -> None:
+    planner = Planner(replace(OBJECTIVES, advisory=True))
+    assert planner.decide(decode_report(5.0, 2, 10)).advisory
+
+
+@pytest.mark.parametrize(
+    ("objectives", "message"),
+    [
+        (Objectives(default=Latency(percentile=95)), "between 0 and 1"),
+        (Objectives(classes={"chat": Latency(ttft=0.0)}), "class chat: .* above 0"),
+        (Objectives(roles={"decode": RoleLimits(3, 2)}), "least <= most"),
+        (Objectives(roles={"decode": RoleLimits(3, 4, 2)}, budget=5), "take 6 devices, the budget has 5"),
+    ],
+)
+def test_objectives_that_contradict_each_other_are_refused(objectives: Objectives, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Planner(objectives)

@@ -1,0 +1,102 @@
+"""A small part of Kustomize, as much as kubernetes/ uses. Anything else in a kustomization is an error, so that a test
+cannot pass on manifests that were only half read."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonpatch
+import yaml
+
+Json = dict[str, Any]
+
+_KEYS = {"apiVersion", "kind", "namespace", "labels", "resources", "configMapGenerator", "images", "patches"}
+_OF_THE_CLUSTER = {"Namespace", "PriorityClass"}
+_TEMPLATES = {"Deployment", "DaemonSet", "Job"}
+
+
+def build(folder: Path, more: tuple[str, ...] = ()) -> list[Json]:
+    """Return the objects that `kubectl kustomize FOLDER` prints. Names of generated ConfigMaps get no hash.
+
+    Args:
+        more: resources besides those in the kustomization.
+    """
+    plan = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert set(plan) <= _KEYS, f"tests/kubernetes/kustomize.py knows nothing of {set(plan) - _KEYS}"
+    objects: list[Json] = []
+    for name in (*plan.get("resources", ()), *more):
+        path = folder / name
+        objects += build(path) if path.is_dir() else [each for each in yaml.safe_load_all(path.read_text()) if each]
+    for each in plan.get("configMapGenerator", ()):
+        _generate(objects, folder, each)
+    for patch in plan.get("patches", ()):
+        _patch(objects, patch)
+    for each in objects:
+        if "namespace" in plan and each["kind"] not in _OF_THE_CLUSTER:
+            each["metadata"]["namespace"] = plan["namespace"]
+            for subject in each.get("subjects", ()):
+                subject["namespace"] = plan["namespace"]
+        for label in plan.get("labels", ()):
+            assert set(label) == {"pairs", "includeTemplates"}
+            for metadata in _metadata(each):
+                metadata["labels"] = {**metadata.get("labels", {}), **label["pairs"]}
+        for container in containers(each):
+            for image in plan.get("images", ()):
+                assert set(image) <= {"name", "newName", "newTag"}
+                if container["image"] == image["name"]:
+                    container["image"] = f"{image.get('newName', image['name'])}:{image['newTag']}"
+    return objects
+
+
+def containers(found: Json) -> list[Json]:
+    """Return the containers of an object's pods, those that run before the others included."""
+    pod = pod_of(found)
+    return [] if pod is None else [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def pod_of(found: Json) -> Json | None:
+    """Return the specification of an object's pods; None if it has none."""
+    return dict_of(found["spec"]["template"]["spec"]) if found["kind"] in _TEMPLATES else None
+
+
+def dict_of(value: Any) -> Json:
+    assert isinstance(value, dict)
+    return value
+
+
+def _metadata(found: Json) -> Iterator[Json]:
+    yield found["metadata"]
+    if found["kind"] in _TEMPLATES:
+        yield found["spec"]["template"]["metadata"]
+
+
+def _generate(objects: list[Json], folder: Path, plan: Json) -> None:
+    assert set(plan) <= {"name", "files", "behavior"}
+    data = {Path(name).name: (folder / name).read_text() for name in plan["files"]}
+    if plan.get("behavior", "create") == "create":
+        metadata = {"name": plan["name"]}
+        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+        return
+    assert plan["behavior"] == "merge"
+    (found,) = [each for each in objects if each["kind"] == "ConfigMap" and each["metadata"]["name"] == plan["name"]]
+    found["data"].update(data)
+
+
+def _patch(objects: list[Json], plan: Json) -> None:
+    """Apply a JSON patch (RFC 6902) to the objects that its target names."""
+    assert set(plan) == {"target", "patch"}
+    assert set(plan["target"]) == {"kind", "name"}
+    found = [
+        each
+        for each in objects
+        if each["kind"] == plan["target"]["kind"] and re.fullmatch(plan["target"]["name"], each["metadata"]["name"])
+    ]
+    assert found, f"no object is the target of the patch {plan['target']}"
+    for each in found:
+        new = jsonpatch.apply_patch(copy.deepcopy(each), yaml.safe_load(plan["patch"]))
+        each.clear()
+        each.update(new)

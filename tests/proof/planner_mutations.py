@@ -1,0 +1,191 @@
+"""Mutations of the planner, each without one of its guards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.planner import guards, memory, moves, needs, planner, sizing, step_fit
+from paceline.core.planner.actions import Decision
+from paceline.core.planner.guards import Guards
+from paceline.core.planner.memory import Change, PlannerState
+from paceline.core.planner.moves import Moves
+from paceline.core.planner.needs import Need, Outlook
+from paceline.core.planner.objectives import Objectives
+from paceline.core.planner.planner import Planner
+from paceline.core.planner.reports import Report, Role, Steps, WorkerReport
+from paceline.core.planner.step_fit import Observed
+
+Patch = pytest.MonkeyPatch
+
+
+def without_a_look_for_missing_figures(patch: Patch) -> None:
+    """Believe every report, whatever is missing in it."""
+    for module in (guards, memory):
+        patch.setattr(module, "missing", lambda report, objectives: "")
+    patch.setattr(guards, "is_fresh", lambda worker, objectives: True)
+
+
+def without_a_watch_after_lost_reports(patch: Patch) -> None:
+    """Shrink with the first complete report after a gap."""
+
+    def observe(state: PlannerState, report: Report, objectives: Objectives) -> PlannerState:
+        return replace(original(state, report, objectives), since=-1e9)
+
+    original = memory.observe
+    patch.setattr(planner, "observe", observe)
+
+
+def without_the_guard_against_reversals(patch: Patch) -> None:
+    """Change the fleet back as soon as the need seems to have changed."""
+    patch.setattr(Guards, "_reversal", lambda guards, role, change, patience: "")
+
+
+def without_changes_of_others(patch: Patch) -> None:
+    """Forget what the platform says about changes that this planner has not seen."""
+
+    def last_change(known: Change | None, before: object, *rest: object) -> Change | None:
+        return known if before is None else original(known, before, *rest)  # type: ignore[arg-type]
+
+    original = memory._last_change
+    patch.setattr(memory, "_last_change", last_change)
+
+
+def without_a_memory_of_relapses(patch: Patch) -> None:
+    """Shrink again and again after the same time, although the role had to grow again each time."""
+    patch.setattr(memory, "_relapses", lambda memory, load, role: 0)
+
+
+def without_steady_targets(patch: Patch) -> None:
+    """Shrink to the newest target, and not to the largest of the last ones."""
+    patch.setattr(Moves, "_highest", lambda moves, role, reports: 0)
+
+
+def without_a_pause_while_workers_start(patch: Patch) -> None:
+    """Shrink while workers start or drain."""
+    patch.setattr(Guards, "_is_changing", lambda guards, role: False)
+
+
+def without_a_look_for_stuck_workers(patch: Patch) -> None:
+    """Wait for ever for a worker that never starts."""
+    patch.setattr(Guards, "is_stuck", lambda guards, role: False)
+
+
+def without_room_for_requests(patch: Patch) -> None:
+    """Drain a worker although the others have no room for its requests."""
+
+    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport]) -> str:
+        return original(guards, replace(worker, running=0, waiting=0, kv_pressure=0.0), others)
+
+    original = Guards.leaving
+    patch.setattr(Guards, "leaving", leaving)
+
+
+def without_a_last_worker(patch: Patch) -> None:
+    """Let the last worker of a role leave while there are requests."""
+
+    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport]) -> str:
+        reason = original(guards, worker, others)
+        return "" if "last ready" in reason else reason
+
+    original = Guards.leaving
+    patch.setattr(Guards, "leaving", leaving)
+    patch.setattr(Outlook, "is_idle", property(lambda outlook: not outlook.waiting))
+
+
+def without_kept_workers(patch: Patch) -> None:
+    """Drain workers that a person keeps."""
+
+    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport]) -> str:
+        reason = original(guards, worker, others)
+        return "" if "a person keeps" in reason else reason
+
+    original = Guards.leaving
+    patch.setattr(Guards, "leaving", leaving)
+
+
+def without_pinned_counts(patch: Patch) -> None:
+    """Size roles that a person has set."""
+
+    def size(needs: dict[Role, Need], report: Report, objectives: Objectives) -> dict[Role, int]:
+        free = {role: replace(seen, pinned=None) for role, seen in report.roles.items()}
+        return original(needs, replace(report, roles=free), objectives)
+
+    original = sizing.size
+    patch.setattr(planner, "size", size)
+
+
+def without_the_budget(patch: Patch) -> None:
+    """Start as many workers as are needed."""
+    patch.setattr(moves, "devices", lambda counts, objectives: 0)
+    patch.setattr(moves, "draining_devices", lambda report, objectives: 0)
+    patch.setattr(sizing, "devices", lambda counts, objectives: 0)
+
+
+def without_draining_devices(patch: Patch) -> None:
+    """Give the devices of draining workers away before these have ended."""
+    patch.setattr(moves, "draining_devices", lambda report, objectives: 0)
+
+
+def without_limits(patch: Patch) -> None:
+    """Ignore the least and the most of each role."""
+
+    def size(needs: dict[Role, Need], report: Report, objectives: Objectives) -> dict[Role, int]:
+        limits = {role: replace(each, least=0, most=99) for role, each in objectives.roles.items()}
+        return original(needs, report, replace(objectives, roles=limits))
+
+    original = sizing.size
+    patch.setattr(planner, "size", size)
+
+
+def without_idleness(patch: Patch) -> None:
+    """Keep a worker of each role although there has been no request for long."""
+    patch.setattr(Outlook, "is_idle", property(lambda outlook: False))
+
+
+def without_a_wake(patch: Patch) -> None:
+    """Wait for measured step times before a fleet without workers grows."""
+
+    def unmeasured(role: Role, outlook: Outlook) -> Need:
+        wanted = outlook.report.roles[role].wanted
+        return Need(wanted, wanted, "unknown")
+
+    patch.setattr(needs, "_unmeasured", unmeasured)
+
+
+def with_old_reports(patch: Patch) -> None:
+    """Decide from a report that is older than the last one."""
+
+    def decide(self: Planner, report: Report) -> Decision:
+        self.state = replace(self.state, at=None)
+        return original(self, report)
+
+    original = Planner.decide
+    patch.setattr(Planner, "decide", decide)
+
+
+def with_cold_steps(patch: Patch) -> None:
+    """Learn from the first steps of new workers, and from the last observation only."""
+    patch.setattr(memory, "WARM_SECONDS", 0.0)
+
+    def add(observed: Observed, steps: Steps) -> Observed:
+        slowest = max((*observed.seconds, steps.seconds.percentile(0.5)))
+        return Observed(steps.tokens, steps.context, (slowest,) * 3)
+
+    patch.setattr(step_fit.Observed, "add", add)
+
+
+def without_revisions(patch: Patch) -> None:
+    """Name no state of the fleet in decisions, so that they are carried out although somebody else has acted."""
+
+    def decide(self: Planner, report: Report) -> Decision:
+        return replace(original(self, report), expects="")
+
+    original = Planner.decide
+    patch.setattr(Planner, "decide", decide)
+
+
+MUTATIONS = {
+    name: mutate for name, mutate in globals().items() if name.startswith(("without_", "with_")) and callable(mutate)
+}

@@ -1,0 +1,17 @@
+"""Pods are replaced as Kubernetes does it, and no stream is lost. `python -m bench.pod_lifecycle` has 1,000 streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.pod_lifecycle import FLEET, run
+
+
+@pytest.mark.stack
+async def test_no_stream_is_lost_while_every_pod_is_replaced(tmp_path: Path) -> None:
+    outcomes, cluster = await run(tmp_path, streams=40, concurrency=4, hurry=10)
+    assert outcomes.lost == []
+    assert outcomes.good >= 40
+    assert cluster.ends == {"ended with code 0": sum(FLEET.values())}
