@@ -167,7 +167,7 @@ async def test_a_failed_attempt_is_told_with_its_reason(start_stack: StartStack,
     answer = await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)
     (part,) = (await ended(stack, answer.json()["id"]))["parts"]
     first, second = part["attempts"]
-    assert first["failure"]["reason"] == f"{role} worker {role}-0: the toy was told to fail"
+    assert first["failure"]["reason"] == f"{role} worker {role}-0 failed with an unexpected error; its log has it"
     assert first["admission"]["decode"]["worker"] == "decode-0"
     assert second["admission"][role]["worker"] == f"{role}-1"
     assert (first["attempt"], second["attempt"], second["failure"]) == (1, 2, None)
