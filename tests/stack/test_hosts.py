@@ -64,7 +64,7 @@ async def transfers(cluster: Cluster) -> dict[str, float]:
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
 
 
-@pytest.mark.parametrize("transport", ["grpc", "ucx"], indirect=True)
+@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.thorough), "ucx"], indirect=True)
 async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster, transport: str) -> None:
     expected = [await answer(cluster, PROMPT + end) for end in ("", " And", " But then")]
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
