@@ -88,7 +88,8 @@ async def test_streams_go_on_at_another_gateway(cluster: Cluster) -> None:
     other = cluster.processes[name]
     other.wait_for(" serving ")
     report, questions = Report(), completions(PROMPTS[:4])
-    async with cluster.client(120) as http, httpx.AsyncClient(base_url=cluster.url_of(name), timeout=120) as doomed:
+    at_doomed = httpx.AsyncClient(base_url=cluster.url_of(name), headers=cluster.admin, timeout=120)  # the same key
+    async with cluster.client(120) as http, at_doomed as doomed:
         client = Client(doomed, questions, TOKENS, report, gateways_end=True, others=[http])
         await client.learn(len(questions))
         sampled = {"prompt": PROMPTS[0], "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}

@@ -191,7 +191,7 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
     Returns False if another service is at the address. Raises RefusedError if the service does not accept our secret,
     and UntrustedError if TLS fails.
     """
-    return await health_of(channel, name, timeout) == health_pb2.HealthCheckResponse.SERVING
+    return bool(await health_of(channel, name, timeout) == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def health_of(

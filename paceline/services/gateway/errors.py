@@ -97,6 +97,8 @@ class ApiError(Exception):
         self.status = status
         self.headers: dict[str, str] = {}
         """Headers of the answer, besides those that its status needs."""
+        self.is_for_others = False
+        """Whether another gateway can give the answer at once."""
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
     def response(self) -> ErrorResponse:
@@ -191,6 +193,7 @@ def to_api_error(error: Exception) -> ApiError:
         return answer
     if isinstance(error, LeavingError):
         answer = ApiError(503, str(error), type="service_unavailable", code="gateway_shutting_down")
+        answer.is_for_others = True
         answer.headers = {"Connection": "close"}  # or a load balancer would send its next request here, too
         return answer
     if isinstance(error, PacelineError):

@@ -252,6 +252,8 @@ class Fleet:
             self._drop(worker)
 
     async def _is_serving(self, worker: RemoteWorker) -> bool:
+        if not worker.is_compatible:
+            return False
         try:
             return await is_serving(worker.channel, worker.member.worker_id)
         except RefusedError as error:

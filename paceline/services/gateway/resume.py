@@ -40,6 +40,10 @@ class Position(NamedTuple):
         return f"{self.tokens}{'f' * self.has_finished}{f'-{self.missing}' if self.missing else ''}"
 
 
+_NOTHING = Position(-1)
+"""The position of a client that does not have the stream's beginning either."""
+
+
 def read_positions(text: str, choices: int) -> list[Position]:
     """Return the position in each choice that an event's id names. Raises ApiError."""
     found = [_ENTRY.fullmatch(entry) for entry in text.split(",")]
@@ -84,13 +88,13 @@ class StreamIds:
 
     def __init__(self, received: Sequence[Position] | None, choices: int) -> None:
         self.resumes = received is not None
-        self._received = list(received or [Position()] * choices)
+        self._received = list(received or [_NOTHING] * choices)
         self._sent = [Position()] * choices
 
     def gathering(self, index: int, take: Callable[[Event], object]) -> Callable[[Event], object]:
         """Return a function that gives a choice's events to `take`, all tokens that the client has in one of them."""
         received = self._received[index].tokens
-        return Gathering(received, take) if received else take
+        return Gathering(received, take) if received > 0 else take
 
     def begin(self, events: bytes) -> bytes:
         """Return the events before the first delta, with an id."""

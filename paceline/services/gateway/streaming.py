@@ -202,9 +202,8 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _last_events(self, error: ApiError) -> bytes:
-        """Return the events of an error, with the time after which clients of server-sent events come back."""
-        is_passing = error.status in (429, 503)
-        retry = f"retry: {RETRY_AFTER_SECONDS * 1000}\n".encode() if is_passing else b""
+        """Return the events of an error, with the time after which clients come back if another gateway can go on."""
+        retry = f"retry: {RETRY_AFTER_SECONDS * 1000}\n".encode() if error.is_for_others else b""
         return retry + self._error_events(error)
 
     async def _send_events(self, data: bytes, send: Send, send_body: Send) -> None:

@@ -211,7 +211,7 @@ async def test_an_encoder_that_fails_costs_an_attempt_and_another_one_goes_on(cl
     request = Request(runner_of(cluster), [1, 2])
     assert len(await request.task) == 9
     assert request.sequence.failures.count == 1
-    assert "not to encode" in request.sequence.trace.tries[0].failure
+    assert "encode worker e has ended" in request.sequence.trace.tries[0].failure
     assert sorted(call.work.key.attempt for call in encodings(prefill)) == [2, 2]
     assert decode.active == 0
     await eventually(lambda: prefill.active == encode.active == 0)
