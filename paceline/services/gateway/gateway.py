@@ -135,6 +135,11 @@ class Gateway:
                 await self.traces.requests.wait_until_idle()  # slow clients may still read
         self.runner.abort()
 
+    def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
+        """Return for each host id the name and the tokens of its cached blocks, as far as this gateway knows."""
+        hosts = {host_id: self._prefixes.host(host_id) for host_id in self._prefixes.hosts()}
+        return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
+
     async def _wait_for_workers(self) -> None:
         """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker."""
         if not self.fleet.has_served.is_set() and self.fleet.is_starting:

@@ -11,7 +11,7 @@ from paceline.services.gateway.failures import Cause, Failure
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
-from paceline.services.gateway.worker_call import WorkerFailedError
+from paceline.services.gateway.worker_call import WorkerDrainingError, WorkerFailedError
 
 BACKGROUND_SECONDS = 86400.0
 """Longest life of a sequence of the background, in seconds. Its caller has a deadline of its own."""
@@ -97,6 +97,7 @@ class Patience:
 
 
 def _cause(error: WorkerFailedError, begun: bool) -> Cause:
-    if error.link is not None or error.worker.member.state == "draining" or (error.unreachable and not begun):
+    drains = isinstance(error, WorkerDrainingError) or error.worker.member.state == "draining"
+    if error.link is not None or drains or (error.unreachable and not begun):
         return Cause.ELSEWHERE
     return Cause.WORKER_ENDED if error.unreachable or error.lost_blocks else Cause.REQUEST

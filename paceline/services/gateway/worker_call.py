@@ -12,6 +12,7 @@ import grpc.aio
 
 from paceline.core.errors import (
     BusyError,
+    DrainingError,
     InvalidRequestError,
     PacelineError,
     RefusedError,
@@ -47,12 +48,7 @@ class WorkerFailedError(UnavailableError):
     """
 
     def __init__(
-        self,
-        message: str,
-        worker: RemoteWorker,
-        unreachable: bool,
-        link: Link | None = None,
-        lost_blocks: bool = False,
+        self, message: str, worker: RemoteWorker, unreachable: bool, link: Link | None = None, lost_blocks: bool = False
     ) -> None:
         super().__init__(message)
         self.worker = worker
@@ -61,12 +57,12 @@ class WorkerFailedError(UnavailableError):
         self.lost_blocks = lost_blocks
 
 
-class WorkerDrainingError(UnavailableError):
-    """An attempt ended because its worker drains. The sequence goes on elsewhere, and no attempt is counted."""
+class WorkerDrainingError(WorkerFailedError):
+    """A worker drains, so it has refused an attempt or the attempt leaves it. The sequence goes on elsewhere, and no
+    attempt is counted."""
 
     def __init__(self, worker: RemoteWorker) -> None:
-        super().__init__(f"{worker} drains")
-        self.worker = worker
+        super().__init__(f"{worker} drains", worker, unreachable=False)
 
 
 class WorkerBusyError(BusyError):
@@ -137,6 +133,9 @@ def _error_of(error: grpc.aio.AioRpcError, worker: RemoteWorker, link: Link | No
         return mapped
     if isinstance(mapped, BusyError):
         return WorkerBusyError(str(mapped), worker)
+    if isinstance(mapped, DrainingError):
+        worker.note_draining()  # Redis may not have said so yet
+        return WorkerDrainingError(worker)
     moved = link if isinstance(mapped, TransferError) else None
     elsewhere = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
     lost_blocks = isinstance(mapped, StaleError)
