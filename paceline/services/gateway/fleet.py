@@ -23,6 +23,8 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.tasks import end_tasks
+from paceline.services.common.wire_version import mismatch
+from paceline.services.gateway.ends import Ends
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Candidate, Link
 
@@ -58,6 +60,7 @@ class Fleet:
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self.ends = Ends()
         self.redis_answers = True
         """Whether Redis has answered the last time."""
         self.gateways: list[Member] = []
@@ -93,8 +96,8 @@ class Fleet:
         ]
 
     def hosts(self) -> list[RemoteWorker]:
-        """Return the kvtransfer services."""
-        return [worker for worker in self.workers() if worker.member.role == "kvtransfer"]
+        """Return the kvtransfer services that this gateway understands."""
+        return [worker for worker in self.workers() if worker.member.role == "kvtransfer" and worker.is_compatible]
 
     def host(self, host_id: str) -> RemoteWorker | None:
         """Return the kvtransfer service of a host; None if it is not known."""
@@ -104,6 +107,10 @@ class Fleet:
         """Return the ids of the hosts of workers. Unknown workers are left out."""
         known = (self._workers.get(worker_id) for worker_id in worker_ids)
         return {worker.member.host_id for worker in known if worker is not None}
+
+    def find(self, worker_id: str) -> RemoteWorker | None:
+        """Return a worker; None if it is not known."""
+        return self._workers.get(worker_id)
 
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
@@ -153,17 +160,19 @@ class Fleet:
         return any(member.state == "starting" for member in self._members())
 
     def _members(self) -> list[Member]:
-        """Return the prefill and decode workers of this gateway's model that accept its secret."""
+        """Return the prefill and decode workers of this gateway's model that are not shut out."""
         return [
             worker.member
             for worker in self._workers.values()
             if worker.member.role in ("prefill", "decode")
             and worker.member.model == self.model
-            and not worker.refuses_us
+            and not worker.is_shut_out
         ]
 
     def set_aside(self, worker: RemoteWorker) -> None:
         """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
+        if not worker.set_aside:
+            self.ends.note(worker.member.worker_id)
         worker.set_aside = True
         self._failed_workers.add(worker.member.worker_id)
 
@@ -221,7 +230,7 @@ class Fleet:
             self.redis_answers = False
         too_early = self._failed_workers.now()
         for worker in self.workers():
-            in_place = worker.available or worker.refuses_us
+            in_place = worker.available or worker.is_shut_out
             doubtful = not worker.listed if in_place else worker.member.worker_id not in too_early
             if doubtful and worker.probe is None:
                 worker.probe = _spawn(self._probe(worker), self._tasks)
@@ -239,11 +248,15 @@ class Fleet:
                     worker.update(member)
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
+                    if worker.member.state != "draining" and not worker.set_aside:
+                        self.ends.note(name)
                     self._drop(worker)
                 self._workers[name] = RemoteWorker(member, self._credentials)
                 _spawn(self._first_check(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
-                if member.role in ("prefill", "decode", "encode") and member.model != self.model:
+                if problem := mismatch(str(self._workers[name]), member.wire):
+                    log.error("%s gets no calls: %s", self._workers[name], problem)
+                elif member.role in ("prefill", "decode", "encode") and member.model != self.model:
                     why = "config.json or tokenizer.json of its model differ from this gateway's"
                     log.warning("%s %s gets no requests: %s", member.role, name, why)
         for name, worker in self._workers.items():
@@ -272,6 +285,8 @@ class Fleet:
             self._drop(worker)
 
     async def _is_serving(self, worker: RemoteWorker) -> bool:
+        if not worker.is_compatible:
+            return False
         try:
             return await is_serving(worker.channel, worker.member.worker_id)
         except RefusedError as error:

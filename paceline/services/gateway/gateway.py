@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
-from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.errors import ConfigError
 from paceline.core.model_folder import model_digest
 from paceline.core.options import listed, parse_bytes
 from paceline.core.planner.reports import Role
@@ -30,7 +30,7 @@ from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.console.feed import Feed
-from paceline.services.gateway.errors import ApiError, NoWorkerError
+from paceline.services.gateway.errors import ApiError, LeavingError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.media.items import NO_MEDIA
@@ -85,8 +85,9 @@ class Gateway:
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
-        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
+        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, self.classes)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names, self.classes)
+        self.runner.queue.on_refused = self.limiter.on_refused = self.metrics.queue.count_refusal
         self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
@@ -217,7 +218,7 @@ class Gateway:
 
     def _check_stays(self) -> None:
         if self.draining:
-            raise UnavailableError("this gateway is shutting down; try another one")
+            raise LeavingError
 
     def _gateways(self) -> Gateways:
         uses = {member.worker_id: member.keys for member in self.fleet.gateways}

@@ -40,6 +40,9 @@ class FleetWorker(BaseModel):
     max_model_len: int
     max_seqs: int
     numerics: str | None
+    release: str
+    wire: str
+    """Versions of the protocol between services, such as "1-2"."""
     running: int
     waiting: int
     in_flight: int

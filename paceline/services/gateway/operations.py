@@ -129,6 +129,8 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
         "max_model_len": member.max_model_len,
         "max_seqs": member.max_seqs,
         "numerics": member.numerics and str(member.numerics),
+        "release": member.release,
+        "wire": str(member.wire),
         "running": member.load.running,
         "waiting": member.load.waiting,
         "in_flight": worker.in_flight,
