@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.core.options import listed, parse_bytes
 from paceline.core.planner.reports import Role
