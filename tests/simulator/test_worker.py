@@ -18,7 +18,7 @@ from paceline.simulator.events import Events
 from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import Ratios, Yields
-from paceline.simulator.worker import Kit, Run, Worker, plan_prompts
+from paceline.simulator.worker import Kit, Run, Worker
 from tests.engine.toy_requests import make_request
 from tests.simulator.tiny import UNEVEN, step_times, worker_times
 
