@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from typing import ClassVar
 
 import pytest
@@ -171,7 +172,7 @@ def _chain(parts: list[int]) -> list[int]:
     return [int("1" + "".join(map(str, parts[: end + 1])), 4) for end in range(len(parts))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(scenarios, requests_of)
 def test_every_request_ends_once_and_every_block_comes_back(scenario: Scenario, requests: list[TraceRequest]) -> None:
     simulation = Simulation(scenario, Trace(BLOCK, requests))
@@ -191,18 +192,26 @@ def test_every_request_ends_once_and_every_block_comes_back(scenario: Scenario, 
         assert (worker.has_work, worker.queued_tokens, len(worker.admitted)) == (False, 0, 0)
 
 
-@settings(max_examples=25, deadline=None)
-@given(scenarios, requests_of)
-def test_equal_scenarios_have_equal_results_and_coalescing_does_not_change_them(
-    scenario: Scenario, requests: list[TraceRequest]
-) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_scenarios_have_equal_results_and_coalescing_does_not_change_them(seed: int) -> None:
+    """Instants are random, because the order of events at one instant may depend on rounding."""
+    chance = random.Random(seed)
+    arrivals = sorted(chance.uniform(0, 3) for _ in range(40))
+    requests = [
+        TraceRequest(at, chance.randint(1, 300), chance.randint(1, 80), tuple(_chain(chance.choices(range(3), k=4))))
+        for at in arrivals
+    ]
+    own = worker_times(step_times(prefill_spread=UNEVEN, decode_spread=UNEVEN, decode_context=1e-5))
+    scenario = Scenario(
+        profile(own, own), 2, 2, is_aggregated=seed % 2 > 0, failures=(Failure(chance.uniform(0.5, 1), 0.3),)
+    )
     trace = Trace(BLOCK, requests)
     result = simulate(scenario, trace)
     assert simulate(scenario, trace).to_json() == result.to_json()
-    single = simulate(dataclasses.replace(scenario, is_coalesced=False), trace)
-    for group, own in result.classes.items():
-        assert dataclasses.asdict(own.seconds) == pytest.approx(dataclasses.asdict(single.classes[group].seconds))
-        assert (own.finished, own.hit_rate) == (single.classes[group].finished, single.classes[group].hit_rate)
+    (one,) = result.classes.values()
+    (other,) = simulate(dataclasses.replace(scenario, is_coalesced=False), trace).classes.values()
+    assert dataclasses.asdict(one.seconds) == pytest.approx(dataclasses.asdict(other.seconds))
+    assert (one.finished, one.hit_rate, one.attempts) == (other.finished, other.hit_rate, other.attempts)
 
 
 def test_the_cheapest_fleet_is_found() -> None:
