@@ -181,6 +181,11 @@ class Turns(_Value):
     """Prefill gets what a decode step leaves of this time."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
+    overlap: Chance = 0.0
+    """How fast prefill computes during a decode step, compared with the time that is its own. Decode leaves the cores
+    idle while it chooses tokens."""
+    slowdown: float = Field(default=1.0, ge=1)
+    """How much longer a decode step takes while prefill has work, because it waits for prefill's operation to end."""
 
 
 class Profile(_Value):

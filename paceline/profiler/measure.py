@@ -1,6 +1,6 @@
 """The requests of a profile, in phases, and what they show.
 
-    prompts    single requests with prompts of every length that a step can have, and three that take several steps
+    prompts    single requests with prompts of every length that a step can have, and some that take several steps
     texts      single requests with texts, which the gateway has to tokenize
     batches    1, 2, 4, … requests at the same time, up to what the workers run at once
     contexts   4 requests at the same time with long prompts
@@ -23,7 +23,7 @@ Steps = dict[str, list[StepRow]]
 """Steps by the role of their workers."""
 
 REPEATS = 6
-LONGEST_PROMPT = 8192
+LONGEST_PROMPT = 4096
 """Longest prompt of a profile, in tokens."""
 MOST_TOGETHER = 64
 """Most requests at the same time."""
@@ -44,6 +44,9 @@ class Measured:
     decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which a fixed number of requests were answered."""
     mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
+    """Steps that did both."""
+    beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
+    """Steps of prompts that were computed while a fixed number of requests were answered."""
 
 
 def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:
@@ -55,12 +58,12 @@ def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> 
     sizes = sorted(set(_prompt_sizes(facts.max_batched_tokens, longest)))
     tell(f"prompts of {', '.join(map(str, sizes))} tokens, one after another")
     for size in sizes:
-        for _ in range(REPEATS if size <= facts.max_batched_tokens else 3):
+        for _ in range(REPEATS if size <= facts.max_batched_tokens else 2):
             found.singles.append(_single(stack, stack.prompt(size)))
     _add(found.prompts, found.decoding, stack.new_steps())
     tell("texts, which the gateway tokenizes")
     for repeats in (2, 20, 20, 20):
-        words = f"{stack.prompt(1)} {_WORDS * repeats}"[: 4 * longest]
+        words = f"{stack.prompt(1)} {_WORDS * repeats}"[:longest]
         found.texts.append(_single(stack, words))
     stack.new_steps()
     _batches(stack, facts, found, tell)
@@ -99,7 +102,9 @@ def _batches(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable
     counts = sorted({min(2**power, most) for power in range(8)} | {min(3 * 2**power, most) for power in range(5)})
     tell(f"{', '.join(map(str, counts))} requests at the same time")
     for count in counts:
-        stack.ask_together([stack.prompt(24) for _ in range(count)], ANSWER_TOKENS)
+        # The first ones must not have ended when the last one begins.
+        tokens = min(ANSWER_TOKENS + 2 * count, facts.max_model_len - 32)
+        stack.ask_together([stack.prompt(24) for _ in range(count)], tokens)
         _keep_full(found, stack.new_steps(), count // facts.workers["decode"])
 
 
@@ -126,9 +131,10 @@ def _mixed(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[
         return
     tell(f"prompts of {length} tokens while {together} requests are answered")
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(together)], 3 * ANSWER_TOKENS)
-        for _ in range(REPEATS):
+        running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(together)], 4 * ANSWER_TOKENS)
+        for _ in range(2 * REPEATS):
             stack.ask(stack.prompt(length), 1)
         running.result()
     for role, rows in stack.new_steps().items():
+        found.beside[role] += rows
         found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]

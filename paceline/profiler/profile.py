@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
-from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
+from paceline.core.step_times import Drafts, Profile, StepTimes, WorkerTimes
 from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
 from paceline.profiler.overheads import find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack, StepRow
+from paceline.profiler.turns import find_turns
 
 SCALE_SECONDS = 600.0
 """Deadline of a worker's start, and of its drain."""
@@ -80,7 +81,9 @@ def make_profile(
         drain=lifetimes.drain,
     )
     moved, seconds = fetched
-    target = facts.itl_target_seconds
+    beside = measured.beside
+    prompts = [row for row in beside["prefill"] if row.prompt_tokens]
+    decoding = [row for row in beside["decode"] if row.sequences and not row.prompt_tokens]
     made = Profile(
         machine=machine or facts.numerics or "unknown",
         model=facts.model,
@@ -90,7 +93,7 @@ def make_profile(
         host_tokens=facts.host_tokens,
         prefill=shared.model_copy(update={"steps": prefill, "join": overheads.prefill_join}),
         decode=shared,
-        turns=(Turns(itl_target=target, least_share=0.5) if target else Turns()) if facts.takes_turns else None,
+        turns=find_turns(facts.itl_target_seconds, prompts, decoding, prefill, decode) if facts.takes_turns else None,
         gateway=overheads.gateway,
         admit=overheads.admit,
         first_token=overheads.first_token,

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from paceline.client import GatewayClient
 from paceline.core.errors import InvalidRequestError, UnavailableError
 
+FETCH_SECONDS = 30.0
+"""Deadline of a question about the stack. A busy machine answers late."""
 REQUEST_SECONDS = 120.0
 """Deadline of the first token, and of each further one."""
 _IDS = range(20, 250)
@@ -71,11 +73,14 @@ class ProfiledStack:
         """Number of the newest known step of each worker, by its name and epoch."""
         self._ids = itertools.count()
         self._source = random.Random(time.time_ns())
-        self.model = str(gateway.fetch("/v1/models")["data"][0]["id"])
+        self.model = str(self._fetch("/v1/models")["data"][0]["id"])
+
+    def _fetch(self, path: str) -> dict[str, Any]:
+        return self._gateway.fetch(path, seconds=FETCH_SECONDS)
 
     def facts(self) -> Facts:
         """Return the stack's facts. Raises UnavailableError if it has other work, or lacks a worker."""
-        fleet, steps = self._gateway.fetch("/fleet"), self._gateway.fetch("/fleet/steps?most=1")
+        fleet, steps = self._fetch("/fleet"), self._fetch("/fleet/steps?most=1")
         workers = [
             each for each in fleet["workers"] if each["role"] in ("prefill", "decode") and each["state"] == "ready"
         ]
@@ -89,7 +94,7 @@ class ProfiledStack:
         options = steps["workers"]
         return Facts(
             model=self.model,
-            version=str(self._gateway.fetch("/version")["version"]),
+            version=str(self._fetch("/version")["version"]),
             max_model_len=min(each["max_model_len"] for each in decoding),
             numerics=str(decoding[0]["numerics"] or ""),
             workers={role: sum(each["role"] == role for each in workers) for role in ("prefill", "decode")},
@@ -106,7 +111,7 @@ class ProfiledStack:
     def new_steps(self) -> dict[str, list[StepRow]]:
         """Return the steps of all workers since the last call, by role, in the order of their ends."""
         found: dict[str, list[StepRow]] = {"prefill": [], "decode": []}
-        for worker in self._gateway.fetch("/fleet/steps?most=4096")["workers"]:
+        for worker in self._fetch("/fleet/steps?most=4096")["workers"]:
             name = worker["worker_id"], worker["epoch"]
             rows = [StepRow(*row) for row in worker["steps"]]
             found[worker["role"]] += [row for row in rows if row.number > self._seen.get(name, -1)]
@@ -116,12 +121,12 @@ class ProfiledStack:
 
     def fetched(self) -> tuple[int, float]:
         """Return the bytes that hosts have fetched from other hosts, and the seconds that this took."""
-        hosts = self._gateway.fetch("/fleet/steps?most=1")["hosts"]
+        hosts = self._fetch("/fleet/steps?most=1")["hosts"]
         return sum(each["fetched_bytes"] for each in hosts), sum(each["fetch_seconds"] for each in hosts)
 
     def trace(self, answer: Answer) -> dict[str, Any]:
         """Return the trace of an answered request."""
-        return self._gateway.fetch(f"/trace/{answer.request_id}")
+        return self._fetch(f"/trace/{answer.request_id}")
 
     def prompt(self, tokens: int) -> list[int]:
         """Return a prompt that no cache knows."""

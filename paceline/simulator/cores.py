@@ -26,7 +26,8 @@ class Cores:
     """The turns of one host's workers."""
 
     def __init__(self, turns: Turns, events: Events) -> None:
-        self._turns, self._events = turns, events
+        self.turns = turns
+        self._events = events
         self._workers: list[Worker] = []
         self._recent: deque[float] = deque(maxlen=_STEPS)
         self._until = 0.0
@@ -67,8 +68,8 @@ class Cores:
             return
         self._recent.extend(seconds)
         if self.is_wanted(worker) and not self._decode_computes():
-            left = self._turns.itl_target - max(self._recent)
-            self._until = self._events.now + max(left, self._turns.least_share * statistics.median(self._recent))
+            left = self.turns.itl_target - max(self._recent)
+            self._until = self._events.now + max(left, self.turns.least_share * statistics.median(self._recent))
             self._events.at(self._until, self._release)
             self._give_to_prefill()
 

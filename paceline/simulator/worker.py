@@ -132,7 +132,7 @@ class Worker:
         self._left = 0.0
         """Seconds of the step that are left while it is paused."""
         self._is_paused = False
-        self._resumed = 0.0
+        self._resumed = self._paused = 0.0
         self.take_role(role)
 
     def take_role(self, role: Role) -> None:
@@ -278,6 +278,8 @@ class Worker:
             growth = 0.0
         else:
             first = times.steps.decode_seconds(rows * (1 + drafts), context, rows * drafts)
+            if self._cores is not None and self._cores.is_wanted(self):
+                first *= self._cores.turns.slowdown
             growth = times.steps.decode_context * self.rows.growth
             if self._is_coalesced and (self._cores is None or not self._cores.is_wanted(self)):
                 coming = [first for first, _ in self._joining.values()] + list(self._prompts.values())
@@ -349,6 +351,7 @@ class Worker:
         if self._run is not None and not self._is_paused:
             self._is_paused = True
             self._left = max(0.0, self._left - (self._events.now - self._resumed))
+            self._paused = self._events.now
             self._version += 1
 
     def resume(self) -> None:
@@ -356,6 +359,9 @@ class Worker:
         if self._run is not None and self._is_paused:
             self._is_paused = False
             self._resumed = self._events.now
+            assert self._cores is not None
+            overlap = self._cores.turns.overlap * (self._events.now - self._paused)
+            self._left = max(0.0, self._left - overlap)
             self._version += 1
             self._events.after(self._left, self._end, self._version)
 

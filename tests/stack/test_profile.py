@@ -49,11 +49,11 @@ def test_a_profile_is_learned_and_simulates_what_was_recorded(small: Stack, reco
     learned = read_profile(path)
     assert (learned.machine, learned.max_model_len, learned.prefill.max_batched_tokens) == ("a laptop", 512, 128)
     assert learned.turns is None
-    assert [rows for rows, _ in learned.decode.steps.decode.points] == [1, 2, 3, 4]
+    assert min(learned.decode.steps.decode.points)[0] == 1
     assert {16, 32, 64, 128} <= {tokens for tokens, _ in learned.prefill.steps.prefill.points}
     assert 0 < learned.prefill.steps.prefill_seconds(128, 0) < 1
     assert learned.host_tokens > 512
-    body = {"prompt": SECRET_WORDS, "max_tokens": 3}
+    body = {"prompt": SECRET_WORDS, "max_tokens": 3, "temperature": 0}
     httpx.post(f"{small.url}/v1/completions", json=body, timeout=60).raise_for_status()
     httpx.post(f"{small.url}/v1/completions", json=body, timeout=60).raise_for_status()
     text = recorded.read_text()
