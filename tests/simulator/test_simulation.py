@@ -215,14 +215,14 @@ def test_equal_scenarios_have_equal_results_and_coalescing_does_not_change_them(
 
 
 def test_the_cheapest_fleet_is_found() -> None:
-    """Eight requests a second, of which each has a place for a prompt of 100 ms and 50 steps of 20 ms, need nine places.
-    A decode worker has four."""
+    """Eight requests a second take 100 ms for a prompt and 50 steps of 20 ms, so they need nine of the four places that
+    each decode worker has."""
     steps = step_times(decode=Curve(points=((1, 0.02),)))
     workers = worker_times(steps)
     scenario = Scenario(
         profile(workers, workers), 1, 1, objectives=Objectives(default=Latency(ttft=1.0, itl=0.05, percentile=0.95))
     )
-    requests = [TraceRequest(number / 8, 100, 51) for number in range(48)]
+    requests = [TraceRequest(number / 8, 100, 51) for number in range(80)]
     tried: list[tuple[int, int]] = []
 
     def attempt(own: Scenario) -> Result:
@@ -232,7 +232,7 @@ def test_the_cheapest_fleet_is_found() -> None:
     found = cheapest(scenario, attempt)
     assert found.result.is_met
     assert (found.scenario.prefill, found.scenario.decode) == (1, 3)
-    assert len(set(tried)) == len(tried) < 8
+    assert len(set(tried)) == len(tried) < 10
     with pytest.raises(ConfigError, match="more would not help"):
         cheapest(dataclasses.replace(scenario, objectives=Objectives(default=Latency(ttft=0.01))), attempt)
 
