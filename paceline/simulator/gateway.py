@@ -99,7 +99,7 @@ class Gateway:
         self.workers[worker.name] = worker
         self.hosts[worker.host.number] = worker.host
         calls = self._calls[worker.name] = WorkerCalls(member, lambda: self._events.now)
-        calls.on_change = partial(self._changed.add, worker)
+        calls.on_change = partial(self._note_change, worker)
         self._changed.add(worker)
         self._wake()
 
@@ -138,6 +138,9 @@ class Gateway:
         calls.note_current()
         if load != calls.member.load or calls.unreported or calls.in_flight:
             calls.update(dataclasses.replace(calls.member, load=load))
+
+    def _note_change(self, worker: Worker) -> None:
+        self._changed.add(worker)
 
     def _snapshot(self) -> CandidateTable:
         """Return the workers as the gateway knows them now."""

@@ -54,6 +54,15 @@ def test_a_prefix_is_cached_after_the_first_request() -> None:
     assert only.ttft.mean == pytest.approx((0.070 + 0.022) / 2)
 
 
+def test_requests_are_spread_over_workers_between_heartbeats() -> None:
+    """Eight requests in 80 ms take two each of four workers of both roles, so no step has more than two rows."""
+    requests = [TraceRequest(0.01 * number, 60, 20) for number in range(8)]
+    _, result = run(requests, prefill=4, decode=4)
+    (only,) = result.classes.values()
+    assert only.ttft.p99 <= 0.121
+    assert only.mean_itl.p99 <= 0.0126
+
+
 def test_prompts_between_hosts_wait_for_the_network() -> None:
     # 1000 bytes for each of 100 tokens at 1 MB/s take 100 ms, which begin with the prompt; it is computed after 100 ms,
     # and then its last chunk of 50 tokens still takes 50 ms to come, and 10 ms more.

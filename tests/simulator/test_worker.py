@@ -134,7 +134,7 @@ def scheduled(times: WorkerTimes, load: Load) -> Owner:
 
 
 instants = st.integers(0, 300).map(lambda number: 0.000_313_7 + number * 0.010_763_1)
-"""Instants of arrivals. Steps take whole milliseconds or nearly so, and what happens at the end of one is not defined."""
+"""Instants of arrivals. Steps take about whole milliseconds, and none ends exactly at such an instant."""
 loads = st.lists(st.tuples(instants, st.integers(2, 300), st.integers(1, 60)), min_size=1, max_size=8).map(sorted)
 """Requests whose prompts have at least two tokens, because the engine computes a single one as if it were decoding."""
 times_of_workers = st.builds(
