@@ -30,7 +30,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proof chaos proto lock test-compose test-aarch64 bench dist test-dist docs clean
+.PHONY: help serve test lint unit proof chaos proto lock test-thorough test-compose test-aarch64 bench dist test-dist docs clean
 
 help: ## show this list
 	@echo "make TARGET [ARGS='...']"; echo
@@ -40,12 +40,15 @@ serve: $(READY) ## start a stack on this machine, e.g. make serve ARGS='--port 9
 	@$(BIN)/paceline serve $(ARGS)
 
 test: lint $(TEST_READY) ## everything that runs without docker: lint, unit, real models, real stacks
-	$(BIN)/pytest -n $(WORKERS) -m "not compose and not dist" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not thorough and not compose and not dist" $(ARGS)
 	@command -v chromedriver >/dev/null || \
 		echo "THE CONSOLE IS NOT TESTED IN A BROWSER: apt-get install chromium chromium-driver" >&2
 
+test-thorough: $(TEST_READY) ## the variants that `make test` leaves out, such as other kernels, stacks and transports
+	$(BIN)/pytest -n $(WORKERS) -m "thorough and not compose and not dist" $(ARGS)
+
 unit: $(TEST_READY) ## the quick tests only
-	$(BIN)/pytest -n $(WORKERS) -m "not slow and not model and not stack and not compose and not dist" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) -m "not slow and not thorough and not model and not stack and not compose and not dist" $(ARGS)
 
 lint: $(READY) ## style, types, import contracts, generated files
 	$(BIN)/ruff check .

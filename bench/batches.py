@@ -167,35 +167,46 @@ async def beside(stack: Stack, model: str, seconds: float, lines: Sequence[Json]
         beside = await measure(http)
         after = (await status(http, batch_id))["request_counts"]["completed"]
         await http.post(f"/v1/batches/{batch_id}/cancel")
+        await wait_for(http, batch_id)
         return alone, beside, after - before
 
 
+async def survive_kills(lines: Sequence[Json], model: str, folder: Path) -> None:
+    options = (f"--store={folder / 'a.db'}", "--prefill=1", "--decode=2")
+    with serve(folder / "log", model, *options) as stack:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+            began = time.monotonic()
+            expected = await answers(http, await wait_for(http, await submit(http, lines)))
+            print(f"undisturbed: {len(expected)} answers in {time.monotonic() - began:.0f} s")
+            began = time.monotonic()
+            batch, kills = await survive(stack, lines, ("gateway", "prefill", "decode"))
+            found = await answers(http, batch)
+    print(f"with {kills} kills: {len(found)} answers in {time.monotonic() - began:.0f} s, {batch['status']}")
+    print(f"answered once: {len(dict(found)) == len(found) == len(lines)}; equal: {found == expected}")
+
+
 async def run(arguments: argparse.Namespace) -> None:
-    lines = make_lines(arguments.lines, arguments.model)
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        with serve(place / "log", arguments.model, f"--store={place / 'a.db'}", "--prefill=1", "--decode=2") as stack:
-            async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-                began = time.monotonic()
-                expected = await answers(http, await wait_for(http, await submit(http, lines)))
-                print(f"undisturbed: {len(expected)} answers in {time.monotonic() - began:.0f} s")
-                began = time.monotonic()
-                batch, kills = await survive(stack, lines, ("gateway", "prefill", "decode"))
-                found = await answers(http, batch)
-            print(f"with {kills} kills: {len(found)} answers in {time.monotonic() - began:.0f} s, {batch['status']}")
-            print(f"answered once: {len(dict(found)) == len(found) == len(lines)}; equal: {found == expected}")
-        with serve(place / "log", arguments.model, f"--store={place / 'b.db'}") as stack:
-            more = make_lines(5000, arguments.model, 64)
-            alone, together, done = await beside(stack, arguments.model, arguments.seconds, more)
-            print(f"ITL alone:          {alone}")
-            print(f"ITL beside a batch: {together}; {done} lines answered meanwhile")
-            print(f"p99: {together.p99 / alone.p99:.3f} x")
+    model = arguments.model
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if arguments.lines:
+            await survive_kills(make_lines(arguments.lines, model), model, folder)
+        with serve(folder / "log", model, f"--store={folder / 'b.db'}") as stack:
+            ratios: list[float] = []
+            for _ in range(arguments.rounds):
+                alone, together, done = await beside(stack, model, arguments.seconds, make_lines(5000, model, 64))
+                print(f"ITL alone:          {alone}")
+                print(f"ITL beside a batch: {together}; {done} lines answered meanwhile")
+                ratios.append(together.p99 / alone.p99)
+            shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+            print(f"p99 beside a batch, by rounds: {shown}; median {statistics.median(ratios):.3f} x")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of each measurement of streams")
+    parser.add_argument("--lines", type=int, default=1000, help="0 leaves out the first part [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="of the second part [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=30.0, help="time of each measurement [%(default)s]")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     asyncio.run(run(parser.parse_args()))
 

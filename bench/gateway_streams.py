@@ -2,9 +2,10 @@
 
     python -m bench.gateway_streams ~/.cache/paceline/smollm2-135m-instruct --streams 1000 --json /tmp/streams.json
 
-The worker computes nothing: in each step it sends one token of every stream. A stream's clients run in a process of
-their own. The added latency of a token is the time from the worker's step, before its message is sent, until the client
-has read it. So it includes the worker's sending and the client's reading. Memory is the growth of the gateway's
+The worker computes nothing and stands for `--workers` decode workers: each has its part of the streams, and in each of
+its steps sends one token of each. Steps of different workers are spread evenly over time. The clients run in a process
+of their own. The added latency of a token is the time from the worker's step, before its message is sent, until the
+client has read it. So it includes the worker's sending and the client's reading. Memory is the growth of the gateway's
 resident set while all streams are open. The console's cost is the gateway's CPU time with some open consoles, which
 read the same stream of events as the page, minus its CPU time without any. No request runs meanwhile.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -39,20 +41,23 @@ WARM_UP_TOKENS = 8
 
 
 class Chorus(Reciter):
-    """A worker whose streams all get a token in the same moment. It knows when it sent each token."""
+    """Some workers in one, whose streams get a token in the same step. It knows when it sent each token."""
 
-    def __init__(self, step_seconds: float) -> None:
+    def __init__(self, step_seconds: float, workers: int) -> None:
         super().__init__(step_seconds, ())
+        self._workers = workers
         self.sent: dict[str, list[float]] = {}
         """For each request, when its tokens were sent, on time.monotonic()."""
         self._voices: dict[int, tuple[Outbox, str, int]] = {}
         self._over: dict[int, asyncio.Event] = {}
 
     async def steps(self) -> None:
-        while True:
-            await asyncio.sleep(self._step_seconds)
+        began = time.monotonic()
+        for step in itertools.count(1):
+            await asyncio.sleep(began + step * self._step_seconds / self._workers - time.monotonic())
             now = time.monotonic()
-            for number, (outbox, request_id, tokens) in list(self._voices.items()):
+            own = [voice for voice in self._voices.items() if voice[0] % self._workers == step % self._workers]
+            for number, (outbox, request_id, tokens) in own:
                 sent = self.sent[request_id]
                 outbox.token(number, Token(FIRST_ID + len(sent) % IDS))
                 sent.append(now)
@@ -185,7 +190,7 @@ async def _read_console(client: httpx.AsyncClient) -> None:
 
 
 async def run(options: argparse.Namespace) -> dict[str, float]:
-    chorus = Chorus(options.step_seconds)
+    chorus = Chorus(options.step_seconds, options.workers)
     async with stack(options.model, options.step_seconds, chorus) as gateways:
         gateway = gateways.plain
         figures = await measure_streams(gateway, chorus, options.streams, options.tokens)
@@ -203,6 +208,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=1000, help="open streams [%(default)s]")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of a stream [%(default)s]")
     parser.add_argument("--step-seconds", type=float, default=0.2, help="pause between two tokens [%(default)s]")
+    parser.add_argument("--workers", type=int, default=16, help="decode workers that have the streams [%(default)s]")
     parser.add_argument("--consoles", type=int, default=3, help="open consoles [%(default)s]")
     parser.add_argument("--seconds", type=float, default=30.0, help="time of each look at the CPU [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="turns without and with consoles [%(default)s]")

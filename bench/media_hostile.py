@@ -28,6 +28,7 @@ import re
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,9 +90,9 @@ async def _send(client: httpx.AsyncClient, own: Attack, good: int, answers: Answ
     content = [*[GOOD] * good, item, {"type": "text", "text": "What is this?"}]
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": content}]}
     body["mm_processor_kwargs"] = {"max_soft_tokens": 70}
-    begun = time.perf_counter()
+    begun, name = time.perf_counter(), uuid.uuid4().hex
     try:
-        answer = await client.post("/v1/chat/completions", json=body)
+        answer = await client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": name})
         status, text = str(answer.status_code), answer.text
     except httpx.HTTPError as error:
         status, text = type(error).__name__, str(error)
@@ -100,7 +101,15 @@ async def _send(client: httpx.AsyncClient, own: Attack, good: int, answers: Answ
     places = (f"{own.kind} {1 + good * (own.kind == 'image')}: ", f"messages[0].content[{good}]")
     is_right = status.isdecimal() and int(status) in own.answers
     if not is_right or (status != "200" and not json.loads(text)["error"]["message"].startswith(places)):
-        answers.wrong.append(f"{own.name}: {status} {text[:300]}")
+        answers.wrong.append(f"{own.name}: {status} {text[:300]}, {own.url[:1000]}, {await _trace(client, name)}")
+
+
+async def _trace(client: httpx.AsyncClient, name: str) -> str:
+    """Return the trace of a request, which says where it was when its answer was given up."""
+    try:
+        return (await client.get(f"/trace/{name}")).text
+    except httpx.HTTPError as error:
+        return f"no trace: {error!r}"
 
 
 class Usage:

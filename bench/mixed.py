@@ -135,15 +135,19 @@ async def _patiently(client: httpx.AsyncClient, request: Request) -> Outcome:
     """Send a request; retry while the server answers 503, because it has no worker at the moment."""
     for _ in range(MOST_TRIES - 1):
         try:
-            return await _answer(client, request)
+            return await ask(client, request)
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
                 raise
             await asyncio.sleep(float(error.response.headers["Retry-After"]))
-    return await _answer(client, request)
+    return await ask(client, request)
 
 
-async def _answer(client: httpx.AsyncClient, request: Request) -> Outcome:
+async def ask(client: httpx.AsyncClient, request: Request) -> Outcome:
+    """Send one request, whose body names the model, and return its outcome.
+
+    Raises httpx.HTTPStatusError if it is refused, httpx.RemoteProtocolError if its stream has an error.
+    """
     outcome, events, body = Outcome(), 0, request.body
     async with client.stream("POST", request.path, json=body) as response:
         if response.is_error:

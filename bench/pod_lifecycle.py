@@ -39,7 +39,7 @@ BASE = Path(__file__).parents[1] / "kubernetes" / "base"
 TOKENS = 128
 PROMPTS = 32
 """Different prompts, each with a known answer."""
-FLEET = {"decode": 2, "prefill": 2, "gateway": 2}
+ROLES = ("decode", "prefill", "gateway")
 PROBES = 20
 
 
@@ -79,7 +79,7 @@ class Cluster:
 
     def __init__(self, services: Services, hurry: float = 1.0) -> None:
         self.services = services
-        self.times = {role: PodTimes.read(role) for role in FLEET}
+        self.times = {role: PodTimes.read(role) for role in ROLES}
         self.endpoints: dict[str, str] = {}
         """URLs of the gateways to which load balancers send new streams, by name."""
         self.ends: Counter[str] = Counter()
@@ -133,8 +133,11 @@ class Cluster:
         """Return whether a pod's readiness probe passes."""
         probe = self.times[role_of(name)].probe
         if "httpGet" in probe:
-            async with httpx.AsyncClient() as http:
-                return (await http.get(f"{self.services.url_of(name)}{probe['httpGet']['path']}")).is_success
+            try:
+                async with httpx.AsyncClient(timeout=probe["timeoutSeconds"]) as http:
+                    return (await http.get(f"{self.services.url_of(name)}{probe['httpGet']['path']}")).is_success
+            except httpx.TransportError:
+                return False
         address = re.findall(r"serves at ([^ ,]+)", self.services.processes[name].text)[-1]
         _, *command = probe["exec"]["command"][:-2]  # without the address and the file of options
         asked = await asyncio.create_subprocess_exec(sys.executable, *command, address)
@@ -200,12 +203,19 @@ async def clients(
 
 
 async def run(
-    folder: Path, streams: int, concurrency: int = 8, hurry: float = 1.0, propagation: float = 5.0
+    folder: Path, streams: int, concurrency: int, hurry: float = 1.0, propagation: float = 5.0, pods: int = 2
 ) -> tuple[Outcomes, Cluster]:
-    """Roll all pods, each role at least once, until so many streams have ended. Return what clients saw."""
+    """Replace all pods at least once, and until so many streams have ended. Return what clients saw.
+
+    Args:
+        concurrency: streams at the same time.
+        hurry: see `Cluster`.
+        propagation: seconds until load balancers know that a gateway was deleted.
+        pods: number of pods of each role.
+    """
     model = write_toy_model(folder / "model")
     write_tiny(model, "llama", vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=512)
-    drains = {role: f"--drain-seconds={PodTimes.read(role).drain}" for role in FLEET}
+    drains = {role: f"--drain-seconds={PodTimes.read(role).drain}" for role in ROLES}
     options = {
         "prefill": ("--threads=1", drains["prefill"]),
         "decode": ("--threads=1", drains["decode"]),
@@ -216,16 +226,17 @@ async def run(
     with Services(folder, str(model), (Host(),), **options) as services:
         services.wait_ready(services.start_kvtransfer(0))
         cluster = Cluster(services, hurry)
-        for role, count in FLEET.items():
-            for _ in range(count):
+        for role in ROLES:
+            for _ in range(pods):
                 await cluster.start(role)
         url = next(iter(cluster.endpoints.values()))
         expected = [await stream(url, number) for number in range(PROMPTS)]
         load = asyncio.create_task(clients(cluster, concurrency, outcomes, expected, rolled))
         try:
             while not cluster.ends or outcomes.good + len(outcomes.lost) < streams:
-                for role in FLEET:
+                for role in ROLES:
                     await cluster.roll(role, propagation)
+                    print(f"all {role} pods are replaced; {outcomes}", flush=True)
         finally:
             rolled.set()
             await load
@@ -242,11 +253,12 @@ def main() -> None:
         default=5.0,
         help="seconds until load balancers know that a gateway was deleted [%(default)s]",
     )
+    parser.add_argument("--pods", type=int, default=2, help="pods of each role [%(default)s]")
     parser.add_argument("--hurry", type=float, default=1.0, help="divides preStop and --propagation [%(default)s]")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         outcomes, cluster = asyncio.run(
-            run(Path(folder), given.streams, given.concurrency, given.hurry, given.propagation)
+            run(Path(folder), given.streams, given.concurrency, given.hurry, given.propagation, given.pods)
         )
     print(outcomes)
     print(f"pods: {dict(cluster.ends)}; longest drain {max(cluster.drains):.1f} s")

@@ -93,7 +93,7 @@ class RealStack:
 
 @contextmanager
 def real_stack(model: str, folder: Path, aggregated: bool) -> Iterator[RealStack]:
-    """Start a stack and profile it."""
+    """Start a stack and profile it, unless the folder has its profile already."""
     port, trace = free_port(), folder / f"trace-{aggregated}.jsonl"
     fleet = ("--prefill=0",) if aggregated else ()
     log = folder / f"serve-{aggregated}.log"
@@ -101,7 +101,8 @@ def real_stack(model: str, folder: Path, aggregated: bool) -> Iterator[RealStack
     try:
         process.wait_for("Ready.")
         path = folder / f"profile-{aggregated}.json"
-        profile(GatewayClient(f"http://127.0.0.1:{port}"), path, "", scales=False)
+        if not path.exists():
+            profile(GatewayClient(f"http://127.0.0.1:{port}"), path, "", scales=False)
         time.sleep(SETTLE_SECONDS)
         yield RealStack(f"http://127.0.0.1:{port}", trace, read_profile(path))
     finally:
@@ -208,7 +209,11 @@ def main() -> int:
     parser.add_argument("--load", action="append", choices=LOADS, help="may be repeated; default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="time in which the requests of a load arrive")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="folder for profiles, traces and logs; default: they are removed")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder for profiles, traces and logs, whose profiles are used again; default: they are removed",
+    )
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     ending_on_sigterm()

@@ -54,6 +54,7 @@ one service each, for containers and clusters
   gateway MODEL       the HTTP API
   prefill MODEL       a worker that turns prompts into KV blocks
   decode MODEL        a worker that turns KV blocks into tokens
+  worker MODEL        a worker that waits until it is told to be prefill or decode
   encode MODEL        a worker that turns images, frames and audio into encodings
   kvtransfer          the owner of a host's KV memory
   planner             adds and drains workers as the load asks
@@ -69,9 +70,8 @@ tools
   key, token          make a key for --api-keys-file, or the secret that services share
   version             print the version
 
-examples
+example
   paceline serve gemma-3-270m --prefill 2 --decode 2 --port 9000
-  paceline decode /models/llama --redis redis://redis:6379/0 --config paceline.toml
 
 Options: paceline COMMAND --help. Without a MODEL, serve takes a small bundled one.
 """
@@ -79,20 +79,26 @@ Options: paceline COMMAND --help. Without a MODEL, serve takes a small bundled o
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """A command that runs `paceline.services.<name>.main.run` with a config until a signal stops it."""
+    """A command that runs `paceline.services.<name>.main.run` with a config until a signal stops it.
+
+    The commands of workers for text have one implementation, because such a worker may change its role.
+    """
 
     config: type[ServiceConfig | ServeConfig]
     arguments: str
     summary: str
     extra: str
     """The pip extra with its dependencies."""
+    role: str = ""
+    """For a command that runs `paceline.services.worker.main.run`, the role in which the worker starts."""
 
 
 SERVICES = {
     "serve": Service(ServeConfig, "[MODEL]", "Start a whole stack on this machine; Ctrl-C stops it.", "serve"),
     "gateway": Service(GatewayConfig, "MODEL", "The HTTP API.", "gateway"),
-    "prefill": Service(WorkerConfig, "MODEL", "A worker that turns prompts into KV blocks.", "worker"),
-    "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker"),
+    "prefill": Service(WorkerConfig, "MODEL", "A worker that turns prompts into KV blocks.", "worker", "prefill"),
+    "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker", "decode"),
+    "worker": Service(WorkerConfig, "MODEL", "A worker that waits until it is given a role.", "worker", "standby"),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
     "planner": Service(PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "planner"),
@@ -189,10 +195,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_gateway(look)
     look.add_argument("--json", action="store_true", help="print the whole trace as JSON")
     resize = _add_command(
-        commands, "scale", "[ROLE=N ...] [options]", "Change how many workers a running stack has. No request is lost."
+        commands,
+        "scale",
+        "[ROLE=N ...] [ID=ROLE ...] [options]",
+        "Change how many workers a running stack has, and their roles. No request is lost.",
     )
     resize.add_argument(
-        "targets", metavar="ROLE=N", nargs="*", help="such as prefill=3 decode=1; with none, only print the fleet"
+        "targets",
+        metavar="ROLE=N|ID=ROLE",
+        nargs="*",
+        help="such as prefill=3 decode=1 for numbers of workers, prefill-0=decode for the new role of a running one; "
+        "with none, only print the fleet",
+    )
+    resize.add_argument(
+        "--drain", action="append", default=[], metavar="ID", help="worker that shall end; may be given several times"
     )
     _add_gateway(resize)
     resize.add_argument(
@@ -276,7 +292,7 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
     elif name == "trace":
         trace(arguments["request_id"], _gateway(arguments), arguments["json"])
     elif name == "scale":
-        scale(arguments["targets"], _gateway(arguments), arguments["wait"])
+        scale(arguments["targets"], arguments["drain"], _gateway(arguments), arguments["wait"])
     elif name == "profile":
         from paceline.profiler.profile import profile
 
@@ -301,11 +317,12 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         env.share_cores()
         env.quiet_grpc()
-        run = importlib.import_module(f"paceline.services.{name}.main").run
+        role = SERVICES[name].role
+        run = importlib.import_module(f"paceline.services.{'worker' if role else name}.main").run
         # A worker's name in its logs and traces is its name in the cluster.
         telemetry.setup(getattr(config, "worker_id", "") or name, config.log_level, config.log_format)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run(config))
+            runner.run(run(config, role) if role else run(config))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`paceline scale`: change how many workers a running stack has."""
+"""`paceline scale`: change how many workers a running stack has, and their roles."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ SECONDS = 60.0
 POLL_SECONDS = 0.5
 
 
-def scale(targets: Sequence[str], gateway: GatewayClient, wait: float) -> None:
-    """Request a number of workers of each role, and print the fleet.
+def scale(targets: Sequence[str], drain: Sequence[str], gateway: GatewayClient, wait: float) -> None:
+    """Request numbers of workers and new roles of running ones, and print the fleet.
 
     Args:
-        targets: e.g. "prefill=3"; empty only prints the fleet.
+        targets: e.g. "prefill=3" for a number of workers, "prefill-0=decode" for the new role of one.
+        drain: ids of workers that shall end. If nothing is requested, the fleet is only printed.
         wait: seconds to wait until all wanted workers are ready and no worker drains; 0 returns at once.
 
     Raises:
@@ -26,7 +27,7 @@ def scale(targets: Sequence[str], gateway: GatewayClient, wait: float) -> None:
         InvalidRequestError: the gateway or its supervisor refuses.
         UnavailableError: no gateway answers, or the fleet has not reached its targets after `wait` seconds.
     """
-    wanted = _parse(targets)
+    wanted = _parse(targets) | ({"drain": list(drain)} if drain else {})
     state = gateway.fetch("/fleet/scale", wanted or None, SECONDS)
     deadline = time.monotonic() + wait
     while wait and not _is_settled(state):
@@ -37,13 +38,16 @@ def scale(targets: Sequence[str], gateway: GatewayClient, wait: float) -> None:
     print(_describe(state))
 
 
-def _parse(targets: Sequence[str]) -> dict[str, int]:
-    wanted: dict[str, int] = {}
+def _parse(targets: Sequence[str]) -> dict[str, Any]:
+    wanted: dict[str, Any] = {}
     for target in targets:
-        role, _, count = target.partition("=")
-        if role not in ("prefill", "decode", "encode") or not count.isascii() or not count.isdigit():
-            raise ConfigError(f"cannot read {target!r}; write it like prefill=3 or decode=1")
-        wanted[role] = int(count)
+        name, _, value = target.rpartition("=")
+        if name in ("prefill", "decode", "encode") and value.isascii() and value.isdigit():
+            wanted[name] = int(value)
+        elif name and value in ("prefill", "decode", "standby"):
+            wanted.setdefault("flip", {})[name] = value
+        else:
+            raise ConfigError(f"cannot read {target!r}; write it like prefill=3, decode=1 or prefill-0=decode")
     return wanted
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from paceline.core.cache_policy.base import CachePolicy, HintCounts
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.lru import LRU
-from paceline.core.cache_policy.ranking import NOWHERE, Name, Place
+from paceline.core.cache_policy.ranking import NOWHERE, Block, Name, Place
 from paceline.core.metrics import Family, Sample
 
 _EVENTS_KEPT = 1 << 16
@@ -103,6 +103,10 @@ class BlockPool:
         """Return the names of the blocks that could be evicted, least recently used first."""
         cached = [block for block in self._policy.blocks() if block.evictable]
         return [block.name for block in sorted(cached, key=lambda block: block.used)]
+
+    def blocks(self) -> Collection[Block]:
+        """Return all blocks that `find` finds, for reading only."""
+        return self._policy.blocks()
 
     def find(self, group: int, digest: bytes) -> int | None:
         """Return the slot of the reusable block with this name, or None."""

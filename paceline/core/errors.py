@@ -41,6 +41,11 @@ class UnavailableError(PacelineError):
     """The service that was called has ended, is draining or cannot be reached."""
 
 
+class DrainingError(UnavailableError):
+    """A worker drains, or has got another role. It has not begun, or not finished, what it was asked for. Another
+    worker goes on with it, and nobody has failed."""
+
+
 class UntrustedError(UnavailableError):
     """No connection to the service can be trusted: one side's certificate is not valid, or only one speaks TLS. A retry
     can succeed after the certificate was renewed."""

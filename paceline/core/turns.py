@@ -71,8 +71,10 @@ class Turns(Protocol):
     """
 
     page: memoryview
-    slot: int
-    """Slot of a decode worker in the page; -1 for a prefill worker."""
+
+    @property
+    def slot(self) -> int:
+        """Slot of a decode worker in the page; -1 for a prefill worker."""
 
     def begin(self) -> None:
         """Wait until it is this worker's turn."""
@@ -99,6 +101,51 @@ class Turns(Protocol):
 
     def received(self) -> None:
         """Note that a request was handed over."""
+
+
+class RoleTurns:
+    """The turns of a worker whose role may change: those of a prefill worker, until `take_role` says otherwise.
+
+    Args:
+        page, session, itl_target: see `DecodeTurns`.
+    """
+
+    def __init__(self, page: memoryview, session: int, itl_target: float | None) -> None:
+        self.page = page
+        self.on_change: Callable[[Turns], None] = lambda turns: None
+        """Called with the present turns after each change, on the thread of `take_role`."""
+        self._session = session
+        self._itl_target = itl_target
+        self.present: DecodeTurns | PrefillTurns = PrefillTurns(page)
+        """The turns of the present role."""
+
+    @property
+    def slot(self) -> int:
+        return self.present.slot
+
+    def take_role(self, decodes: bool) -> None:
+        """Take the turns of a decode worker, or those of a prefill worker. Call this between two steps."""
+        page = self.page
+        self.present = DecodeTurns(page, self._session, self._itl_target) if decodes else PrefillTurns(page)
+        self.on_change(self.present)
+
+    def begin(self) -> None:
+        self.present.begin()
+
+    def end(self, hands_over: bool) -> bool:
+        return self.present.end(hands_over)
+
+    def end_piece(self) -> None:
+        self.present.end_piece()
+
+    def wait(self, early: float) -> float:
+        return self.present.wait(early)
+
+    def expecting(self) -> float:
+        return self.present.expecting()
+
+    def received(self) -> None:
+        self.present.received()
 
 
 class DecodeTurns:

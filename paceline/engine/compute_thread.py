@@ -62,8 +62,8 @@ class ComputeThread:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self.launched: queue.SimpleQueue[Launch | EncodeJob | None] = queue.SimpleQueue()
-        """Work in the order of its computation; None ends the thread."""
+        self.launched: queue.SimpleQueue[Launch | EncodeJob | Callable[[], None] | None] = queue.SimpleQueue()
+        """Work in the order of its computation, and functions to call between two steps; None ends the thread."""
         self.stopping = False
         """Whether work that has not begun is dropped."""
         self.busy_seconds = 0.0
@@ -103,6 +103,8 @@ class ComputeThread:
         while (launched := self.launched.get()) is not None:
             if isinstance(launched, EncodeJob):
                 self._encode(launched)
+            elif not isinstance(launched, Launch):
+                launched()
             elif not self.stopping:
                 self._execute(launched)
 
@@ -163,7 +165,7 @@ class ComputeThread:
                 raise EncodingStoppedError
             self._piece_seconds = 0.0
             try:
-                self._execute(launched)
+                self._execute(launched) if isinstance(launched, Launch) else launched()
             except BaseException as error:
                 self._failed_step = error
                 raise

@@ -141,6 +141,10 @@ class Engine:
         """Run an encoder between steps. The caller launches one job at a time. When the engine stops, it never ends."""
         self.computing.launched.put(job)
 
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Call `act` on the compute thread, after the steps that were launched before and before later ones."""
+        self.computing.launched.put(act)
+
     def forget(self, told: Callable[[int], None]) -> None:
         """Forget the blocks of the device's own pool that no request uses.
 

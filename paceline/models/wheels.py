@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -98,11 +100,11 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Progress) -
 
 def _downloaded_bytes(folder: Path) -> int:
     sizes: dict[str, int] = {}
-    for file in folder.rglob("*.whl"):
-        try:
-            sizes[file.name] = file.stat().st_size
-        except FileNotFoundError:
-            continue  # pip has moved it meanwhile
+    for parent, _, names in os.walk(folder):  # unlike Path.rglob, it goes on if pip removes a folder meanwhile
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(FileNotFoundError):  # pip has moved it meanwhile
+                    sizes[name] = os.stat(os.path.join(parent, name)).st_size
     return sum(sizes.values())
 
 

@@ -6,13 +6,15 @@
     contexts   4 requests at the same time with long prompts
     mixed      prompts that arrive while 4 requests are being answered, to check the fit
 
-On a laptop all of them take about two minutes, and on a GPU a few seconds.
+On a laptop all of them take about two minutes, and on a GPU a few seconds. On a slower machine, a phase leaves out
+larger sizes after one that took SLOW_SECONDS.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +30,8 @@ LONGEST_PROMPT = 4096
 MOST_TOGETHER = 64
 """Most requests at the same time."""
 ANSWER_TOKENS = 48
+SLOW_SECONDS = 20.0
+"""If the requests of one size take longer than this, larger sizes are left out."""
 _SINGLE_TOKENS = 12
 _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch from their tower of old grey stone "
 
@@ -57,7 +61,7 @@ def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> 
     stack.new_steps()
     sizes = sorted(set(_prompt_sizes(facts.max_batched_tokens, longest)))
     tell(f"prompts of {', '.join(map(str, sizes))} tokens, one after another")
-    for size in sizes:
+    for size in _until_slow(sizes, tell):
         for _ in range(REPEATS if size <= facts.max_batched_tokens else 2):
             found.singles.append(_single(stack, stack.prompt(size)))
     _add(found.prompts, found.decoding, stack.new_steps())
@@ -84,6 +88,16 @@ def _prompt_sizes(budget: int, longest: int) -> Iterator[int]:
         yield max(1, min(size, longest))
 
 
+def _until_slow(sizes: Iterable[int], tell: Callable[[str], None]) -> Iterator[int]:
+    """Yield sizes until the caller takes too long for one."""
+    for size in sizes:
+        began = time.monotonic()
+        yield size
+        if time.monotonic() - began > SLOW_SECONDS:
+            tell(f"this machine is slow: sizes above {size} are left out")
+            return
+
+
 def _single(stack: ProfiledStack, prompt: list[int] | str) -> tuple[Answer, dict[str, Any]]:
     answer = stack.ask(prompt, _SINGLE_TOKENS)
     return answer, stack.trace(answer)
@@ -101,7 +115,7 @@ def _batches(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable
     most = min(facts.max_seqs * facts.workers["decode"], MOST_TOGETHER, facts.host_tokens // 128)
     counts = sorted({min(2**power, most) for power in range(8)} | {min(3 * 2**power, most) for power in range(5)})
     tell(f"{', '.join(map(str, counts))} requests at the same time")
-    for count in counts:
+    for count in _until_slow(counts, tell):
         # The first ones must not have ended when the last one begins.
         tokens = min(ANSWER_TOKENS + 2 * count, facts.max_model_len - 32)
         stack.ask_together([stack.prompt(24) for _ in range(count)], tokens)

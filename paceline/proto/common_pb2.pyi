@@ -409,6 +409,7 @@ class Work(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     MEDIA_INPUT_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
+    WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
     prompt_tokens: _builtins.int
@@ -423,6 +424,10 @@ class Work(_message.Message):
     kind: Global___WorkKind.ValueType
     background: _builtins.bool
     """Whether nobody waits for the work, such as a line of a batch. It is computed in time that other work leaves."""
+    worker_epoch: _builtins.int
+    """Epoch of the member to which the gateway sends this, so that a worker that has got another role refuses it; 0 if
+    unknown.
+    """
     @_builtins.property
     def key(self) -> Global___Key: ...
     @_builtins.property
@@ -454,10 +459,11 @@ class Work(_message.Message):
         media: _abc.Iterable[Global___MediaSpan] | None = ...,
         media_input: Global___MediaInput | None = ...,
         background: _builtins.bool = ...,
+        worker_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "media_input", b"media_input", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,9 +63,9 @@ class Member(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
-    """gateway, prefill, decode, encode, kvtransfer or planner."""
+    """gateway, prefill, decode, encode, kvtransfer, planner, or standby: a worker that waits for a role."""
     epoch: _builtins.int
-    """Grows with every start of the service."""
+    """Grows with every start of the service, and with every change of its role."""
     address: _builtins.str
     """host:port of the service's gRPC server, or of a gateway's HTTP server."""
     host_id: _builtins.str

@@ -212,6 +212,7 @@ class AttachEvent(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     HAS_DISK_FIELD_NUMBER: _builtins.int
     SOCKET_PATH_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Number of the worker's session, until it leaves. Every BatchRequest has it."""
     host_id: _builtins.str
@@ -227,6 +228,8 @@ class AttachEvent(_message.Message):
     """Path of the Unix socket for the worker's batches. On it each message follows its length in bytes, an unsigned
     32-bit number with the most significant byte first. The service closes the connection after an invalid request.
     """
+    leaving: _builtins.bool
+    """Set in a second message: the service is about to end, so the worker must drain. The other fields are empty then."""
     def __init__(
         self,
         *,
@@ -239,10 +242,11 @@ class AttachEvent(_message.Message):
         address: _builtins.str = ...,
         has_disk: _builtins.bool = ...,
         socket_path: _builtins.str = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "has_disk", b"has_disk", "host_id", b"host_id", "lease_ms", b"lease_ms", "session", b"session", "slots", b"slots", "socket_path", b"socket_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "has_disk", b"has_disk", "host_id", b"host_id", "lease_ms", b"lease_ms", "leaving", b"leaving", "session", b"session", "slots", b"slots", "socket_path", b"socket_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1085,6 +1089,116 @@ class ExportedBlock(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExportedBlock: _TypeAlias = ExportedBlock  # noqa: Y015
+
+@_typing.final
+class LeaveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveRequest: _TypeAlias = LeaveRequest  # noqa: Y015
+
+@_typing.final
+class LeaveReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks that other hosts have copied."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveReply: _TypeAlias = LeaveReply  # noqa: Y015
+
+@_typing.final
+class CopyPrefixesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Fingerprint of the layout of the prefixes. It must be equal to the reader's."""
+    source: _builtins.str
+    """Address of the leaving host's service."""
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixChain]:
+        """The most valuable first."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        source: _builtins.str = ...,
+        prefixes: _abc.Iterable[Global___PrefixChain] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "prefixes", b"prefixes", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyPrefixesRequest: _TypeAlias = CopyPrefixesRequest  # noqa: Y015
+
+@_typing.final
+class PrefixChain(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Hash chain of the context, as in Reserve. A link at which no block ends may be any bytes."""
+
+    def __init__(
+        self,
+        *,
+        hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixChain: _TypeAlias = PrefixChain  # noqa: Y015
+
+@_typing.final
+class CopyPrefixesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyPrefixesReply: _TypeAlias = CopyPrefixesReply  # noqa: Y015
 
 @_typing.final
 class ReadRequest(_message.Message):

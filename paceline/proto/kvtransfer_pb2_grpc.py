@@ -79,6 +79,16 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/paceline.v1.KVTransfer/Leave',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveReply.FromString,
+                _registered_method=True)
+        self.CopyPrefixes = channel.unary_unary(
+                '/paceline.v1.KVTransfer/CopyPrefixes',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.CopyPrefixesRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.CopyPrefixesReply.FromString,
+                _registered_method=True)
         self.Read = channel.unary_stream(
                 '/paceline.v1.KVTransfer/Read',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ReadRequest.SerializeToString,
@@ -91,7 +101,7 @@ class KVTransferServicer:
 
     def Attach(self, request, context):
         """Attaches a worker to the host's arena. The stream's first message describes the arena. Then the stream stays open
-        while the worker lives. If it breaks, the worker counts as dead: its leases end, and after a short grace their
+        while the worker lives. A second message comes only if the service is about to end. If it breaks, the worker counts as dead: its leases end, and after a short grace their
         blocks are given back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -161,6 +171,21 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leave(self, request, context):
+        """Says that a worker is about to leave. If no other worker stays on the host, its hot prefixes are copied to other
+        hosts. Returns when that is done, or at once if other workers stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyPrefixes(self, request, context):
+        """Reads prefixes that a leaving host has cached into this host's cache. Called by that host's service.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Read(self, request, context):
         """Returns the bytes of blocks that an export has named, in the order of the request. Called by another host's
         service.
@@ -216,6 +241,16 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.ExportPrefix,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveReply.SerializeToString,
+            ),
+            'CopyPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyPrefixes,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.CopyPrefixesRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.CopyPrefixesReply.SerializeToString,
             ),
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
@@ -466,6 +501,60 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/ExportPrefix',
             paceline_dot_proto_dot_kvtransfer__pb2.ExportPrefixRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.ExportEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/Leave',
+            paceline_dot_proto_dot_kvtransfer__pb2.LeaveRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/CopyPrefixes',
+            paceline_dot_proto_dot_kvtransfer__pb2.CopyPrefixesRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.CopyPrefixesReply.FromString,
             options,
             channel_credentials,
             insecure,

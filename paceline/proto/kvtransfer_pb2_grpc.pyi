@@ -35,7 +35,7 @@ class KVTransferStub:
     def __new__(cls, channel: _aio.Channel) -> KVTransferAsyncStub: ...
     Attach: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.AttachRequest, _kvtransfer_pb2.AttachEvent]
     """Attaches a worker to the host's arena. The stream's first message describes the arena. Then the stream stays open
-    while the worker lives. If it breaks, the worker counts as dead: its leases end, and after a short grace their
+    while the worker lives. A second message comes only if the service is about to end. If it breaks, the worker counts as dead: its leases end, and after a short grace their
     blocks are given back.
     """
     Reusable: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]
@@ -67,6 +67,12 @@ class KVTransferStub:
     """Names the cached blocks of the longest cached prefix of a context. Called by another host's service. None of the
     blocks is evicted until the call ends.
     """
+    Leave: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.LeaveRequest, _kvtransfer_pb2.LeaveReply]
+    """Says that a worker is about to leave. If no other worker stays on the host, its hot prefixes are copied to other
+    hosts. Returns when that is done, or at once if other workers stay.
+    """
+    CopyPrefixes: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.CopyPrefixesRequest, _kvtransfer_pb2.CopyPrefixesReply]
+    """Reads prefixes that a leaving host has cached into this host's cache. Called by that host's service."""
     Read: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReadRequest, _kvtransfer_pb2.ReadReply]
     """Returns the bytes of blocks that an export has named, in the order of the request. Called by another host's
     service.
@@ -77,7 +83,7 @@ class KVTransferAsyncStub(KVTransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.AttachRequest, _kvtransfer_pb2.AttachEvent]  # type: ignore[assignment]
     """Attaches a worker to the host's arena. The stream's first message describes the arena. Then the stream stays open
-    while the worker lives. If it breaks, the worker counts as dead: its leases end, and after a short grace their
+    while the worker lives. A second message comes only if the service is about to end. If it breaks, the worker counts as dead: its leases end, and after a short grace their
     blocks are given back.
     """
     Reusable: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReusableRequest, _kvtransfer_pb2.ReusableReply]  # type: ignore[assignment]
@@ -109,6 +115,12 @@ class KVTransferAsyncStub(KVTransferStub):
     """Names the cached blocks of the longest cached prefix of a context. Called by another host's service. None of the
     blocks is evicted until the call ends.
     """
+    Leave: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.LeaveRequest, _kvtransfer_pb2.LeaveReply]  # type: ignore[assignment]
+    """Says that a worker is about to leave. If no other worker stays on the host, its hot prefixes are copied to other
+    hosts. Returns when that is done, or at once if other workers stay.
+    """
+    CopyPrefixes: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.CopyPrefixesRequest, _kvtransfer_pb2.CopyPrefixesReply]  # type: ignore[assignment]
+    """Reads prefixes that a leaving host has cached into this host's cache. Called by that host's service."""
     Read: _aio.UnaryStreamMultiCallable[_kvtransfer_pb2.ReadRequest, _kvtransfer_pb2.ReadReply]  # type: ignore[assignment]
     """Returns the bytes of blocks that an export has named, in the order of the request. Called by another host's
     service.
@@ -122,7 +134,7 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvtransfer_pb2.AttachEvent], _abc.AsyncIterator[_kvtransfer_pb2.AttachEvent]]:
         """Attaches a worker to the host's arena. The stream's first message describes the arena. Then the stream stays open
-        while the worker lives. If it breaks, the worker counts as dead: its leases end, and after a short grace their
+        while the worker lives. A second message comes only if the service is about to end. If it breaks, the worker counts as dead: its leases end, and after a short grace their
         blocks are given back.
         """
 
@@ -202,6 +214,24 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         """Names the cached blocks of the longest cached prefix of a context. Called by another host's service. None of the
         blocks is evicted until the call ends.
         """
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _kvtransfer_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.LeaveReply, _abc.Awaitable[_kvtransfer_pb2.LeaveReply]]:
+        """Says that a worker is about to leave. If no other worker stays on the host, its hot prefixes are copied to other
+        hosts. Returns when that is done, or at once if other workers stay.
+        """
+
+    @_abc_1.abstractmethod
+    def CopyPrefixes(
+        self,
+        request: _kvtransfer_pb2.CopyPrefixesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.CopyPrefixesReply, _abc.Awaitable[_kvtransfer_pb2.CopyPrefixesReply]]:
+        """Reads prefixes that a leaving host has cached into this host's cache. Called by that host's service."""
 
     @_abc_1.abstractmethod
     def Read(

@@ -70,6 +70,50 @@ class ReadyReply(_message.Message):
 Global___ReadyReply: _TypeAlias = ReadyReply  # noqa: Y015
 
 @_typing.final
+class SetRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """prefill, decode, or standby, in which a worker takes no work."""
+    epoch: _builtins.int
+    """Epoch of the member as the caller knows it. The call fails with ABORTED if it has another one; 0 is any."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the member in the new role."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleReply: _TypeAlias = SetRoleReply  # noqa: Y015
+
+@_typing.final
 class StepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -380,7 +380,7 @@ class Media:
 
 
 class MaintenanceStub:
-    """What operators ask of any worker.
+    """What operators and the planner ask of a prefill, decode or standby worker.
     """
 
     def __init__(self, channel):
@@ -394,6 +394,11 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/paceline.v1.Maintenance/SetRole',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
+                _registered_method=True)
         self.Steps = channel.unary_unary(
                 '/paceline.v1.Maintenance/Steps',
                 request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
@@ -402,11 +407,19 @@ class MaintenanceStub:
 
 
 class MaintenanceServicer:
-    """What operators ask of any worker.
+    """What operators and the planner ask of a prefill, decode or standby worker.
     """
 
     def ResetPool(self, request, context):
         """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
+        serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -427,6 +440,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.ResetPoolReply.SerializeToString,
             ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.SerializeToString,
+            ),
             'Steps': grpc.unary_unary_rpc_method_handler(
                     servicer.Steps,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.FromString,
@@ -441,7 +459,7 @@ def add_MaintenanceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Maintenance:
-    """What operators ask of any worker.
+    """What operators and the planner ask of a prefill, decode or standby worker.
     """
 
     @staticmethod
@@ -461,6 +479,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/ResetPool',
             paceline_dot_proto_dot_worker__pb2.ResetPoolRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.ResetPoolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/SetRole',
+            paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
             options,
             channel_credentials,
             insecure,

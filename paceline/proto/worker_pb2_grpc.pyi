@@ -200,7 +200,7 @@ class MediaServicer(metaclass=_abc_1.ABCMeta):
 def add_MediaServicer_to_server(servicer: MediaServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class MaintenanceStub:
-    """What operators ask of any worker."""
+    """What operators and the planner ask of a prefill, decode or standby worker."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -208,21 +208,29 @@ class MaintenanceStub:
     def __new__(cls, channel: _aio.Channel) -> MaintenanceAsyncStub: ...
     ResetPool: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]
     """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleReply]
+    """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
+    serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+    """
     Steps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]
     """Returns the newest steps of the engine, in order."""
 
 @_typing.type_check_only
 class MaintenanceAsyncStub(MaintenanceStub):
-    """What operators ask of any worker."""
+    """What operators and the planner ask of a prefill, decode or standby worker."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ResetPool: _aio.UnaryUnaryMultiCallable[_worker_pb2.ResetPoolRequest, _worker_pb2.ResetPoolReply]  # type: ignore[assignment]
     """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleReply]  # type: ignore[assignment]
+    """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
+    serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+    """
     Steps: _aio.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]  # type: ignore[assignment]
     """Returns the newest steps of the engine, in order."""
 
 class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators ask of any worker."""
+    """What operators and the planner ask of a prefill, decode or standby worker."""
 
     @_abc_1.abstractmethod
     def ResetPool(
@@ -231,6 +239,16 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ResetPoolReply, _abc.Awaitable[_worker_pb2.ResetPoolReply]]:
         """Forgets the blocks in the device's own pool that no request uses. Does nothing if the device computes in the arena."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRoleReply, _abc.Awaitable[_worker_pb2.SetRoleReply]]:
+        """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
+        serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+        """
 
     @_abc_1.abstractmethod
     def Steps(

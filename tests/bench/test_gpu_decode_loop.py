@@ -55,7 +55,9 @@ def test_the_random_model_counts_in_circles_and_jumps() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
 # Lookups find drafts only if the model counts, which takes a strong signal. With a weak one, tokens are closer rivals.
-@pytest.mark.parametrize(("method", "signal"), [("ngram", 6.0), ("early_layers", 1.5)])
+@pytest.mark.parametrize(
+    ("method", "signal"), [("ngram", 6.0), pytest.param("early_layers", 1.5, marks=pytest.mark.thorough)]
+)
 def test_the_loop_gives_the_same_tokens_with_drafts_on_triton_kernels(method: Method, signal: float) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     kernels = select_kernels(DEVICE, "triton-invariant")

@@ -38,6 +38,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_small_benchmarks_write_what_large_ones_do(name: str, written: dict[str, Any]) -> None:
     assert written[name]["machine"]["torch"] == torch.__version__
@@ -60,7 +61,7 @@ def test_small_benchmarks_write_what_large_ones_do(name: str, written: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("module", ["bench.gpu", "bench.gpu.forward"])
+@pytest.mark.parametrize("module", ["bench.gpu", pytest.param("bench.gpu.forward", marks=pytest.mark.thorough)])
 def test_without_a_gpu_they_say_so(module: str, tmp_path: Path) -> None:
     done = run(module, "--out", str(tmp_path / "out"))
     assert done.returncode == 1

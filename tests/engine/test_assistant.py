@@ -126,6 +126,7 @@ def test_drafts_after_an_image_are_those_of_transformers(tmp_path: Path, kind: s
 
 # Rows that pad a step have arbitrary content, about which numpy warns in Triton's interpreter.
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
 def test_drafts_on_a_gpu_are_those_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")

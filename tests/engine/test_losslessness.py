@@ -139,7 +139,12 @@ def chance(found: Tensor, expected: Tensor) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-WAYS = [(drafter, probabilistic) for drafter in ("lookup", "early", "model") for probabilistic in (False, True)]
+WAYS = [
+    ("lookup", True),
+    ("model", True),
+    ("early", False),
+    *(pytest.param(*way, marks=pytest.mark.thorough) for way in (("lookup", False), ("model", False), ("early", True))),
+]
 HOT = SamplingParams(temperature=1.1, max_tokens=TOKENS)
 
 

@@ -128,8 +128,17 @@ def test_a_recorded_step_gives_the_same_tokens_over_the_same_memory(made: MediaM
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow ", "ignore:invalid value ", "ignore:divide by zero ")
-@pytest.mark.parametrize("kernels", ["reference", "triton-invariant"])
-@pytest.mark.parametrize("kind", ["edge", "experts", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        ("experts", "reference"),
+        ("edge", "triton-invariant"),
+        *(
+            pytest.param(*rare, marks=pytest.mark.thorough)
+            for rare in (("experts", "triton-invariant"), ("qwen3_vl", "triton-invariant"))
+        ),
+    ],
+)
 def test_other_kernels_read_encodings_too(tmp_path: Path, kind: str, kernels: str) -> None:
     pytest.importorskip("triton", reason="the package triton is not installed")
     made = media_model(kind, tmp_path, kernels)

@@ -86,8 +86,11 @@ def test_attention_with_sinks(
     close(actual[:, 4], without[:, 4].double())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (23, 5.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "dtype"),
+    [(23, 5.0, BF16), *(pytest.param(*rare, marks=pytest.mark.thorough) for rare in ((0, 0.0, BF16), (0, 0.0, FP32)))],
+    ids=str,
+)
 def test_attention_may_look_ahead(
     kernels: Kernels, paged_case: Callable[..., Any], window: int, softcap: float, dtype: torch.dtype
 ) -> None:

@@ -52,25 +52,33 @@ def build(folder: Path, more: tuple[str, ...] = ()) -> list[Json]:
     return objects
 
 
+def has_pods(found: Json) -> bool:
+    return found["kind"] in _TEMPLATES
+
+
+def pod_of(found: Json) -> Json:
+    """Return the specification of an object's pods."""
+    pod = found["spec"]["template"]["spec"]
+    assert isinstance(pod, dict)
+    return pod
+
+
 def containers(found: Json) -> list[Json]:
     """Return the containers of an object's pods, those that run before the others included."""
-    pod = pod_of(found)
-    return [] if pod is None else [*pod.get("initContainers", ()), *pod["containers"]]
+    pod = pod_of(found) if has_pods(found) else {"containers": []}
+    return [*pod.get("initContainers", ()), *pod["containers"]]
 
 
-def pod_of(found: Json) -> Json | None:
-    """Return the specification of an object's pods; None if it has none."""
-    return dict_of(found["spec"]["template"]["spec"]) if found["kind"] in _TEMPLATES else None
-
-
-def dict_of(value: Any) -> Json:
-    assert isinstance(value, dict)
-    return value
+def main_container(found: Json) -> Json:
+    """Return the container of an object's pods that serves."""
+    (container,) = pod_of(found)["containers"]
+    assert isinstance(container, dict)
+    return container
 
 
 def _metadata(found: Json) -> Iterator[Json]:
     yield found["metadata"]
-    if found["kind"] in _TEMPLATES:
+    if has_pods(found):
         yield found["spec"]["template"]["metadata"]
 
 

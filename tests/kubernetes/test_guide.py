@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -11,8 +13,9 @@ import pytest
 import yaml
 
 from paceline.cli import build_parser
-from tests.kubernetes.kustomize import build
-from tests.kubernetes.test_manifests import KUBERNETES, RELEASES, ROOT, config_of, of, pod_of
+from paceline.simulator.described_load import read_load
+from tests.kubernetes.kustomize import build, main_container, pod_of
+from tests.kubernetes.test_manifests import KUBERNETES, RELEASES, ROOT, config_of, of
 
 GUIDE = (ROOT / "docs" / "kubernetes.md").read_text()
 BLOCKS = re.findall(r"(?:^(?: {4}.*)?\n)+", GUIDE, re.MULTILINE)
@@ -22,7 +25,7 @@ RECIPES: list[dict[str, Any]] = [
     if block.strip().startswith("apiVersion:")
     for each in yaml.safe_load_all("\n".join(line[4:] for line in block.splitlines()))
 ]
-WORDS = re.findall(r"`(paceline [^`]+)`", GUIDE) + [
+WORDS = re.findall(r"`(paceline [a-z-]+ [^`]+)`", GUIDE) + [
     line.strip() for block in BLOCKS for line in block.splitlines() if line.strip().startswith("paceline ")
 ]
 """The commands of paceline, in the text and in blocks."""
@@ -61,9 +64,8 @@ def test_the_table_of_ends_has_the_times_of_the_manifests(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}`[^|]*\|([^|]*)\|([^|]*)\| (\d+) s \|$", GUIDE, re.MULTILINE)
     workload = {**of("Deployment"), **of("DaemonSet")}[name]
     pod = pod_of(workload)
-    assert pod is not None
     before, drain, grace = row
-    lifecycle = pod["containers"][0].get("lifecycle")
+    lifecycle = main_container(workload).get("lifecycle")
     assert int(grace) == pod["terminationGracePeriodSeconds"]
     assert [int(n) for n in re.findall(r"(\d+) s", before)] == (
         [lifecycle["preStop"]["sleep"]["seconds"]] if lifecycle else []
@@ -77,3 +79,10 @@ def test_files_that_the_guide_names_exist() -> None:
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`(\w+\.yaml)`", GUIDE):
         assert list(KUBERNETES.glob(f"*/{name}")), name
+
+
+def test_the_described_load_is_read(tmp_path: Path) -> None:
+    (load,) = [block for block in BLOCKS if "[arrivals]" in block]
+    file = tmp_path / "load.toml"
+    file.write_text("\n".join(line[4:] for line in load.splitlines()))
+    assert sum(1 for _ in itertools.islice(read_load(file).trace(), 100)) == 100

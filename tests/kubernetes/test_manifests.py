@@ -20,7 +20,7 @@ from paceline.services.gateway.access.decisions import Access, decision_for
 from paceline.services.gateway.main import LAST_WORDS_SECONDS
 from paceline.services.platforms.kubernetes import PODS
 from paceline.services.platforms.kubernetes_pods import ROLE_LABEL
-from tests.kubernetes.kustomize import Json, build, containers, pod_of
+from tests.kubernetes.kustomize import Json, build, containers, has_pods, main_container, pod_of
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "kubernetes"
@@ -39,7 +39,7 @@ PARTS = {
     "monitoring": build(KUBERNETES / "monitoring"),
 }
 BASE = PARTS["base"]
-WORKLOADS = [each for part in ("model", "base", "gpu") for each in PARTS[part] if pod_of(each)]
+WORKLOADS = [each for part in ("model", "base", "gpu") for each in PARTS[part] if has_pods(each)]
 
 
 def of(kind: str, objects: list[Json] = BASE) -> dict[str, Json]:
@@ -62,7 +62,7 @@ def matches(selector: Json, labels: dict[str, str]) -> bool:
 
 def arguments_of(workload: Json) -> list[str]:
     """Return the arguments of the first container, with its variables replaced."""
-    (container,) = pod_of(workload)["containers"]  # type: ignore[index]
+    container = main_container(workload)
     values = {"ROLE": labels_of(workload).get(ROLE_LABEL, "")}
     return [re.sub(r"\$\((\w+)\)", lambda found: values.get(found[1], "10.0.0.1"), each) for each in container["args"]]
 
@@ -101,7 +101,6 @@ def test_manifests_fit_the_schemas_of_the_last_three_releases(monkeypatch: pytes
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda each: str(each["metadata"]["name"]))
 def test_containers_can_do_no_more_than_they_must(workload: Json) -> None:
     pod = pod_of(workload)
-    assert pod is not None
     assert pod["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": 10001}.items()
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is (workload["metadata"]["name"] == "planner")
@@ -132,18 +131,17 @@ def test_options_and_arguments_are_valid(name: str, part: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_a_drain_fits_into_the_grace_of_its_pod(name: str) -> None:
     pod = pod_of(OURS[name])
-    assert pod is not None
     roles = ["prefill", "decode"] if name == "worker" else [""]
     drain = max(config_of(OURS[name], command=role).drain_seconds for role in roles)
-    before = pod["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    drain = 0 if name in ("kvtransfer", "planner") else drain  # these end at once
+    before = main_container(OURS[name]).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    drain = 0 if name == "planner" else drain  # it has nothing to drain
     assert before + drain + LAST_WORDS_SECONDS + 10 <= pod["terminationGracePeriodSeconds"]
     assert bool(before) is (name == "gateway")
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_probes_ask_what_listens(name: str) -> None:
-    (container,) = pod_of(OURS[name])["containers"]  # type: ignore[index]
+    container = main_container(OURS[name])
     config = config_of(OURS[name])
     (port,) = container["ports"]
     assert port["containerPort"] == config.port
@@ -163,9 +161,9 @@ def test_probes_ask_what_listens(name: str) -> None:
 
 
 def test_selectors_find_their_pods() -> None:
-    pods = [labels_of(each) for each in BASE if pod_of(each)]
+    pods = [labels_of(each) for each in BASE if has_pods(each)]
     for each in BASE:
-        if pod_of(each):
+        if has_pods(each):
             assert matches(each["spec"]["selector"], labels_of(each))
             assert sum(matches(each["spec"]["selector"], labels) for labels in pods) == 1
         elif each["kind"] in ("PodDisruptionBudget", "Service"):
@@ -175,7 +173,7 @@ def test_selectors_find_their_pods() -> None:
             assert found[COMPONENT] == each["metadata"]["name"]
     for name, service in of("Service").items():
         workload = {**of("Deployment"), **of("DaemonSet")}[name]
-        ports = {port["name"]: port["containerPort"] for port in pod_of(workload)["containers"][0]["ports"]}  # type: ignore[index]
+        ports = {port["name"]: port["containerPort"] for port in main_container(workload)["ports"]}
         assert [ports[port["targetPort"]] for port in service["spec"]["ports"]] == [
             port["port"] for port in service["spec"]["ports"]
         ]
@@ -187,7 +185,6 @@ def test_what_pods_refer_to_exists() -> None:
     made = dict(re.findall(r"kubectl -n paceline create secret generic (\S+)((?: --from-file=\S+)+)", GUIDE))
     for workload in WORKLOADS:
         pod = pod_of(workload)
-        assert pod is not None
         mounted = {mount["name"] for each in containers(workload) for mount in each["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
         for volume in pod["volumes"]:
@@ -243,12 +240,12 @@ def test_the_arena_is_one_folder_in_memory_that_is_paid_for() -> None:
         objects = PARTS[part]
         kvtransfer = of("DaemonSet", objects)["kvtransfer"]
         config = config_of(kvtransfer, part)
-        (container,) = pod_of(kvtransfer)["containers"]  # type: ignore[index]
+        container = main_container(kvtransfer)
         limit = parse_bytes(container["resources"]["limits"]["memory"] + "B")
         assert limit >= parse_bytes(config.kv_memory) + (1 << 30)  # type: ignore[attr-defined]
         assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
         for workload in (kvtransfer, of("Deployment", objects)["worker"]):
-            (mount,) = [each for each in pod_of(workload)["containers"][0]["volumeMounts"] if each["name"] == "arena"]  # type: ignore[index]
+            (mount,) = [each for each in main_container(workload)["volumeMounts"] if each["name"] == "arena"]
             assert mount["mountPath"] == config.arena_dir  # type: ignore[attr-defined]
 
 
@@ -285,7 +282,7 @@ def test_the_planner_finds_its_objects() -> None:
     assert labels_of(worker)["app.kubernetes.io/name"] == name
     assert labels_of(worker)[ROLE_LABEL] == "decode"
     assert {"worker", "encode"} == set(components.split(","))
-    (role,) = [each for each in pod_of(worker)["containers"][0]["env"] if each["name"] == "ROLE"]  # type: ignore[index]
+    (role,) = [each for each in main_container(worker)["env"] if each["name"] == "ROLE"]
     assert role["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.labels['{ROLE_LABEL}']"
     for each in ("worker", "encode"):
         assert "replicas" not in of("Deployment")[each]["spec"], "kubectl apply would undo what the planner has done"

@@ -42,13 +42,16 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
     mutations.without_leases_before_the_sweep,
     mutations.without_a_look_at_the_lease_in_a_release,
     mutations.without_idempotent_release,
-    mutations.without_idempotent_fill,
     mutations.without_time_to_come_back,
     mutations.without_truth_about_contents,
 )
 
 
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+@pytest.mark.parametrize(
+    "mutate",
+    [*MUTATIONS, pytest.param(mutations.without_idempotent_fill, marks=pytest.mark.thorough)],
+    ids=lambda mutate: mutate.__name__,
+)
 def test_the_simulator_finds_a_protocol(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     with found("seed"):
@@ -157,6 +160,7 @@ def test_the_explorer_finds_a_prefix_without_digests(monkeypatch: Patch) -> None
         Explorer(dataclasses.replace(SETUPS["lost_prefix"], faults=1, kind="crash_ledger")).run()
 
 
+@pytest.mark.thorough
 def test_the_explorer_finds_a_transfer_without_digests(monkeypatch: Patch) -> None:
     mutations.without_digests(monkeypatch)
     with found("is published as"):

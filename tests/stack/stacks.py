@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ STACKS: dict[str, Way] = {
 """Stacks by name. All stacks of a model must give the same outcomes as its first one."""
 
 
-def on(*names: str) -> pytest.MarkDecorator:
-    """Return a mark that runs a test on each of these shared stacks."""
-    return pytest.mark.parametrize("way", names, indirect=True, scope="session")
+def on(*names: str, thorough: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Return a mark that runs a test on each of these shared stacks; on those in `thorough` only if asked for."""
+    rare = [pytest.param(name, marks=pytest.mark.thorough) for name in thorough]
+    return pytest.mark.parametrize("way", [*names, *rare], indirect=True, scope="session")
 
 
 def way_of(node_id: str) -> str:

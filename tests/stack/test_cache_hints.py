@@ -29,7 +29,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [name if name == "messages" else pytest.param(name, marks=pytest.mark.thorough) for name in FORMS]
+)
 async def test_an_agents_context_survives_a_flood(small: Stack, name: str) -> None:
     async with httpx.AsyncClient(base_url=small.url, timeout=60) as client:
         # The gateway sends no hints before it knows the layout of the host's blocks.

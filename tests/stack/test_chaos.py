@@ -30,6 +30,7 @@ async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
     assert report.ended >= plan.streams
 
 
+@pytest.mark.thorough
 async def test_streams_survive_cuts_of_the_link_between_two_hosts(tmp_path: Path) -> None:
     kills = {"prefill": 1, "decode": 1, "kvtransfer": 1, "redis": 1}
     cuts = ((0.1, 1.0), (3.0, 4.0), (3.0, 4.0))

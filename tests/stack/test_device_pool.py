@@ -53,7 +53,7 @@ def decode_stats(stack: Stack) -> dict[str, float]:
     return dict(stats)
 
 
-@on("default", "pools", "gemma", "gemma pools")
+@on("default", "pools", thorough=["gemma", "gemma pools"])
 async def test_a_crowd_gets_the_same_tokens_from_pools_as_in_the_arena(
     stack: Stack, way: Way, outcomes: Outcomes
 ) -> None:
@@ -62,7 +62,7 @@ async def test_a_crowd_gets_the_same_tokens_from_pools_as_in_the_arena(
     await stack.settled()
 
 
-@on("pools", "gemma pools")
+@on("pools", thorough=["gemma pools"])
 async def test_tokens_survive_evictions(stack: Stack, way: Way, outcomes: Outcomes) -> None:
     wanted = outcomes[way.model] if way.model in outcomes else await ask_all(stack, way.model)
     async with asyncio.timeout(400):  # it is random how many requests wait at the same time

@@ -18,7 +18,7 @@ PROMPTS = {"aggregated": (1, 700), "pools": (5, 400)}
 """By stack: how many prompts of how many tokens fit into its memory. Three times as many do not fit."""
 
 
-@on(*PROMPTS)
+@on("aggregated", thorough=["pools"])
 async def test_an_evicted_prompt_comes_back_from_the_disk(
     stack: Stack, way: Way, request: pytest.FixtureRequest
 ) -> None:

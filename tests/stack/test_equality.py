@@ -46,7 +46,7 @@ def mixed(salt: str) -> list[Request]:
     return [replace(each, body={**each.body, "cache_salt": salt}) for each in asked]
 
 
-@on("default", "two workers", "aggregated", "pools", "gemma", "gemma pools")
+@on("default", "two workers", "aggregated", "pools", "gemma", thorough=["gemma pools"])
 async def test_requests_of_all_kinds_get_the_same_tokens_in_every_stack(
     stack: Stack, way: Way, outcomes: Outcomes
 ) -> None:
@@ -62,7 +62,7 @@ def differences(wanted: Iterable[Outcome], found: Iterable[Outcome]) -> list[str
     return [text for one, other in zip(wanted, found, strict=True) if (text := one.difference(other))]
 
 
-@on("float32", "gemma float32")
+@on("float32", thorough=["gemma float32"])
 async def test_tokens_are_those_of_transformers(stack: Stack, way: Way, real_model: Callable[[str], Path]) -> None:
     inputs, expected = await asyncio.to_thread(generate, real_model(way.model), SHORT_AND_LONG, MAX_TOKENS)
     tokens = await complete_all(stack.url, way.model, inputs)

@@ -41,13 +41,14 @@ def hosts(
 
 @pytest.fixture
 async def cluster(hosts: Cluster) -> AsyncIterator[Cluster]:
-    """The two hosts without a prefill worker. A test may start one on host 0, and kill services; they run again
-    afterwards.
+    """The two hosts without a prefill worker. A test may start one on host 0, and a second decode worker, and kill
+    services; they run again afterwards.
     """
     await hosts.wait_workers(1)
     yield hosts
-    if "prefill-0" in hosts.processes:
-        hosts.processes.pop("prefill-0").stop()
+    for name in ("prefill-0", "decode-1"):
+        if name in hosts.processes:
+            hosts.processes.pop(name).stop()
     for name, process in list(hosts.processes.items()):
         if not process.alive:
             hosts.start_again(name)
@@ -58,13 +59,13 @@ async def answer(cluster: Cluster, prompt: str) -> str:
     return await cluster.stream(prompt=prompt, max_tokens=32)
 
 
-async def transfers(cluster: Cluster) -> dict[str, float]:
-    """Return the transfer counters of host 1 as of its last report."""
-    hosts = [each for each in (await cluster.fleet())["workers"] if each["worker_id"] == "host-1"]
+async def transfers(cluster: Cluster, host: int = 1) -> dict[str, float]:
+    """Return the transfer counters of a host as of its last report."""
+    hosts = [each for each in (await cluster.fleet())["workers"] if each["worker_id"] == f"host-{host}"]
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
 
 
-@pytest.mark.parametrize("transport", ["grpc", "ucx"], indirect=True)
+@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.thorough), "ucx"], indirect=True)
 async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster, transport: str) -> None:
     expected = [await answer(cluster, PROMPT + end) for end in ("", " And", " But then")]
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
@@ -131,3 +132,27 @@ async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
         cluster.processes["kvtransfer-0"].popen.send_signal(signal.SIGCONT)
     await cluster.settled()
     assert await answer(cluster, f"Again. {prompt}") == second
+
+
+async def test_the_last_worker_of_a_host_leaves_requests_and_hot_prefixes_to_another_host(cluster: Cluster) -> None:
+    prompt = f"A host that leaves. {PROMPT}"
+    expected = await cluster.stream(prompt=prompt)
+    for _ in range(2):
+        await answer(cluster, f"Hot is what comes twice. {PROMPT}")
+    cluster.wait_ready(cluster.start_worker("decode", 1, host=0))
+    await cluster.wait_workers(2)
+    leaving = cluster.processes["decode-0"]  # it has the prompt in its host's cache, so it gets the request
+
+    def on_token(count: int) -> None:
+        if count == 8:
+            leaving.tell()
+
+    assert await cluster.stream(on_token, prompt=prompt, request_id="moves") == expected
+    assert leaving.wait() == 0
+    assert await cluster.decodes("moves") == "decode-1"
+    for _ in range(100):
+        if (seen := await transfers(cluster, host=0)).get("transfers_grpc", 0) >= 2:
+            break
+        await asyncio.sleep(0.1)
+    assert seen.get("transfers_grpc", 0) >= 2, seen  # the request's KV, and the hot prefix
+    await cluster.settled()

@@ -89,12 +89,13 @@ async def checked(plan: Plan, folder: Path, expected: Sequence[list[int]]) -> As
     ("memory", "options"),
     [
         ("3MiB", ("--threads=1", "--max-batched-tokens=32", "--max-seqs=32", drafts(method="ngram"))),
-        (
+        pytest.param(
             "6MiB",
             (
                 *("--kv-pool=device", "--kv-pool-memory=1536KiB", "--max-model-len=1024"),
                 drafts(method="early_layers", num_layers=4),
             ),
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["in the arena, chunked prefill, looked-up drafts", "pools of their own, drafts of early layers"],

@@ -69,7 +69,7 @@ async def wait_until_encoded(
 WORKERS = ("--dtype=float32", "--prefill=2", "--decode=2", "--threads=1", "--max-batched-tokens=32", "--max-seqs=16")
 
 
-@pytest.mark.parametrize("encode", [0, 2])
+@pytest.mark.parametrize("encode", [pytest.param(0, marks=pytest.mark.thorough), 2])
 async def test_tokens_are_those_of_transformers_also_when_workers_are_killed(
     model: Model, tmp_path: Path, encode: int
 ) -> None:
@@ -131,6 +131,7 @@ async def test_an_encoding_of_another_host_is_fetched(model: Model, tmp_path: Pa
 
 
 # The questions have audio clips, which Qwen 3-VL does not hear.
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["edge"], indirect=True)
 async def test_answers_about_media_survive_kills_of_every_role(model: Model, tmp_path: Path) -> None:
     kills = {"prefill": 1, "decode": 1, "encode": 1, "kvtransfer": 1, "gateway": 1}

@@ -182,7 +182,8 @@ def test_every_service_logs_the_request_id_and_joins_the_trace(
         logged = (json.loads(line) for line in stack.process.text.split("\n")[:-1] if line.startswith("{"))
         return [line for line in logged if "find-me" in str(line["request_id"])]
 
-    services = {"gateway", "prefill-0", "decode-0"}
+    workers = [each for each in stack.fleet()["workers"] if each["role"] in ("prefill", "decode")]
+    services = {"gateway", *(each["worker_id"] for each in workers)}
     deadline = time.monotonic() + 10  # services log a request after it has ended, maybe after the client has its answer
     while {line["service"] for line in lines()} != services and time.monotonic() < deadline:
         time.sleep(0.1)

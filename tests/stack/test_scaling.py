@@ -9,6 +9,7 @@ from collections import Counter
 import httpx
 import pytest
 
+from bench import flips
 from bench.mixed import Request, answers
 from tests.stack.processes import Stack
 from tests.stack.stacks import Way, on
@@ -67,4 +68,15 @@ async def test_streams_survive_scaling(stack: Stack, way: Way) -> None:
     moved = [reasons for reasons in await failures(stack) if reasons]
     assert moved, "no stream was on the worker that drained"
     assert all(reason.startswith("decode worker") and reason.endswith("drains") for (reason,) in moved)
+    await stack.settled()
+
+
+@on("default")
+async def test_no_stream_is_lost_or_changed_while_workers_drain_and_change_their_roles(stack: Stack, way: Way) -> None:
+    """See bench/flips.py for 200 actions."""
+    tally = await flips.measure(stack.url, way.model, actions=6, count=8, seed=3)
+    assert (tally.lost, tally.changed) == ([], [])
+    assert tally.compared > 0
+    assert tally.actions.total() == 6
+    await scale(stack, prefill=1, decode=1)
     await stack.settled()

@@ -93,6 +93,7 @@ async def test_images_are_read_as_in_transformers(tmp_path: Path) -> None:
         MediaModel(None, reference, "llava").check(Prompt(answer.prompt, media), answer.outputs[0])  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     model: Path, reference: Any, tmp_path: Path
 ) -> None:

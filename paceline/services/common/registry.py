@@ -37,7 +37,10 @@ from paceline.services.common.tasks import end_tasks
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
 
-Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner"]
+Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
+"""The role of a member. A standby worker has loaded the model and waits for a role."""
+WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
+"""Roles that one worker can have one after another."""
 State = Literal["starting", "ready", "draining"]
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ class Member:
     worker_id: str
     role: Role
     epoch: int
-    """Increases with every start of the service."""
+    """Increases with every start of the service, and every change of its role."""
     address: str
     """host:port of its gRPC server; a gateway's HTTP server."""
     host_id: str

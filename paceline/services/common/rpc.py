@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -18,6 +18,7 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from paceline.core.errors import (
     BusyError,
     ConfigError,
+    DrainingError,
     InvalidRequestError,
     PacelineError,
     RefusedError,
@@ -59,6 +60,8 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
 
 _PARAM = "paceline-param"
 """Key of the trailing metadata that names the invalid field of an INVALID_ARGUMENT."""
+_DRAINING = "paceline-draining"
+"""Key of the trailing metadata that tells a draining worker from one that has failed: both are UNAVAILABLE."""
 
 
 def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
@@ -196,8 +199,7 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
         yield
     except PacelineError as error:
         code = next(code for kind, code in _CODES if isinstance(error, kind))
-        param = error.param if isinstance(error, InvalidRequestError) else None
-        await _abort(context, code, str(error), ((_PARAM, param),) if param else ())
+        await _abort(context, code, str(error), tuple(_details(error)))
     except grpc.aio.AbortError:
         raise
     except DecodeError as error:
@@ -205,6 +207,14 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
     except Exception as error:
         log.exception("unexpected error in a call")
         await _abort(context, grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+def _details(error: PacelineError) -> Iterator[tuple[str, str]]:
+    """Yield what a status code cannot say of an error, as trailing metadata."""
+    if isinstance(error, InvalidRequestError) and error.param:
+        yield _PARAM, error.param
+    if isinstance(error, DrainingError):
+        yield _DRAINING, "1"
 
 
 async def _abort(
@@ -223,10 +233,12 @@ async def _abort(
 def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
     """Return our error for a status code that a caller got. `who` names the other side in the message."""
     details = error.details() or error.code().name
+    trailing = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
+    more = {key: str(value) for key, value in trailing or ()}
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        metadata = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
-        params = [str(value) for key, value in metadata or () if key == _PARAM]
-        return InvalidRequestError(details, params[0] if params else None)
+        return InvalidRequestError(details, more.get(_PARAM))
+    if error.code() is grpc.StatusCode.UNAVAILABLE and _DRAINING in more:
+        return DrainingError(f"{who}: {details}")
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         # gRPC has the same code for a message that is too large. It says "Sent" or "Received" before.
         if "message larger than max" in details:

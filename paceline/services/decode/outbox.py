@@ -146,15 +146,18 @@ class Outbox:
 
 
 class Outboxes:
-    """The outboxes of one worker, by the names of streams that gateways chose."""
+    """The outboxes of one worker, by the names of streams that gateways chose.
 
-    def __init__(self) -> None:
+    Args:
+        is_draining: returns whether the worker takes no new attempts now.
+    """
+
+    def __init__(self, is_draining: Callable[[], bool] = lambda: False) -> None:
         self._by_name: dict[str, Outbox] = {}
-        self._draining = False
+        self._is_draining = is_draining
 
     def tell_draining(self) -> None:
-        """Tell all present and future gateways that the worker takes no new attempts."""
-        self._draining = True
+        """Tell all gateways that have a stream that the worker takes no new attempts."""
         for outbox in self._by_name.values():
             outbox.tell_draining()
 
@@ -167,7 +170,7 @@ class Outboxes:
             raise InvalidRequestError("a stream of events needs a name of its own")
         outbox = self._by_name[name] = Outbox()
         try:
-            await outbox.write(write, self._draining)
+            await outbox.write(write, self._is_draining())
         finally:
             del self._by_name[name]
 

@@ -48,7 +48,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.outboxes = Outboxes()
+        self.outboxes = Outboxes(lambda: worker.admission.draining)
         worker.admission.on_draining = self.outboxes.tell_draining
 
     async def Events(  # type: ignore[override]
@@ -69,7 +69,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
                 # Mapped within the span, so that the log line of an unexpected error has the ids of the request.
-                async with mapped_errors(context), self._worker.admission.admit(work.background):
+                async with mapped_errors(context), self._worker.admit(work, "decode"):
                     self._worker.check(work)
                     events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
                     async with outbox.member(number, events.put):

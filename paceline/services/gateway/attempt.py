@@ -136,7 +136,7 @@ class Attempt:
             InvalidRequestError: a worker can never serve this request.
             NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the prompt.
         """
-        asking = self._decode_call.admit(self._work_with_source(self._link is None), self._seconds)
+        asking = self._decode_call.admit(self._work_for(self.decode, computes=self._link is None), self._seconds)
         admitted = await answer(asking, self.decode)
         if admitted.cached_tokens < self._least_cached_tokens:
             raise NotCachedError(self.decode, admitted.cached_tokens)
@@ -150,7 +150,7 @@ class Attempt:
             await self._start_prefill(self.prefill, admitted.key)
 
     async def _start_prefill(self, worker: RemoteWorker, key: common_pb2.Key) -> None:
-        work = self._work_with_source(self._link is not None)
+        work = self._work_for(worker, computes=self._link is not None)
         work.key.CopyFrom(key)
         call = worker_pb2_grpc.PrefillStub(worker.channel).Run(
             worker_pb2.PrefillRequest(work=work, host_id=self.decode.member.host_id),
@@ -171,13 +171,14 @@ class Attempt:
         if self._encoding is not None:
             self._encoding.start(worker, event.opened.cached_tokens, lambda _: call.cancel())
 
-    def _work_with_source(self, computes: bool) -> common_pb2.Work:
+    def _work_for(self, worker: RemoteWorker, computes: bool) -> common_pb2.Work:
         """Return the work for one worker. If `computes`, it names the host from which to fetch a prefix.
 
         `computes` says that the prompt is computed into the arena of the worker's host.
         """
         work = common_pb2.Work()
         work.CopyFrom(self._work)
+        work.worker_epoch = worker.member.epoch
         if computes and self._source is not None:
             work.prefix_source = self._source.member.address
         return work

@@ -32,6 +32,7 @@ from paceline.services.gateway.worker_call import (
     ADMIT_SECONDS,
     WorkerBusyError,
     WorkerCall,
+    WorkerDrainingError,
     WorkerFailedError,
     answer,
     out_of_turn,
@@ -197,7 +198,9 @@ class EncodeCalls:
             try:
                 event = await answer(call.read(ADMIT_SECONDS), worker)
             except WorkerFailedError as error:
-                if error.unreachable and worker is not reader:
+                if worker is not reader and isinstance(error, WorkerDrainingError):
+                    raise _AskAnotherError(error) from error
+                if worker is not reader and error.unreachable:
                     self._fleet.set_aside(worker)
                     raise _AskAnotherError(error) from error
                 raise

@@ -17,6 +17,7 @@ from paceline.core.request_classes import read_classes
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.credentials import read_credentials
+from paceline.services.common.garbage import collect_when_idle
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.tasks import end_tasks
@@ -62,6 +63,7 @@ class Gateway:
         self.keys = AccessBook(client_keys, admin_keys, config.api_keys_file, self.classes)
         self.limiter = Limiter(self.keys, self._gateways)
         self._watch: asyncio.Task[None] | None = None
+        self._collecting: asyncio.Task[None] | None = None
         self.forms = choose_forms(
             config.tool_call_parser,
             config.reasoning_parser,
@@ -97,6 +99,7 @@ class Gateway:
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""
         self._watch = asyncio.create_task(self.keys.watch(), name="keys")
+        self._collecting = asyncio.create_task(collect_when_idle(lambda: self.runner.sequences.count), name="garbage")
         await self.fleet.start()
         if self.config.router_mode == "kv":
             self._block_feed.start()
@@ -109,8 +112,7 @@ class Gateway:
         """End all requests and release everything that the gateway owns."""
         self.runner.abort()
         await self.console.close()
-        if self._watch is not None:
-            await end_tasks(self._watch)
+        await end_tasks(*(task for task in (self._watch, self._collecting) if task is not None))
         await self.media.close()
         await self._registrar.stop()
         await self._placements.close()
@@ -131,6 +133,11 @@ class Gateway:
                 await self.runner.sequences.wait_until_idle()
                 await self.traces.requests.wait_until_idle()  # slow clients may still read
         self.runner.abort()
+
+    def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
+        """Return for each host id the name and the tokens of its cached blocks, as far as this gateway knows."""
+        hosts = {host_id: self._prefixes.host(host_id) for host_id in self._prefixes.hosts()}
+        return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
 
     async def _wait_for_workers(self) -> None:
         """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker."""

@@ -6,7 +6,7 @@ mistake costs a cache miss, and a block that it lacks costs computing a prefix a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.core.context import Context, encoding_context
 from paceline.core.kv_layout import KVLayout
@@ -52,6 +52,11 @@ class HostBlocks:
     @property
     def fingerprint(self) -> str:
         return self._layout.fingerprint
+
+    def blocks(self) -> Iterator[tuple[bytes, int]]:
+        """Yield the name and the tokens of each block of the first KV group. Other groups have the same contexts."""
+        for name in self._names[0]:
+            yield name, self._layout.groups[0].block_tokens
 
     def cached_tokens(self, context: Context, most: int) -> int:
         """Return how many of a context's first `most` tokens are cached, by the rule that kvtransfer uses."""

@@ -20,6 +20,7 @@ from opentelemetry import trace
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.numerics import may_differ
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCachedError
@@ -150,9 +151,11 @@ class SequenceRunner:
             self.queue.wake()
 
     def _leave_draining_workers(self) -> None:
-        """Move sequences from draining decode workers to others, as many as these have room for."""
-        running = [attempt for attempt in self._running if attempt.decode is not None]
-        staying = [a for a in running if a.decode is not None and a.decode.member.state == "draining"]
+        """Move sequences from draining decode workers to others, as many as these have room for.
+
+        A sequence stays if only workers with other numerics have room, because its tokens might change there.
+        """
+        staying = [(a, a.decode) for a in self._running if a.decode is not None and a.decode.member.state == "draining"]
         if not staying:
             return
         snapshot = self._fleet.snapshot()
@@ -161,10 +164,12 @@ class SequenceRunner:
             for candidate in snapshot
             if candidate.member.role == "decode" and candidate.member.state == "ready"
         )
-        for attempt in staying[:room]:
+        for attempt, worker in staying[:room]:
             sequence = self._running[attempt]
-            need = Need(sequence.context_tokens, prompt_tokens=len(sequence.context.token_ids))
-            if KINDS[sequence.kind].place(need, snapshot) is not None:
+            numerics = worker.member.numerics
+            need = Need(sequence.context_tokens, len(sequence.context.token_ids), decoded_with=numerics)
+            place = KINDS[sequence.kind].place(need, snapshot)
+            if place is not None and place.decode is not None and not may_differ(numerics, place.decode.numerics):
                 attempt.leave()
 
     async def _admit(self, sequence: SequenceRun, deadline: float) -> AnyAttempt:

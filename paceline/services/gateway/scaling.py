@@ -1,54 +1,105 @@
-"""The endpoint that adds and removes workers. It asks the supervisor of this machine's stack (`paceline serve`)."""
+"""The endpoint that adds and removes workers, and gives them other roles.
+
+Workers are started and ended by the supervisor of this machine's stack (`paceline serve`). A fleet without a supervisor
+is scaled by its orchestrator; then this endpoint only changes roles.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError
+from paceline.core.planner.reports import ROLES
+from paceline.services.common.set_role import set_role
 from paceline.services.common.supervisor import ask_supervisor
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.operation_bodies import Scale
+from paceline.services.gateway.victims import least_loss_first
+
+NewRole = Literal["prefill", "decode", "standby"]
 
 
 class ScaleRequest(Body):
-    """The numbers of workers to have. A role that is left out does not change."""
+    """What shall be. A role or a worker that is left out does not change."""
 
     prefill: int | None = Field(None, ge=0, le=64)
-    decode: int | None = Field(None, ge=1, le=64)
+    """Number of workers. If there are too many, those that lose least end."""
+    decode: int | None = Field(None, ge=0, le=64)
     encode: int | None = Field(None, ge=0, le=64)
+    drain: list[str] = Field(default_factory=list, max_length=64)
+    """Ids of workers that shall end."""
+    flip: dict[str, NewRole] = Field(default_factory=dict, max_length=64)
+    """New roles of running workers, by their ids."""
 
 
 def make_scaling(gateway: Gateway) -> APIRouter:
     """Return the routes GET and POST /fleet/scale."""
-    router = APIRouter()
+    router, socket = APIRouter(), gateway.config.supervisor_socket
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state() -> dict[str, Any]:
-        return await ask_supervisor(_socket(gateway), {})
+        return await ask_supervisor(socket, {}) if socket else _state_of(gateway.fleet)
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
-        wanted = (("prefill", body.prefill), ("decode", body.decode), ("encode", body.encode))
-        targets = {role: count for role, count in wanted if count is not None}
-        if not targets:
+        asked = body.model_dump(exclude_none=True, exclude_defaults=True)
+        if not asked:
             raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
-        return await ask_supervisor(_socket(gateway), targets)
+        if not socket:
+            if asked.keys() != {"flip"}:
+                raise _no_supervisor()
+            await _flip(gateway.fleet, body.flip)
+            return _state_of(gateway.fleet)
+        if asked.keys() & set(ROLES):
+            asked["victims"] = least_loss_first(gateway)
+        return await ask_supervisor(socket, asked)
 
     return router
 
 
-def _socket(gateway: Gateway) -> str:
-    """Return the path of the supervisor's socket. Raises ApiError if there is no supervisor."""
-    if not gateway.config.supervisor_socket:
-        raise ApiError(
-            409,
-            "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services",
-            code="no_supervisor",
-        )
-    return gateway.config.supervisor_socket
+async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
+    """Give workers other roles, without a supervisor. Returns when they have begun to drain for the change.
+
+    Raises InvalidRequestError if a worker is unknown or no decode worker would stay one, or the error of a worker.
+    """
+    workers = {worker.member.worker_id: worker for worker in fleet.workers() if worker.member.state == "ready"}
+    if unknown := sorted(flips.keys() - workers.keys()):
+        raise InvalidRequestError(f"no ready worker has the id {unknown[0]!r}; GET /fleet names all workers", "flip")
+    decode = {name for name, worker in workers.items() if worker.member.role == "decode"}
+    if decode and decode <= {name for name, role in flips.items() if role != "decode"}:
+        raise InvalidRequestError("no decode worker would be left during the change; add one first", "flip")
+    for name, role in flips.items():
+        try:
+            await set_role(workers[name].channel, name, role, workers[name].member.epoch)
+        except (StaleError, BusyError) as error:
+            raise ApiError(409, f"{name} cannot become {role} now: {error}", code="role_changes") from error
+
+
+def _state_of(fleet: Fleet) -> dict[str, Any]:
+    """Return for each role how many workers are wanted, ready and draining, as far as this gateway sees."""
+    states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in ROLES}
+    return {
+        role: {
+            "wanted": len(own) - own.count("draining"),
+            "ready": own.count("ready"),
+            "draining": own.count("draining"),
+        }
+        for role, own in states.items()
+    }
+
+
+def _no_supervisor() -> ApiError:
+    return ApiError(
+        409,
+        "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services; here "
+        "only roles can be changed, with flip alone",
+        code="no_supervisor",
+    )

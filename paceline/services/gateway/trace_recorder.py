@@ -2,7 +2,8 @@
 
 The format is Mooncake's with more fields, so tools for either can read it. `paceline simulate` does. A line has
 
-    timestamp      milliseconds from the gateway's start to the request's arrival; lines are in order of their ends
+    timestamp      milliseconds from 1970 to the request's arrival, so that files of several gateways can be joined;
+                   lines are in order of their ends
     input_length   tokens of the prompt
     output_length  tokens of the answer
     block_tokens   tokens of a block
@@ -59,7 +60,7 @@ class TraceRecorder:
     """A file of lines, written by a thread of its own. When it is full, it becomes FILE.1, which is replaced.
 
     Args:
-        path: the file. If it exists and is not empty, it becomes FILE.1, because times count from this start.
+        path: the file. If it exists and is not empty, it becomes FILE.1.
         most_bytes: size of both files together.
         secret: gateways with the same one give equal blocks equal names. Without one, each start has its own names.
         layouts: returns the layout of each host's blocks, of which the first one's names are taken.
@@ -73,7 +74,8 @@ class TraceRecorder:
         self._most_bytes = most_bytes // 2
         key = secret.reveal().encode() if secret else secrets.token_bytes(32)
         self._key = hashlib.blake2b(key, person=b"paceline trace").digest()
-        self._began = time.monotonic()
+        self._origin = time.time() - time.monotonic()
+        """What to add to an instant of time.monotonic(); it stays the same if somebody sets the clock."""
         self._waiting: queue.Queue[Ending | None] = queue.Queue(MOST_WAITING)
         self.dropped = 0
         """Lines that are not in the file, because the disk was too slow or failed."""
@@ -100,7 +102,7 @@ class TraceRecorder:
         trace, now = sequence.trace, time.monotonic()
         times = trace.token_times
         fields = {
-            "timestamp": _ms(arrived - self._began),
+            "timestamp": _ms(self._origin + arrived),
             "input_length": trace.prompt_tokens,
             "output_length": len(sequence.generated),
             "block_tokens": BASE_TOKENS,

@@ -12,6 +12,7 @@ import grpc.aio
 
 from paceline.core.errors import (
     BusyError,
+    DrainingError,
     InvalidRequestError,
     PacelineError,
     RefusedError,
@@ -51,12 +52,12 @@ class WorkerFailedError(UnavailableError):
         self.link = link
 
 
-class WorkerDrainingError(UnavailableError):
-    """An attempt ended because its worker drains. The sequence goes on elsewhere, and no attempt is counted."""
+class WorkerDrainingError(WorkerFailedError):
+    """A worker drains, so it has refused an attempt or the attempt leaves it. The sequence goes on elsewhere, and no
+    attempt is counted."""
 
     def __init__(self, worker: RemoteWorker) -> None:
-        super().__init__(f"{worker} drains")
-        self.worker = worker
+        super().__init__(f"{worker} drains", worker, unreachable=False)
 
 
 class WorkerBusyError(BusyError):
@@ -127,6 +128,9 @@ def _error_of(error: grpc.aio.AioRpcError, worker: RemoteWorker, link: Link | No
         return mapped
     if isinstance(mapped, BusyError):
         return WorkerBusyError(str(mapped), worker)
+    if isinstance(mapped, DrainingError):
+        worker.note_draining()  # Redis may not have said so yet
+        return WorkerDrainingError(worker)
     moved = link if isinstance(mapped, TransferError) else None
     elsewhere = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
     return WorkerFailedError(str(mapped), worker, error.code() in elsewhere, moved)

@@ -81,8 +81,9 @@ class HostMemory:
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
         self._clock = options.clock
-        self._channels = Channels(options.credentials)
-        self.grpc = GrpcTransport(blocks, self._channels)
+        self.channels = Channels(options.credentials)
+        """Channels to the services of other hosts."""
+        self.grpc = GrpcTransport(blocks, self.channels)
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
         offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
         self.disk = promotions = None
@@ -93,7 +94,7 @@ class HostMemory:
         self.exports = Exports(layout, self.ledger, blocks, options.clock, offer)
         self.adoptions = Adoptions(self.ledger, options.clock)
         self.fetches = Fetches(
-            layout, self.ledger, blocks, options.clock, self._channels, Paths(transports), self.adoptions.note
+            layout, self.ledger, blocks, options.clock, self.channels, Paths(transports), self.adoptions.note
         )
         self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
 
@@ -108,7 +109,7 @@ class HostMemory:
 
     async def sweep(self) -> None:
         """Close connections to other hosts that were idle for long."""
-        await self._channels.sweep()
+        await self.channels.sweep()
 
     def close(self) -> Coroutine[None, None, None]:
         """Remove the arena now. Its memory is freed when no worker maps it any more.
@@ -123,4 +124,4 @@ class HostMemory:
             await self.disk.close()
         for transport in self._transports:
             await transport.close()
-        await self._channels.close()
+        await self.channels.close()

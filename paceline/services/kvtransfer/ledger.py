@@ -16,12 +16,12 @@ StaleError if another worker owns the lease now, UnknownLeaseError if there is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from paceline.core.block_pool import BlockEvent, BlockPool, Counts
 from paceline.core.cache_policy.base import CachePolicy, HintCounts
 from paceline.core.cache_policy.hints import Hint
-from paceline.core.cache_policy.ranking import Name
+from paceline.core.cache_policy.ranking import Block, Name
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.prefix import match_prefix
@@ -276,6 +276,10 @@ class Ledger:
         """Return the hash of the block in a slot, or None if it is not sealed."""
         name = self._pool.name(slot)
         return None if name is None else name[1]
+
+    def blocks(self) -> Collection[Block]:
+        """Return all reusable blocks, for reading only."""
+        return self._pool.blocks()
 
     def cached(self) -> list[Name]:
         """Return (group number, hash) of each cached block."""

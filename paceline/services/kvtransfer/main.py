@@ -8,6 +8,9 @@ import os
 import time
 from pathlib import Path
 
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
 from paceline.core.cache_policy.registry import find_policy
 from paceline.core.config import GIB, KV_TOKENS, KVTransferConfig, TransportChoice
 from paceline.core.errors import ConfigError, UnavailableError
@@ -16,7 +19,7 @@ from paceline.core.options import parse_bytes
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
-from paceline.services.common.registry import Member, Registrar, metrics_to_pb
+from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb, read_members
 from paceline.services.common.rpc import RpcServer, is_loopback
 from paceline.services.kvtransfer.disk_tier import DiskOptions
 from paceline.services.kvtransfer.events import BlockEventPublisher
@@ -31,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 async def run(config: KVTransferConfig) -> None:
-    """Serve until SIGTERM; the workers of the host must have ended by then. Raises PacelineError."""
+    """Serve until SIGTERM, then wait until the workers have left and their blocks were read. Raises PacelineError."""
     stop = stop_on_signals()
     give_back_large_memory()
     host_id = config.host_id or unique_name("host")
@@ -51,10 +54,11 @@ async def run(config: KVTransferConfig) -> None:
     server = RpcServer(config.host, config.port, credentials, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
     address = reachable_address(config, server.bind())
-    await service.start(address)
+    client = connect(config.redis)
+    await service.start(address, lambda fingerprint: _find_hosts(client, config.cluster, host_id, fingerprint))
     await server.start()
     epoch = time.time_ns()
-    registrar = Registrar(config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address))
+    registrar = Registrar(config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop))
     publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events)
     await registrar.start()
     await publisher.start()
@@ -71,11 +75,26 @@ async def run(config: KVTransferConfig) -> None:
                     await stop.wait()
             except TimeoutError:
                 continue
+        registrar.announce()
+        await service.departure.drain(config.drain_seconds)
     finally:
         await registrar.stop()
         await publisher.stop()
         await service.close()
         await server.close(0)
+        await client.aclose()
+
+
+async def _find_hosts(client: Redis, cluster: str, own: str, fingerprint: str) -> list[str]:
+    """Return the addresses of other hosts that stay and have workers and this layout; none if Redis does not answer."""
+    try:
+        members = await read_members(client, cluster)
+    except (RedisError, OSError) as error:
+        log.warning("Redis does not answer (%s), so no hot prefixes are copied to other hosts", error)
+        return []
+    busy = {each.host_id for each in members if each.role in ("prefill", "decode") and each.state == "ready"}
+    stay = [each for each in members if each.role == "kvtransfer" and each.state == "ready" and each.host_id in busy]
+    return [each.address for each in stay if each.layout == fingerprint and each.worker_id != own]
 
 
 def _transport(config: KVTransferConfig) -> TransportChoice:
@@ -103,7 +122,7 @@ def _disk(config: KVTransferConfig) -> DiskOptions | None:
     return DiskOptions(Path(config.kv_disk_dir), parse_bytes(config.kv_disk_size)) if config.kv_disk_size else None
 
 
-def _describe(service: KVTransferService, host_id: str, epoch: int, address: str) -> Member:
+def _describe(service: KVTransferService, host_id: str, epoch: int, address: str, stop: asyncio.Event) -> Member:
     snapshot = service.snapshot()
     return Member(
         worker_id=host_id,
@@ -111,6 +130,7 @@ def _describe(service: KVTransferService, host_id: str, epoch: int, address: str
         epoch=epoch,
         address=address,
         host_id=host_id,
+        state="draining" if stop.is_set() else "ready",
         layout=snapshot.fingerprint,
         host=snapshot.report(),
         metrics=metrics_to_pb(snapshot.samples()),

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import secrets
 from collections.abc import AsyncIterator, Sequence
 
-from paceline.core.errors import TransferError
+from paceline.core.errors import BusyError, TransferError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.prefix import lacking_links
 from paceline.core.types import Key
@@ -19,6 +21,10 @@ from paceline.services.kvtransfer.promotions import Promotions
 
 PREFIX_SECONDS = 5.0
 """Deadline for a whole prefix, including the wait for other requests. The request could compute it instead."""
+_COPIED_SHARE = 8
+"""One of so many blocks of the arena may be copied from a host that leaves."""
+
+log = logging.getLogger(__name__)
 
 
 class Prefixes:
@@ -63,6 +69,24 @@ class Prefixes:
             self._fetches.totals.failures += 1
             raise TransferError(f"the prefix of {key} did not come within {PREFIX_SECONDS:g} s") from None
         return pb.FetchReply()
+
+    async def copy(self, source: str, chains: Sequence[Sequence[bytes]]) -> int:
+        """Cache prefixes of a host that leaves, the most valuable first. Return the number of blocks that came.
+
+        It ends early if a prefix does not come, or if so many blocks have come that more would cost this host too much
+        of its own cache.
+        """
+        most, copied = self._ledger.counts().total // _COPIED_SHARE, 0
+        for hashes in chains:
+            key = Key(f"copy {secrets.token_hex(8)}", 1, 1)
+            try:
+                copied += (await self.bring(key, source, hashes)).blocks
+            except (BusyError, TransferError) as error:
+                log.info("the copy of prefixes from %s ended early: %s", source, error)
+                break
+            if copied >= most:
+                break
+        return copied
 
     @contextlib.asynccontextmanager
     async def _flight(self, layout: KVLayout, hashes: Sequence[bytes]) -> AsyncIterator[bool]:

@@ -22,6 +22,8 @@ from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
 from paceline.services.kvtransfer.adoptions import Waiter
+from paceline.services.kvtransfer.departure import Departure
+from paceline.services.kvtransfer.evacuation import FindHosts, no_hosts
 from paceline.services.kvtransfer.expectations import expectation_from_pb
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
@@ -55,17 +57,20 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         self.socket = HostSocket(options.arena_dir, self.serve)
         self._options = options
         self._address = ""
+        self.departure = Departure(self.sessions, no_hosts, "")
 
-    async def start(self, address: str = "") -> None:
+    async def start(self, address: str = "", find_hosts: FindHosts = no_hosts) -> None:
         """Start the service, before workers can attach.
 
         Args:
             address: address at which services of other hosts reach this one.
+            find_hosts: finds the hosts that get the hot prefixes of this one before it leaves.
 
         Raises:
             ConfigError: the arena, the disk tier's file or the socket cannot be made.
         """
         self._address = address
+        self.departure = Departure(self.sessions, find_hosts, address)
         self.sessions.start()
         await self.socket.start()
         self._keeper.start()
@@ -73,6 +78,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
     async def close(self) -> None:
         """End all sessions and remove the arena. Later calls are refused."""
         await self._keeper.stop()
+        await self.departure.close()
         await self.socket.close()
         await self.sessions.close()
 
@@ -114,11 +120,26 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                     has_disk=memory.disk is not None,
                     socket_path=str(self.socket.path),
                 )
-                await self.sessions.closing.wait()
+                await self.sessions.leaving.wait()
+                if not self.sessions.closing.is_set():
+                    yield pb.AttachEvent(leaving=True)
+                    await self.sessions.closing.wait()
                 raise UnavailableError("the kvtransfer service is stopping")
             finally:
                 self.sessions.leave(session)
                 self._keeper.note_change()
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
+        async with mapped_errors(context):
+            return pb.LeaveReply(blocks=await self.departure.leave(request.session))
+        raise AssertionError("mapped_errors ended the call")
+
+    async def CopyPrefixes(self, request: pb.CopyPrefixesRequest, context: Context) -> pb.CopyPrefixesReply:
+        async with mapped_errors(context):
+            memory = self._exporting(request.fingerprint)
+            chains = [list(chain.hashes) for chain in request.prefixes]
+            return pb.CopyPrefixesReply(blocks=await memory.prefixes.copy(request.source, chains))
+        raise AssertionError("mapped_errors ended the call")
 
     def serve(self, request: pb.BatchRequest, reply: Reply) -> None:
         """Apply a batch and reply at once, or reply to an adoption when its lease is filled.
@@ -183,13 +204,15 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             memory, key = self._exporting(request.fingerprint), key_of(request.key)
             with request_span("export prefix", key.request_id, carrier_of(context.invocation_metadata())):
                 cached_tokens, encoding = request.cached_tokens, request.encoding
-                await memory.exports.run_prefix(key, request.hashes, cached_tokens, context.write, encoding)
+                with self.departure.readers.running():
+                    await memory.exports.run_prefix(key, request.hashes, cached_tokens, context.write, encoding)
 
     async def Export(self, request: pb.ExportRequest, context: Context) -> None:  # type: ignore[override]
         # It writes to the context rather than yield, so that a cancellation arrives wherever this waits.
         async with mapped_errors(context):
             memory, key = self._exporting(request.fingerprint), key_of(request.key)
-            with request_span("export", key.request_id, carrier_of(context.invocation_metadata())):
+            carrier = carrier_of(context.invocation_metadata())
+            with request_span("export", key.request_id, carrier), self.departure.readers.running():
                 await memory.exports.run(key, request.cached_tokens, context.write)
 
     def _exporting(self, fingerprint: str) -> HostMemory:

@@ -40,7 +40,12 @@ class Sessions:
         self.workers: dict[int, str] = {}
         """Ids of the attached workers, by session."""
         self.reconciliation: Reconciliation | None = None
+        self.leaving = asyncio.Event()
+        """Set when the service is about to end, so that its workers drain."""
         self.closing = asyncio.Event()
+        self._drained: set[int] = set()
+        """Sessions whose workers have said that they leave."""
+        self._left = asyncio.Event()
         self._options = options
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -63,6 +68,7 @@ class Sessions:
     async def close(self) -> None:
         """End all sessions and remove the arena. Workers that come later are refused."""
         self.closing.set()
+        self.leaving.set()
         self.workers.clear()
         self._let_go()
         if self.reconciliation is not None:
@@ -119,10 +125,23 @@ class Sessions:
         """End a session and its leases, whose blocks drain first. Does nothing if the session never began."""
         if self.reconciliation is not None:
             self.reconciliation.remove(session)
+        self._drained.discard(session)
         worker_id = self.workers.pop(session, None)
+        self._left.set()
         if worker_id is not None and self.memory is not None:
             self.memory.ledger.lose_session(session, self._options.clock())
             log.info("worker %s left", worker_id)
+
+    def is_last_to_leave(self, session: int) -> bool:
+        """Note that a worker leaves soon. Return whether no other worker stays."""
+        self._drained.add(session)
+        return self.workers.keys() <= self._drained
+
+    async def wait_until_left(self) -> None:
+        """Wait until no worker is attached."""
+        while self.workers:
+            self._left.clear()
+            await self._left.wait()
 
     # ---- coming back
 

@@ -40,7 +40,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         work = request.work
         carrier = carrier_of(context.invocation_metadata())
         with request_span("prefill", work.key.request_id, carrier):
-            async with mapped_errors(context), self._worker.admission.admit(work.background):
+            async with mapped_errors(context), self._worker.admit(work, "prefill"):
                 self._worker.check(work)
                 await self._prefill(request, context)
 

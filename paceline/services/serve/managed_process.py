@@ -56,6 +56,11 @@ class ManagedProcess:
         return self._address
 
     @property
+    def address(self) -> str:
+        """Address at which the process serves, or its predecessor did; empty before `ready`."""
+        return self._address
+
+    @property
     def is_ready(self) -> bool:
         """Whether the process serves now."""
         return self._child is not None and self._child.is_ready and not self._child.exited.done()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,12 +15,27 @@ from paceline.services.serve.worker_fleet import Role, WorkerFleet
 REQUEST_SECONDS = 5.0
 """Longest time from a connection to its request, in seconds."""
 
+_ADVICE = 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one request asks for."""
+
+    targets: dict[Role, int]
+    victims: list[str]
+    drain: list[str]
+    flip: dict[str, Role]
+
 
 class ScalingSocket:
     """The server of scaling requests for one fleet.
 
-    A request is an object of roles and numbers of workers, e.g. `{"prefill": 3}`; an empty one changes nothing. The
-    answer is the fleet's state, or `{"error": "..."}`.
+    A request is an object; an empty one changes nothing. The answer is the fleet's state, or `{"error": "..."}`.
+
+        {"prefill": 3, "victims": ["prefill-0"]}    numbers of workers, and which ones end first if there are too many
+        {"drain": ["decode-1"]}                     workers that shall end
+        {"flip": {"prefill-2": "decode"}}           workers that shall take another role
     """
 
     def __init__(self, path: Path, fleet: WorkerFleet) -> None:
@@ -48,20 +64,33 @@ class ScalingSocket:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            await self._fleet.scale(_targets(line))
+            asked = _parse(line)
+            await self._fleet.flip(asked.flip)
+            await self._fleet.drain(asked.drain)
+            await self._fleet.scale(asked.targets, asked.victims)
         except PacelineError as error:
             return {"error": str(error)}
         return self._fleet.state()
 
 
-def _targets(line: bytes) -> dict[Role, int]:
+def _parse(line: bytes) -> _Asked:
+    """Read a request. Raises ConfigError."""
     try:
-        wanted = json.loads(line)
+        asked = json.loads(line)
     except ValueError:
-        wanted = None
-    if not isinstance(wanted, dict) or not all(type(count) is int for count in wanted.values()):
-        raise ConfigError('a scaling request is a JSON object like {"prefill": 3, "decode": 1}')
+        asked = None
+    if not isinstance(asked, dict):
+        raise ConfigError(_ADVICE)
+    drain, victims, flip = asked.pop("drain", []), asked.pop("victims", []), asked.pop("flip", {})
+    if not (_are_names(drain) and _are_names(victims) and isinstance(flip, dict) and _are_names([*flip.values()])):
+        raise ConfigError(_ADVICE)
+    if not all(type(count) is int for count in asked.values()):
+        raise ConfigError(_ADVICE)
     roles: tuple[Role, ...] = get_args(Role)
-    if unknown := sorted(set(wanted) - set(roles)):
+    if unknown := sorted({*asked, *flip.values()} - set(roles)):
         raise ConfigError(f"there are no {', '.join(unknown)} workers; scale {' or '.join(roles)}")
-    return {role: wanted[role] for role in roles if role in wanted}
+    return _Asked({role: asked[role] for role in roles if role in asked}, victims, drain, flip)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)

@@ -17,7 +17,8 @@ from paceline.core.options import flag
 from paceline.core.progress import StatusLines
 from paceline.core.speculative import parse_speculative_config, with_draft_folder
 from paceline.models.draft import is_draft_name
-from paceline.services.common.secret import make_secret
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.secret import make_secret, read_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import remove_stale_sockets
 from paceline.services.kvtransfer.arena import remove_stale_arenas
@@ -28,7 +29,7 @@ from paceline.services.serve.private_folder import private_folder
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 from paceline.services.serve.scaling_socket import ScalingSocket
 from paceline.services.serve.settings import stack_settings
-from paceline.services.serve.worker_fleet import Role, WorkerFleet
+from paceline.services.serve.worker_fleet import Role, Worker, WorkerFleet, tell_role
 
 PREPARE_SECONDS = 86400.0
 """Longest time to download and convert a model, in seconds. Some models have hundreds of gigabytes."""
@@ -127,9 +128,10 @@ class Supervisor:
         )
         worker_flags = (config, f"--kvtransfer-address={await kvtransfer.ready()}")
         self._workers = workers = WorkerFleet(
-            lambda role, name: self._service(role, *worker_flags, f"--worker-id={name}", name=name),
+            lambda worker: self._worker(worker, *worker_flags),
             self._supervise,
-            lambda worker: worker.stop(self._grace, self._hurry),
+            lambda process: process.stop(self._grace, self._hurry),
+            partial(tell_role, Credentials(read_secret(str(secret)))),
             partial(self._check_added, model),
             say,
         )
@@ -194,25 +196,27 @@ class Supervisor:
         process = ManagedProcess(lambda _: Child.start("redis", command, "nothing", lambda line: None), ready, warn)
         return await (await self._start_part("redis", process)).ready()
 
-    def _service(self, role: str, *arguments: str, name: str = "") -> ManagedProcess:
-        """Make the process of a service. `name` is a worker's.
+    def _service(self, role: str, *arguments: str) -> ManagedProcess:
+        """Make the process of a service that is no worker.
 
-        A service that is no worker keeps its address when it is started again, because other processes were started
-        with this address.
+        It keeps its address when it is started again, because other processes were started with this address.
         """
-        is_worker = bool(name)
 
         def launch(address: str) -> Awaitable[Child]:
-            has_port = address and not is_worker and not address.startswith("unix:")
+            has_port = address and not address.startswith("unix:")
             same = [f"--port={address.rpartition(':')[2]}"] if has_port else []
-            return Child.start(name or role, self._command(role, *arguments, *same), "ready-fd", warn)
+            return Child.start(role, self._command(role, *arguments, *same), "ready-fd", warn)
 
-        async def wait_ready(child: Child) -> str:
-            address = await child.answer(START_SECONDS)
-            report(child, address)
-            return address
+        return ManagedProcess(launch, _wait_ready, warn)
 
-        return ManagedProcess(launch, wait_ready, warn)
+    def _worker(self, worker: Worker, *arguments: str) -> ManagedProcess:
+        """Make the process of a worker, which starts in the role that the worker has then."""
+
+        def launch(address: str) -> Awaitable[Child]:
+            command = self._command(worker.role, *arguments, f"--worker-id={worker.name}")
+            return Child.start(worker.name, command, "ready-fd", warn)
+
+        return ManagedProcess(launch, _wait_ready, warn)
 
     async def _start_part(self, part: Part, process: ManagedProcess) -> ManagedProcess:
         self._parts[part] = process
@@ -263,6 +267,12 @@ class Supervisor:
     async def _stop_part(self, part: Part) -> None:
         if (process := self._parts.get(part)) is not None:
             await process.stop(self._grace, self._hurry)
+
+
+async def _wait_ready(child: Child) -> str:
+    address = await child.answer(START_SECONDS)
+    report(child, address)
+    return address
 
 
 def report(child: Child, address: str) -> None:

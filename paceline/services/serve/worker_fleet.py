@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.rpc import open_channel
+from paceline.services.common.set_role import set_role
 from paceline.services.serve.managed_process import ManagedProcess
 
 Role = Literal["prefill", "decode", "encode"]
 
-LEAST: Mapping[Role, int] = {"prefill": 0, "decode": 1, "encode": 0}
-"""Smallest number of workers of each role. Without a prefill worker, decode workers compute prompts; without an encode
-worker, the workers that compute prompts encode."""
 MOST = 64
 """Largest number of workers of one role."""
+FLIPPING: tuple[Role, ...] = ("prefill", "decode")
+"""Roles that a running worker can exchange."""
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class Worker:
+    """A worker of the stack. Its name stays when its role changes."""
+
     name: str
-    process: ManagedProcess
+    role: Role
+    process: ManagedProcess = field(init=False)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     """Tasks that must be cancelled before the process is stopped."""
 
@@ -32,9 +37,10 @@ class WorkerFleet:
     """The owner of a stack's workers.
 
     Args:
-        make: makes the process of a worker with this role and name. WorkerFleet starts it.
+        make: makes the process of a worker, which takes the worker's role at each start. WorkerFleet starts it.
         supervise: returns a task that starts a worker's process again whenever it ends.
         drain: sends SIGTERM to the worker, which moves or finishes its work, and waits for its end.
+        flip: tells a running worker to take another role. Raises PacelineError if the worker refuses.
         check: raises ConfigError if so many more workers of each role make no sense for the model, or do not fit into
             the machine's memory.
         tell: shows a line to the user.
@@ -42,45 +48,86 @@ class WorkerFleet:
 
     def __init__(
         self,
-        make: Callable[[Role, str], ManagedProcess],
+        make: Callable[[Worker], ManagedProcess],
         supervise: Callable[[ManagedProcess], asyncio.Task[None]],
         drain: Callable[[ManagedProcess], Awaitable[None]],
+        flip: Callable[[Worker, Role], Awaitable[None]],
         check: Callable[[Mapping[Role, int]], None],
         tell: Callable[[str], None],
     ) -> None:
         self._make = make
         self._supervise = supervise
         self._drain = drain
+        self._flip = flip
         self._check = check
         self._tell = tell
         # Names are not used again, because a worker that drains still has its own.
         self._numbers: dict[Role, itertools.count[int]] = {role: itertools.count() for role in get_args(Role)}
-        self._workers: dict[Role, list[_Worker]] = {role: [] for role in get_args(Role)}
+        self._workers: dict[Role, list[Worker]] = {role: [] for role in get_args(Role)}
         """Oldest first, without workers that drain."""
-        self._draining: dict[Role, set[_Worker]] = {role: set() for role in get_args(Role)}
+        self._draining: dict[Role, set[Worker]] = {role: set() for role in get_args(Role)}
         self._scaling = asyncio.Lock()
         self._first_are_ready = False
 
-    async def scale(self, targets: Mapping[Role, int]) -> None:
-        """Start workers until each role has as many as `targets` says, or drain the newest ones if there are too many.
+    async def scale(self, targets: Mapping[Role, int], victims: Sequence[str] = ()) -> None:
+        """Start workers until each role has as many as `targets` says, or drain some if there are too many.
 
         Returns as soon as all processes are started and all drains have begun.
+
+        Args:
+            victims: names of the workers that are drained first, in this order. After them, the newest ones are. Names
+                of workers that have ended are ignored.
 
         Raises:
             ConfigError: the number of workers is out of range, or the machine has no memory for more.
         """
         for role, count in targets.items():
-            if not LEAST[role] <= count <= MOST:
-                raise ConfigError(f"{role} must be from {LEAST[role]} to {MOST}, not {count}")
+            if not 0 <= count <= MOST:
+                raise ConfigError(f"{role} must be from 0 to {MOST}, not {count}")
         async with self._scaling:
             added = {role: more for role, count in targets.items() if (more := count - len(self._workers[role])) > 0}
             if added:
                 self._check(added)
             for role, count in targets.items():
-                for worker in self._workers[role][count:]:
-                    self._begin_drain(role, worker)
+                for worker in self._order(role, victims)[count:]:
+                    self._begin_drain(worker)
                 while len(self._workers[role]) < count:
                     await self._add(role)
+
+    async def drain(self, names: Sequence[str]) -> None:
+        """Drain workers. Their roles have fewer workers from now on. Raises ConfigError if one is unknown."""
+        async with self._scaling:
+            for worker in [self._find(name) for name in names]:
+                self._begin_drain(worker)
+
+    async def flip(self, roles: Mapping[str, Role]) -> None:
+        """Give running workers other roles. A worker that has its role already is left alone.
+
+        Returns when the workers have begun to drain for the change.
+
+        Args:
+            roles: the new role of each worker, by its name.
+
+        Raises:
+            ConfigError: a worker is unknown or cannot take the role, or no decode worker would stay one.
+            PacelineError: a worker refuses, or does not answer.
+        """
+        async with self._scaling:
+            changes = [(worker, role) for name, role in roles.items() if (worker := self._find(name)).role != role]
+            for worker, role in changes:
+                if worker.role not in FLIPPING or role not in FLIPPING:
+                    raise ConfigError(f"{worker.name} is {worker.role} and cannot become {role}: start a new worker")
+                if not worker.process.is_ready:
+                    raise ConfigError(f"{worker.name} does not serve yet; try again when it is ready")
+            leaving = [worker for worker, _ in changes if worker.role == "decode"]
+            if leaving and len(leaving) == len(self._workers["decode"]):
+                raise ConfigError("no decode worker would be left during the change; add one first")
+            for worker, role in changes:
+                await self._flip(worker, role)
+                self._workers[worker.role].remove(worker)
+                self._workers[role].append(worker)
+                worker.role = role
+                self._tell(f"  {worker.name:<12} becomes {role}")
 
     async def ready(self) -> None:
         """Wait until the workers of the stack's start serve. Raises PacelineError if one does not."""
@@ -118,12 +165,28 @@ class WorkerFleet:
         """Stop all workers, draining ones too. See `ManagedProcess.stop`."""
         await asyncio.gather(*(worker.process.stop(grace, hurry) for worker in self._all()))
 
-    def _all(self) -> list[_Worker]:
+    def _find(self, name: str) -> Worker:
+        """Return the worker with this name. Raises ConfigError if there is none, or if it drains."""
+        workers = itertools.chain(*self._workers.values())
+        if (found := next((worker for worker in workers if worker.name == name), None)) is None:
+            raise ConfigError(f"there is no worker {name}, or it drains already; GET /fleet names all workers")
+        return found
+
+    def _order(self, role: Role, victims: Sequence[str]) -> list[Worker]:
+        """Return the workers of a role, the ones that are drained first last."""
+        first = {name: place for place, name in enumerate(victims)}
+        oldest_first = self._workers[role]
+        named = [worker for worker in oldest_first if worker.name in first]
+        rest = [worker for worker in oldest_first if worker.name not in first]
+        return [*rest, *sorted(named, key=lambda worker: -first[worker.name])]
+
+    def _all(self) -> list[Worker]:
         return [*itertools.chain(*self._workers.values()), *itertools.chain(*self._draining.values())]
 
     async def _add(self, role: Role) -> None:
         name = f"{role}-{next(self._numbers[role])}"
-        worker = _Worker(name, self._make(role, name))
+        worker = Worker(name, role)
+        worker.process = self._make(worker)
         self._workers[role].append(worker)
         try:
             await worker.process.start()
@@ -134,15 +197,24 @@ class WorkerFleet:
         if self._first_are_ready:
             worker.tasks.append(asyncio.create_task(worker.process.ready_or_stopped()))
 
-    def _begin_drain(self, role: Role, worker: _Worker) -> None:
-        self._workers[role].remove(worker)
-        self._draining[role].add(worker)
+    def _begin_drain(self, worker: Worker) -> None:
+        self._workers[worker.role].remove(worker)
+        self._draining[worker.role].add(worker)
         for task in worker.tasks:
             task.cancel()
-        worker.tasks = [asyncio.create_task(self._end(role, worker), name=f"drain {worker.name}")]
+        worker.tasks = [asyncio.create_task(self._end(worker), name=f"drain {worker.name}")]
 
-    async def _end(self, role: Role, worker: _Worker) -> None:
+    async def _end(self, worker: Worker) -> None:
         self._tell(f"  {worker.name:<12} drains")
         await self._drain(worker.process)
-        self._draining[role].discard(worker)
+        self._draining[worker.role].discard(worker)
         self._tell(f"  {worker.name:<12} has ended")
+
+
+async def tell_role(credentials: Credentials, worker: Worker, role: Role) -> None:
+    """Tell a running worker to take another role. Raises PacelineError if it refuses or does not answer."""
+    channel = open_channel(worker.process.address, credentials)
+    try:
+        await set_role(channel, worker.name, role)
+    finally:
+        await channel.close(None)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.errors import BusyError, DrainingError
 from paceline.core.types import Key
 
 ENDING_SECONDS = 5.0
@@ -26,7 +26,7 @@ class Admission:
         self.draining = False
         """Whether new requests are refused. `drain` sets it."""
         self.on_draining: Callable[[], None] = lambda: None
-        """Called once, when the worker begins to drain."""
+        """Called each time that the worker begins to drain."""
         self._max_requests = max_requests
         self._preempted: dict[Key, bool] = {}
         """Preempted requests in order of preemption, and whether they are of the background."""
@@ -43,7 +43,7 @@ class Admission:
 
         Raises:
             BusyError: the worker has no room now.
-            UnavailableError: the worker is draining, or it began to drain meanwhile and its time for draining is over.
+            DrainingError: the worker is draining, or it began to drain meanwhile and its time for draining is over.
         """
         if self.draining:
             raise _draining()
@@ -67,7 +67,7 @@ class Admission:
             continues: whether the work belongs to a request that was admitted here. Then a draining worker takes it.
 
         Raises:
-            UnavailableError: as with `admit`.
+            DrainingError: as with `admit`.
         """
         if self.draining and not continues:
             raise _draining()
@@ -115,15 +115,22 @@ class Admission:
             self.draining = True
             self.on_draining()
 
-    async def drain(self, seconds: float) -> None:
-        """Wait up to `seconds` until nothing runs. Then end the remaining requests with UnavailableError."""
+    async def drain(self, seconds: float) -> bool:
+        """Wait up to `seconds` until nothing runs. Then end the remaining requests with DrainingError.
+
+        Returns whether nothing runs any more.
+        """
         self.begin_drain()
         if await self._is_idle_within(seconds):
-            return
+            return True
         now = asyncio.get_running_loop().time()
         for deadline in self._deadlines:
             deadline.reschedule(now)
-        await self._is_idle_within(ENDING_SECONDS)
+        return await self._is_idle_within(ENDING_SECONDS)
+
+    def reopen(self) -> None:
+        """Admit requests again after a drain."""
+        self.draining = False
 
     async def _is_idle_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -132,5 +139,5 @@ class Admission:
         return not self._deadlines
 
 
-def _draining() -> UnavailableError:
-    return UnavailableError("this worker is draining")
+def _draining() -> DrainingError:
+    return DrainingError("this worker is draining")

@@ -38,6 +38,11 @@ class KVClient:
         self.on_lease_lost: Callable[[Key], None] = lambda key: None
         self._leases = Leases(lambda key: self.on_lease_lost(key))
         self.session = KVSession(address, worker_id, role, credentials, self._leases)
+        self.take_role(role)
+
+    def take_role(self, role: str) -> None:
+        """Use the session in a role from now on. The worker has no leases."""
+        self.session.role = role
         # A prefill worker's seals do not linger, because kvtransfer sends sealed blocks to other hosts at once.
         self._may_linger = role == "decode"
 
@@ -221,6 +226,15 @@ class KVClient:
         """End a lease. Releasing one that has ended is no error."""
         self._leases.release(key)
         self._submit(pb.Operation(release=pb.Release(key=key_to_pb(key))))
+
+    async def leave(self, seconds: float) -> None:
+        """Say that this worker is about to leave. If it is the last one of its host, wait up to `seconds` until other
+        hosts have copied what they may need. A failure costs them only time, so it is logged."""
+        call = self.session.stub.Leave(pb.LeaveRequest(session=self.session.id), timeout=max(seconds, 0.1))
+        try:
+            await self._answer(call)
+        except PacelineError as error:
+            log.info("the hot prefixes of this host were not all copied: %s", error)
 
     async def _answer(self, call: grpc.aio.UnaryUnaryCall[Any, T]) -> T:
         """Return the reply of a long call. The call ends if the caller is cancelled."""

@@ -64,6 +64,8 @@ class KVSession:
     def __init__(self, address: str, worker_id: str, role: str, credentials: Credentials, leases: Leases) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session is over. All leases have ended then."""
+        self.leaving = asyncio.Event()
+        """Set when the service is about to end. It waits until its workers have drained and ended."""
         self.sender = BatchSender(self._send)
         self.address = address
         self.id = 0
@@ -73,7 +75,8 @@ class KVSession:
         self.has_disk = False
         """Whether the arena has a disk tier."""
         self._worker_id = worker_id
-        self._role = role
+        self.role = role
+        """The worker's role, which may change while it has no leases."""
         self._leases = leases
         self._channel = open_channel(address, credentials)
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
@@ -171,7 +174,7 @@ class KVSession:
     def _attach_request(self, layout: KVLayout, **again: Any) -> pb.AttachRequest:
         return pb.AttachRequest(
             worker_id=self._worker_id,
-            role=self._role,
+            role=self.role,
             layout=layout_to_pb(layout),
             context_tokens=self._context_tokens,
             **again,
@@ -203,7 +206,9 @@ class KVSession:
         again: Stream | None = call
         while again is not None:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await again.read()  # no second message comes; this ends with the session
+                while isinstance(event := await again.read(), pb.AttachEvent):  # else the session has ended
+                    if event.leaving:
+                        self.leaving.set()
             again = await self._return()
         log.info("the session with kvtransfer ended")
 
@@ -217,7 +222,7 @@ class KVSession:
         self.sender.pause()
         self._disconnect()
         await asyncio.sleep(0)  # lets answers that have arrived be handled first
-        self._leases.lose_all(keep_used=self._role == "decode")
+        self._leases.lose_all(keep_used=self.role == "decode")
         claims = self._leases.claims(self._layout)
         try:
             async with asyncio.timeout(RETURN_SECONDS):

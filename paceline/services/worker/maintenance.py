@@ -1,14 +1,16 @@
-"""What operators ask of any worker."""
+"""What operators and the planner ask of a worker."""
 
 from __future__ import annotations
 
 import grpc.aio
 
 from paceline.proto import worker_pb2, worker_pb2_grpc
+from paceline.services.common.rpc import mapped_errors
 from paceline.services.worker.worker import Worker
 
 ResetContext = grpc.aio.ServicerContext[worker_pb2.ResetPoolRequest, worker_pb2.ResetPoolReply]
 StepsContext = grpc.aio.ServicerContext[worker_pb2.StepsRequest, worker_pb2.StepsReply]
+RoleContext = grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.SetRoleReply]
 
 
 class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
@@ -29,3 +31,8 @@ class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
             takes_turns=worker.takes_turns,
             itl_target_seconds=worker.limits.itl_target or 0.0,
         )
+
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: RoleContext) -> worker_pb2.SetRoleReply:
+        async with mapped_errors(context):
+            return worker_pb2.SetRoleReply(epoch=self._worker.role.change(self._worker, request.role, request.epoch))
+        raise AssertionError("mapped_errors ended the call")

@@ -23,10 +23,9 @@ async def make_worker(setup: WorkerSetup) -> Worker:
     steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
     itl_target = config.itl_target_ms / 1000 or None
     limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight, itl_target)
-    worker = Worker(loaded, setup.model_id, memory, setup.kv, limits, place.turns)
+    worker = Worker(loaded, setup.model_id, setup.role, memory, setup.kv, limits, place.turns)
     await warm_up(worker)
-    if setup.role == "prefill" and worker.encoding is not None:
-        await worker.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
+    await worker.load_for(setup.role.name)
     return worker
 
 

@@ -20,7 +20,7 @@ from paceline.core.errors import (
 )
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.metrics import Family, Sample
-from paceline.core.turns import Turns
+from paceline.core.turns import RoleTurns
 from paceline.core.types import Key
 from paceline.engine.constraint import Grammar
 from paceline.engine.engine import Engine
@@ -32,6 +32,7 @@ from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
 from paceline.proto.fleet_pb2 import LoadReport, StepLoad, WorkReport
 from paceline.services.common.distributions import distribution_to_pb
+from paceline.services.common.registry import Role
 from paceline.services.common.wire import key_from_pb, sampling_from_pb
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.dispatcher import Dispatcher, lost
@@ -44,6 +45,7 @@ from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.leases import Reservation
 from paceline.services.worker.request_media import RequestMediaTable
 from paceline.services.worker.work_check import check_encode, check_token, check_work
+from paceline.services.worker.worker_role import WorkerRole
 
 Argument = TypeVar("Argument")
 
@@ -76,6 +78,7 @@ class Worker:
 
     Args:
         model_id: digest of the model's config and tokenizer.
+        role: the worker's role, which may change.
         memory: memory of KV blocks in which the device computes.
         turns: the worker's time slices; None if it shares its cores with no other worker.
     """
@@ -84,12 +87,15 @@ class Worker:
         self,
         loaded: Loaded,
         model_id: str,
+        role: WorkerRole,
         memory: KVMemory,
         kv: KVClient,
         limits: WorkerLimits,
-        turns: Turns | None = None,
+        turns: RoleTurns | None = None,
     ) -> None:
         self.model_id = model_id
+        self.role = role
+        self._turns = turns
         self.kv = kv
         self.memory = memory
         self.layout = loaded.layout
@@ -198,14 +204,43 @@ class Worker:
         """Whether the engine is idle or its step began less than ALIVE_SECONDS ago. Then requests just wait."""
         return self.engine.step_seconds < ALIVE_SECONDS
 
-    def admit(self, work: pb.Work) -> AbstractAsyncContextManager[None]:
+    def admit(self, work: pb.Work, role: Role | None = None) -> AbstractAsyncContextManager[None]:
         """Count work while a `with` statement runs. See `Admission`.
 
         Encodings take no place: requests that have all places wait for them.
+
+        Args:
+            role: the role that the worker needs for this work; None if both will do.
+
+        Raises DrainingError if the worker has another role, or another epoch than the sender knows.
         """
+        self.role.check(work.worker_epoch, role)
         if work.kind == pb.WORK_KIND_ENCODE:
             return self.admission.join(continues=self.media.get(key_from_pb(work.key)) is not None)
         return self.admission.admit(work.background)
+
+    async def load_for(self, role: Role) -> None:
+        """Load what requests need in this role, and what is loaded with the first of them in other roles."""
+        if role == "prefill" and self.encoding is not None:
+            await self.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
+
+    async def take_role(self, role: Role) -> None:
+        """Set everything that depends on the role. The engine runs and has no requests."""
+        await self.load_for(role)
+        self.kv.take_role(role)
+        if (turns := self._turns) is not None:
+            await self._between_steps(lambda: turns.take_role(role == "decode"))
+
+    async def _between_steps(self, act: Callable[[], None]) -> None:
+        """Run `act` on the thread that computes, between two steps."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            act()
+            self._loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+
+        self.engine.between_steps(run)
+        await done
 
     def check(self, work: pb.Work) -> None:
         """Refuse work that this worker can never do.

@@ -39,6 +39,7 @@ from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
+from paceline.services.worker.worker_role import WorkerRole
 from paceline.services.worker.worker_setup import WorkerSetup
 
 log = logging.getLogger(__name__)
@@ -101,12 +102,11 @@ class WorkerProcess(Generic[W]):
         self.numerics: Numerics | None = None
         """None until the options are resolved."""
         self._config = config
-        self._role = role
+        self._role = WorkerRole(role, config.drain_seconds, self._tell_role_change)
         credentials = read_credentials(config)
         self._model_id = model_digest(Path(config.model))
         self._worker: W | None = None
         self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
-        self._epoch = time.time_ns()
         self._startup_seconds = 0.0
         self._state_since = time.monotonic()
         self._server = RpcServer(config.host, config.port, credentials, config.worker_id)
@@ -162,8 +162,8 @@ class WorkerProcess(Generic[W]):
         self._registrar.announce()
 
     async def wait(self, stop: asyncio.Event) -> None:
-        """Wait until `stop` is set. Raises UnavailableError if the worker cannot go on."""
-        await self._first(stop.wait())
+        """Wait until `stop` is set or kvtransfer leaves. Raises UnavailableError if the worker cannot go on."""
+        await self._first(_first_set(stop, self._kv.session.leaving))
         if self._kv.session.lost.done() and not stop.is_set():
             # All blocks are lost with the session. A new process is the simplest way back to a clean state.
             raise UnavailableError("the kvtransfer service of this host went away")
@@ -171,16 +171,24 @@ class WorkerProcess(Generic[W]):
     async def drain(self, seconds: float) -> None:
         """Take no new work. Finish running requests, or let gateways move them, for at most `seconds`.
 
-        Requests that still run after that time are ended. Raises UnavailableError if the engine failed.
+        The last worker of a host also waits until other hosts have copied the hot prefixes of its host. Requests that
+        still run after that time are ended. Raises UnavailableError if the engine failed.
         """
         admission = self.worker.admission
         admission.begin_drain()
+        await self._role.stop()
         self._state_since = time.monotonic()
         self._registrar.announce()
         await self._server.set_ready(False)
-        await self._first(admission.drain(seconds))
+        await self._first(self._empty(seconds))
         if self._kv.session.lost.done() and admission.active:
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
+
+    async def _empty(self, seconds: float) -> None:
+        """Wait up to `seconds` until nothing runs, and until other hosts have what they may need of this one."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.worker.admission.drain(seconds))
+            group.create_task(self._kv.leave(seconds))
 
     async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
         """Wait until `awaited` is done, the session is lost or the engine fails. The last raises UnavailableError."""
@@ -191,6 +199,12 @@ class WorkerProcess(Generic[W]):
             task.cancel()
         if self.worker.failed.done():
             self.worker.failed.result()
+
+    async def _tell_role_change(self, ready: bool) -> None:
+        """Tell the cluster that the worker drains to change its role, or serves in its new one."""
+        self._state_since = time.monotonic()
+        self._registrar.announce()
+        await self._server.set_ready(ready)
 
     async def _leave(self) -> None:
         """Leave the cluster and end all calls."""
@@ -215,8 +229,8 @@ class WorkerProcess(Generic[W]):
     def _describe(self) -> Member:
         member = Member(
             worker_id=self.worker_id,
-            role=self._role,
-            epoch=self._epoch,
+            role=self._role.name,
+            epoch=self._role.epoch,
             address=self.address,
             host_id=self._kv.session.host_id,
             state="starting",
@@ -235,8 +249,18 @@ class WorkerProcess(Generic[W]):
             state="draining" if worker.admission.draining else "ready",
             layout=worker.layout.fingerprint,
             max_model_len=worker.max_model_len,
-            events=self.socket,
+            events=self.socket if self._role.name == "decode" else "",
             load=worker.load(),
             work=work,
             metrics=metrics_to_pb(worker.samples()),
         )
+
+
+async def _first_set(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -14,10 +14,10 @@ from paceline.core.config import WorkerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.speculative import SpeculativeConfig, parse_speculative_config
-from paceline.core.turns import DecodeTurns, PrefillTurns, Turns
-from paceline.services.common.registry import Role
+from paceline.core.turns import RoleTurns
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
+from paceline.services.worker.worker_role import WorkerRole
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Place:
     path: Path
     """The arena's file."""
     slots: int
-    turns: Turns | None
+    turns: RoleTurns | None
     """The worker's time slices; None if it shares its cores with no other worker."""
 
 
@@ -41,7 +41,7 @@ class WorkerSetup:
 
     config: WorkerConfig
     compute: ComputeOptions
-    role: Role
+    role: WorkerRole
     model_id: str
     """Digest of the model's config and tokenizer."""
     kv: KVClient
@@ -69,18 +69,19 @@ class WorkerSetup:
         """
         arena = await self.kv.session.attach(layout, self.config.max_model_len or max_position)
         blocks = torch.frombuffer(arena.blocks, dtype=self.compute.dtype)
-        turns = turns_of(self.config, self.compute.device, self.role, arena.turns, self.kv.session.id)
+        turns = turns_of(self.config, self.compute.device, arena.turns, self.kv.session.id)
         if turns is not None:
-            self.compute.kernels.take_turns(turns)
+            turns.on_change = self.compute.kernels.take_turns
+            turns.take_role(self.role.name == "decode")
         return Place(blocks, arena.path, arena.slots, turns)
 
 
-def turns_of(config: WorkerConfig, device: torch.device, role: Role, page: memoryview, session: int) -> Turns | None:
+def turns_of(config: WorkerConfig, device: torch.device, page: memoryview, session: int) -> RoleTurns | None:
     """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU."""
     if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
     itl_target = config.itl_target_ms / 1000 if config.itl_target_ms else None
-    return DecodeTurns(page, session, itl_target) if role == "decode" else PrefillTurns(page)
+    return RoleTurns(page, session, itl_target)
 
 
 def max_model_len(config: WorkerConfig, layout: KVLayout, max_position: int, arena_slots: int, pool_slots: int) -> int:

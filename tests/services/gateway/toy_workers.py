@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -180,6 +180,13 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         if self._registrar is not None and self._registrar._task is not None:
             self._registrar._task.cancel()
         await self._rpc.server.stop(None)
+
+    def take_role(self, role: Role) -> int:
+        """Change the role at once, as a worker without requests does. Return the new epoch."""
+        self.role, self._epoch = role, next(_epochs)
+        if self._registrar is not None:
+            self._registrar.announce()
+        return self._epoch
 
     def _member(self) -> Member:
         return Member(
@@ -431,6 +438,11 @@ class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):
         self, request: worker_pb2.StepsRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.StepsReply:
         return worker_pb2.StepsReply(steps=[worker_pb2.StepRecord(number=7, seconds=0.25, prompt_tokens=128)])
+
+    async def SetRole(  # type: ignore[override]
+        self, request: worker_pb2.SetRoleRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SetRoleReply:
+        return worker_pb2.SetRoleReply(epoch=self._worker.take_role(cast(Role, request.role)))
 
 
 class _Tracked:

@@ -311,7 +311,10 @@ def test_a_scaling_request_that_makes_no_fleet_is_refused(start: Start) -> None:
     stack = start()
     stack.read_until("Ctrl-C stops")
     for request, why in (
-        ('{"decode": 0}', "decode must be from 1 to 64, not 0"),
+        ('{"drain": ["decode-7"]}', "there is no worker decode-7, or it drains already"),
+        ('{"flip": {"decode-0": "prefill"}}', "no decode worker would be left"),
+        ('{"flip": {"decode-0": "encode"}}', "decode-0 is decode and cannot become encode"),
+        ('{"flip": ["decode-0"]}', "a scaling request is a JSON object like"),
         ('{"prefill": 65}', "prefill must be from 0 to 64, not 65"),
         ('{"paint": 1}', "there are no paint workers; scale prefill or decode or encode"),
         ('{"encode": 1}', "has no encoders that Paceline computes, so it needs no encode workers"),

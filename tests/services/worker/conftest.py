@@ -18,11 +18,10 @@ from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, work
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.wire import token_to_pb
-from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
-from paceline.services.prefill.main import add_prefill
+from paceline.services.worker.main import add_services
 from paceline.services.worker.make_worker import make_worker
 from paceline.services.worker.worker import Worker
 from paceline.services.worker.worker_process import WorkerProcess
@@ -240,8 +239,8 @@ def start_host(redis_server: str, tmp_path: Path) -> StartHost:
         places = {"redis": redis_server, "cluster": "workers", "kvtransfer_address": address}
         sizes = {"max_seqs": min(64, options.get("max_batched_tokens", 64)), "threads": 1}
         config = WorkerConfig(**{"model": str(folder), **sizes, **places, **options})
-        prefill = await WorkerProcess.start(config, "prefill", make_worker, add_prefill)
-        decode = await WorkerProcess.start(config, "decode", make_worker, add_decode)
+        prefill = await WorkerProcess.start(config, "prefill", make_worker, add_services)
+        decode = await WorkerProcess.start(config, "decode", make_worker, add_services)
         host = Host(prefill, decode, address, service, clock)
         try:
             yield host

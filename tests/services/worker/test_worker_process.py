@@ -23,10 +23,10 @@ from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_p
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, connect, read_members
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
-from paceline.services.decode.main import add_decode
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.worker.main import add_services
 from paceline.services.worker.make_worker import make_worker
 from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.worker import stuck_worker
@@ -106,7 +106,7 @@ async def test_a_worker_is_registered_before_it_can_serve(
         kvtransfer_address=kvtransfer,
     )
     starting = asyncio.create_task(
-        WorkerProcess.start(config, "decode", make_worker, add_decode)
+        WorkerProcess.start(config, "decode", make_worker, add_services)
     )  # it waits for kvtransfer
     early = await member(redis_server, "early", "starting")
     assert (early.role, early.model, early.max_model_len) == ("decode", model_digest(tmp_path), 0)
@@ -133,7 +133,7 @@ async def test_a_worker_is_registered_before_it_can_serve(
 async def test_a_start_that_fails_leaves_no_member(redis_server: str, tmp_path: Path) -> None:
     config = WorkerConfig(model=str(tmp_path), worker_id="failing", redis=redis_server, cluster="workers", port=0)
     with pytest.raises(PacelineError):
-        await WorkerProcess.start(config, "decode", make_worker, add_decode)
+        await WorkerProcess.start(config, "decode", make_worker, add_services)
     client = connect(redis_server)
     assert "failing" not in [each.worker_id for each in await read_members(client, "workers")]
     await client.aclose()

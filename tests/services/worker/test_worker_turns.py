@@ -18,12 +18,14 @@ def test_without_an_itl_target_prefill_gets_more_of_a_slow_machine(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", torch.get_num_threads)
     page = memoryview(bytearray(PAGE_BYTES))
-    turns = turns_of(WorkerConfig(model="any", **options), torch.device("cpu"), "decode", page, 0)
-    assert isinstance(turns, DecodeTurns)
+    turns = turns_of(WorkerConfig(model="any", **options), torch.device("cpu"), page, 0)
+    assert turns is not None
+    turns.take_role(decodes=True)
+    assert isinstance(turns.present, DecodeTurns)
     now = 10**12
-    turns._clock = lambda: now
+    turns.present._clock = lambda: now
     turns.begin()
     now += 40_000_000  # a step of 40 ms
     page.cast("q")[1] = now + 1_000_000  # prefill waits
-    turns.end()
+    turns.end(hands_over=False)
     assert page.cast("q")[0] - now == left * 1_000_000

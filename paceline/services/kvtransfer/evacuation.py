@@ -1,0 +1,120 @@
+"""Copies the hot prefixes of a host to other hosts before the host leaves.
+
+The leaving service names the prefixes, and the other services read them as they read any prefix of another host. So
+both ledgers do what they do for requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc.aio
+
+from paceline.core.cache_policy.ranking import Name
+from paceline.core.context import HASH_BYTES
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
+from paceline.services.common.rpc import heeding_cancellation
+from paceline.services.common.tasks import end_tasks
+from paceline.services.kvtransfer.host_memory import HostMemory
+from paceline.services.kvtransfer.hot_prefixes import hot_prefixes
+
+MOST_BYTES = 1 << 30
+"""Most bytes of blocks that are copied."""
+MOST_SECONDS = 10.0
+"""Longest time that copying takes, in seconds."""
+MOST_HOSTS = 16
+"""Most hosts that are asked what they have, and get copies."""
+MOST_CHAINS = 4096
+"""Most prefixes in one message."""
+
+FindHosts = Callable[[str], Awaitable[Sequence[str]]]
+"""Returns the addresses of the services of other hosts that stay and have a layout with this fingerprint."""
+
+log = logging.getLogger(__name__)
+
+
+async def no_hosts(fingerprint: str) -> Sequence[str]:
+    """Return no host, for a service that is alone."""
+    return []
+
+
+class Evacuation:
+    """Copies hot prefixes of this host, as often as it is about to leave. Calls at the same time share one run.
+
+    Args:
+        address: address at which services of other hosts reach this one.
+    """
+
+    def __init__(self, find_hosts: FindHosts, address: str) -> None:
+        self.has_readers = False
+        """Whether other hosts could read from this one when it ran last."""
+        self._find_hosts = find_hosts
+        self._address = address
+        self._running: asyncio.Task[int] | None = None
+
+    async def run(self, memory: HostMemory) -> int:
+        """Copy the prefixes and return the number of blocks that other hosts have read."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run(memory), name="evacuation")
+        return await asyncio.shield(self._running)
+
+    async def close(self) -> None:
+        """End a run under way."""
+        if self._running is not None:
+            await end_tasks(self._running)
+
+    async def _run(self, memory: HostMemory) -> int:
+        copied = [0]
+        try:
+            async with asyncio.timeout(MOST_SECONDS):
+                hosts = (await self._find_hosts(memory.layout.fingerprint))[:MOST_HOSTS]
+                self.has_readers = bool(hosts)
+                if not hosts:
+                    return 0
+                elsewhere = set[Name]().union(*await asyncio.gather(*(self._names(memory, host) for host in hosts)))
+                most = MOST_BYTES // memory.layout.slot_bytes
+                chains = hot_prefixes(memory.ledger.blocks(), memory.layout, elsewhere, most)[:MOST_CHAINS]
+                # The hottest prefixes go to different hosts, because each of them brings load.
+                parts = [(host, chains[first :: len(hosts)]) for first, host in enumerate(hosts)]
+                copied = await asyncio.gather(*(self._copy(memory, host, part) for host, part in parts if part))
+        except TimeoutError:
+            log.info("copying the hot prefixes was ended after %g s", MOST_SECONDS)
+        log.info("other hosts have copied %d blocks of hot prefixes", sum(copied))
+        return sum(copied)
+
+    async def _names(self, memory: HostMemory, host: str) -> set[Name]:
+        """Return the names of the blocks that another host has; none if it does not answer."""
+        names = set[Name]()
+        with memory.channels.to(host) as channel:
+            call = pb_grpc.KVTransferStub(channel).Reusable(pb.ReusableRequest())
+            try:
+                while isinstance(reply := await heeding_cancellation(call.read()), pb.ReusableReply):
+                    hashes, group = reply.names.hashes, reply.names.group
+                    starts = range(0, len(hashes), HASH_BYTES)
+                    names |= {(group, hashes[start : start + HASH_BYTES]) for start in starts}
+            except grpc.aio.AioRpcError as error:
+                log.warning("%s does not say which blocks it has: %s", host, error.details())
+            finally:
+                call.cancel()
+        return names
+
+    async def _copy(self, memory: HostMemory, host: str, chains: Sequence[Sequence[bytes]]) -> int:
+        """Tell another host which prefixes to read. Return how many blocks it has read."""
+        request = pb.CopyPrefixesRequest(
+            fingerprint=memory.layout.fingerprint,
+            source=self._address,
+            prefixes=[pb.PrefixChain(hashes=hashes) for hashes in chains],
+        )
+        with memory.channels.to(host) as channel:
+            call = pb_grpc.KVTransferStub(channel).CopyPrefixes(request)
+            try:
+                reply: pb.CopyPrefixesReply = await heeding_cancellation(call)
+            except grpc.aio.AioRpcError as error:
+                log.warning("%s has not copied the hot prefixes: %s", host, error.details())
+                return 0
+            finally:
+                call.cancel()
+        return reply.blocks

@@ -1,0 +1,62 @@
+"""The cached prefixes of a host that are worth most to other hosts when this host leaves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from paceline.core.cache_policy.ranking import Block, Name
+from paceline.core.context import HASH_BYTES
+from paceline.core.kv_layout import BASE_TOKENS, KVLayout
+
+_NO_BLOCK_ENDS_HERE = bytes(HASH_BYTES)
+
+
+def hot_prefixes(
+    blocks: Iterable[Block], layout: KVLayout, elsewhere: Collection[Name], most_blocks: int
+) -> list[list[bytes]]:
+    """Return hash chains of prefixes, the hottest first. A prefix that is the front of another one is left out.
+
+    A block is hotter than another one if more requests have found it, or as many and more recently. A model without
+    full attention has no chains, because a block with a window does not name the block before it.
+
+    Args:
+        blocks: the reusable blocks of the host.
+        elsewhere: names of the blocks that another host has.
+        most_blocks: the most blocks of the chains that no other host has, about.
+
+    Returns:
+        One hash for each BASE_TOKENS tokens of each prefix. If blocks have more tokens, the links at which no block
+        ends are zeros.
+    """
+    full = [(group.block_tokens, index) for index, group in enumerate(layout.groups) if group.shape.window == 0]
+    if not full:
+        return []
+    tokens, group = min(full)
+    own = {block.name: block for block in blocks if block.name[0] == group}
+    chosen: dict[Name, None] = {}
+    for block in sorted(own.values(), key=lambda block: (block.touches, block.used), reverse=True):
+        if len(chosen) >= most_blocks:
+            break
+        if block.name not in elsewhere and (path := _path(own, block, chosen)) is not None:
+            chosen |= dict.fromkeys(path)
+    inner = {own[name].parent for name in chosen}
+    filler = [_NO_BLOCK_ENDS_HERE] * (tokens // BASE_TOKENS - 1)
+    return [
+        [link for _, digest in reversed(_path(own, own[name], {}) or []) for link in (*filler, digest)]
+        for name in chosen
+        if name not in inner
+    ]
+
+
+def _path(own: Mapping[Name, Block], block: Block, known: Collection[Name]) -> list[Name] | None:
+    """Return the block's name and those of the blocks before it, back to the first one or to a known one.
+
+    Returns None if one of them is missing. Then no request can use the block.
+    """
+    path = [block.name]
+    while (parent := block.parent) is not None and parent not in known:
+        if (before := own.get(parent)) is None:
+            return None
+        path.append(parent)
+        block = before
+    return path

@@ -1,0 +1,36 @@
+"""The process of a worker that computes prompts, decodes, or waits for a role.
+
+gRPC takes no services after a server has started, so a worker has those of all roles. Its role decides which of them
+take work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc.aio
+
+from paceline.core.config import WorkerConfig
+from paceline.proto import worker_pb2_grpc
+from paceline.services.common.registry import Role
+from paceline.services.decode.event_socket import EventConnection
+from paceline.services.decode.service import DecodeService
+from paceline.services.prefill.service import PrefillService
+from paceline.services.worker.make_worker import make_worker
+from paceline.services.worker.shared_services import add_shared_services
+from paceline.services.worker.worker import Worker
+from paceline.services.worker.worker_process import run_worker
+
+
+async def run(config: WorkerConfig, role: Role) -> None:
+    """Serve until SIGTERM, then drain. Raises PacelineError."""
+    await run_worker(config, role, make_worker, add_services)
+
+
+def add_services(server: grpc.aio.Server, worker: Worker) -> Callable[[], EventConnection]:
+    """Add the services of all roles. Return a factory for connections that send events to gateways on this host."""
+    add_shared_services(server, worker)
+    decode = DecodeService(worker)
+    worker_pb2_grpc.add_PrefillServicer_to_server(PrefillService(worker), server)
+    worker_pb2_grpc.add_DecodeServicer_to_server(decode, server)
+    return lambda: EventConnection(decode.outboxes)
