@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Exists when the packages for tests are installed too.
 TEST_READY := $(VENV)/.ready-test
 LITELLM := $(VENV)/litellm/bin/python
-EXTRAS := gateway,worker,convert,local,kubernetes,otlp,dev
+EXTRAS := gateway,worker,convert,local,compose,kubernetes,otlp,dev
 # Processes that run tests side by side, each with one compute thread. Two of them also run the stacks.
 WORKERS := 3
 # requirements.lock is resolved with this release of torch, so that it changes only on purpose.

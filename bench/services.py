@@ -28,6 +28,8 @@ _WITHOUT_SHARED_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none
 """Hides /dev/shm, which network namespaces share: a gateway would find Unix sockets of workers on the other host."""
 _ROLES = ("gateway", "prefill", "decode", "encode", "kvtransfer", "redis")
 """Roles in the order in which they stop: users of a service before the service."""
+_READY = {"redis": "", "gateway": " serving "}
+"""What the output of a role's process has when it is ready, if it is not the words of workers."""
 
 
 def free_port() -> int:
@@ -133,6 +135,8 @@ class Services:
         self._model = model
         self._options = options
         self._commands: dict[str, list[str]] = {}
+        self.releases: dict[str, Path] = {}
+        """By name, the folders with the code of processes that run another release than this one."""
         self._starts: Counter[str] = Counter()
         self._kv_ports, self._http_port = [free_port() for _ in hosts], free_port()
         home, port = hosts[0], free_port()
@@ -171,7 +175,9 @@ class Services:
         self._starts[name] += 1
         log = self.folder / f"{name}.{self._starts[name]}.log"
         own = {"PACELINE_ADMIN_KEY": self.admin_key} if role_of(name) == "gateway" else {}
-        self.processes[name] = Process(log, program=self._commands[name], environment=own)
+        release = self.releases.get(name)
+        where = () if release is None else ("env", f"--chdir={release}", f"PYTHONPATH={release}")
+        self.processes[name] = Process(log, program=[*where, *self._commands[name]], environment=own)
 
     def wait_ready(self, *names: str) -> None:
         for name in names:
@@ -200,7 +206,7 @@ class Services:
         return sorted(
             process.popen.pid
             for name, process in self.processes.items()
-            if role_of(name) == role and process.alive and (role == "redis" or " serves at " in process.text)
+            if role_of(name) == role and process.alive and _READY.get(role, " serves at ") in process.text
         )
 
     def _start(self, role: str, name: str, host: int, *arguments: str, isa: str = "") -> str:

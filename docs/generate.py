@@ -101,7 +101,7 @@ def _worker_metrics() -> Iterator[tuple[str, str, str, str]]:
             module = importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
             for family in vars(module).values():
                 if isinstance(family, Family) and family.name:
-                    place = "kvtransfer" if "kvtransfer" in file.parts else "workers"
+                    place = next((each for each in ("kvtransfer", "planner") if each in file.parts), "workers")
                     yield f"paceline:{family.name}", family.kind, place, family.help
 
 

@@ -33,6 +33,7 @@ from paceline.core.config import (
 from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.options import Options, flag, group_of
+from paceline.core.planner.reports import ROLES
 from paceline.core.planner_config import PlannerConfig
 from paceline.core.progress import StatusLines
 from paceline.run_batch import run_batch
@@ -101,7 +102,9 @@ SERVICES = {
     "worker": Service(WorkerConfig, "MODEL", "A worker that waits until it is given a role.", "worker", "standby"),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
-    "planner": Service(PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "planner"),
+    "planner": Service(
+        PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "compose,kubernetes"
+    ),
 }
 _EXTRAS = {"profile": "gateway", "simulate": "gateway"}
 """The pip extra with the dependencies of a tool; those of the others are in "convert"."""
@@ -210,6 +213,14 @@ def build_parser() -> argparse.ArgumentParser:
     resize.add_argument(
         "--drain", action="append", default=[], metavar="ID", help="worker that shall end; may be given several times"
     )
+    resize.add_argument(
+        "--release",
+        action="append",
+        default=[],
+        metavar="ROLE",
+        choices=ROLES,
+        help="role that the planner may scale again; with a planner, ROLE=N stays until then",
+    )
     _add_gateway(resize)
     resize.add_argument(
         "--wait",
@@ -292,7 +303,8 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
     elif name == "trace":
         trace(arguments["request_id"], _gateway(arguments), arguments["json"])
     elif name == "scale":
-        scale(arguments["targets"], arguments["drain"], _gateway(arguments), arguments["wait"])
+        wishes = arguments["targets"], arguments["drain"], arguments["release"]
+        scale(*wishes, _gateway(arguments), arguments["wait"])
     elif name == "profile":
         from paceline.profiler.profile import profile
 

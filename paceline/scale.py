@@ -14,12 +14,15 @@ SECONDS = 60.0
 POLL_SECONDS = 0.5
 
 
-def scale(targets: Sequence[str], drain: Sequence[str], gateway: GatewayClient, wait: float) -> None:
+def scale(
+    targets: Sequence[str], drain: Sequence[str], release: Sequence[str], gateway: GatewayClient, wait: float
+) -> None:
     """Request numbers of workers and new roles of running ones, and print the fleet.
 
     Args:
         targets: e.g. "prefill=3" for a number of workers, "prefill-0=decode" for the new role of one.
         drain: ids of workers that shall end. If nothing is requested, the fleet is only printed.
+        release: roles whose number of workers the planner chooses again.
         wait: seconds to wait until all wanted workers are ready and no worker drains; 0 returns at once.
 
     Raises:
@@ -27,7 +30,8 @@ def scale(targets: Sequence[str], drain: Sequence[str], gateway: GatewayClient, 
         InvalidRequestError: the gateway or its supervisor refuses.
         UnavailableError: no gateway answers, or the fleet has not reached its targets after `wait` seconds.
     """
-    wanted = _parse(targets) | ({"drain": list(drain)} if drain else {})
+    lists = {"drain": list(drain), "release": list(release)}
+    wanted = _parse(targets) | {name: given for name, given in lists.items() if given}
     state = gateway.fetch("/fleet/scale", wanted or None, SECONDS)
     deadline = time.monotonic() + wait
     while wait and not _is_settled(state):

@@ -50,7 +50,7 @@ def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) ->
     earlier = {worker["worker_id"]: worker["stats"] for worker in before["workers"]}
     lines = ["".join(title.ljust(width) for title, width in _COLUMNS)]
     for worker in now["workers"]:
-        if worker["role"] != "kvtransfer":
+        if worker["role"] not in ("kvtransfer", "planner"):
             stats = worker["stats"]
             gained = {name: value - earlier.get(worker["worker_id"], {}).get(name, 0) for name, value in stats.items()}
             lines.append(_row([*_state(worker), *_work(gained, seconds), worker["numerics"] or "-"]))

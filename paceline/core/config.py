@@ -244,7 +244,7 @@ class GatewayConfig(ServiceConfig):
     )
     classes_file: str = option(
         "",
-        "TOML file with a table for each class of requests: its objectives, ttft_seconds and itl_seconds, and the "
+        "TOML file with a table for each class of requests: its objectives (ttft_seconds, itl_seconds), and the "
         "weight of its keys in the queue. A key of --api-keys-file names its class; all other requests have the class "
         "default",
         "limits",
@@ -384,8 +384,9 @@ class GatewayConfig(ServiceConfig):
     supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
     max_attempts: int = option(
         5,
-        "the client gets an error if this many attempts at its request have failed in a row; an attempt that decoded "
-        "tokens before it failed starts the count again",
+        "a request is given up after this many failures at one step for a reason of its own: a worker answers with "
+        "an error and goes on, or workers end where this request runs and nowhere else. Otherwise it goes on until its "
+        "deadline (--request-seconds)",
         "limits",
         at_least=1,
     )
@@ -645,6 +646,8 @@ class ServeConfig(PlannerOptions):
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
         check_http(self)
+        if self.planner:
+            self.objectives({})
         if not (self.decode or self.planner):
             raise ConfigError("--decode must be at least 1 without --planner, which starts workers when requests come")
         if has_pools(self) and self.kv_pool_memory == "auto" != self.kv_memory:

@@ -21,6 +21,7 @@ class PlannerConfig(ServiceConfig, PlannerOptions):
         GROUP,
     )
     supervisor_socket: str = same_option(GatewayConfig, "supervisor_socket")
+    classes_file: str = same_option(GatewayConfig, "classes_file")
     docker_socket: str = option(
         "",
         "Unix socket of the docker engine, such as /var/run/docker.sock, for --platform compose. Whoever may use it is "

@@ -37,9 +37,11 @@ class RequestClass:
     """What the requests of one class are promised."""
 
     ttft_seconds: float | None = None
-    """The 99th percentile of the time to the first token is at most this; None has no objective."""
+    """Longest time to the first token, in seconds; None has no objective."""
     itl_seconds: float | None = None
-    """The 99th percentile of the time between two tokens is at most this; None has no objective."""
+    """Longest time between two tokens, in seconds; None has no objective."""
+    percentile: float = 0.99
+    """Share of the requests, and of their tokens, that meet the objectives."""
     weight: float = 1.0
     """Share of the work that a key of this class gets, relative to other keys that wait."""
 
@@ -55,6 +57,7 @@ class _Entry(BaseModel):
 
     ttft_seconds: Seconds | None = None
     itl_seconds: Seconds | None = None
+    percentile: Annotated[float, Field(ge=0.5, le=0.999)] = 0.99
     weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0
 
 
@@ -91,4 +94,4 @@ def _request_class(where: str, name: str, table: object) -> RequestClass:
         first = error.errors(include_input=False)[0]
         field = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{where}: [{name}] {field}: {first['msg']}; {_ADVICE}") from None
-    return RequestClass(entry.ttft_seconds, entry.itl_seconds, entry.weight)
+    return RequestClass(entry.ttft_seconds, entry.itl_seconds, entry.percentile, entry.weight)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paceline.core.metrics import CountHistogram, Family, Histogram, Sample, counted, samples_of
+from paceline.core.step_loads import StepLoads
 from paceline.engine.step import Step, StepResult
-from paceline.engine.step_loads import StepLoads
 from paceline.engine.step_log import StepLog
 
 DRAFTS = Family("spec_decode_num_drafts", "Times that drafts of a request were verified")
@@ -76,10 +76,11 @@ class SchedulerStats:
         self.host_cpu_seconds += result.host_cpu_seconds
         # A chunk that follows a context which has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
-        self.iteration_tokens.observe(sum(chunk.length for chunk in alive))
+        tokens = sum(chunk.length for chunk in alive)
+        self.iteration_tokens.observe(tokens)
+        self.loads.count(tokens, sum(chunk.end for chunk in alive), result.seconds)
         prompts = sum(chunk.prefills for chunk in alive)
         self._measure_prefill(step, result.seconds)
-        self.loads.count(alive, result.seconds)
         other_seconds = result.seconds - result.model_seconds
         self.prefill_model_seconds += prompts * result.model_seconds
         self.prefill_other_seconds += prompts * other_seconds

@@ -146,6 +146,30 @@ class Key(_message.Message):
 Global___Key: _TypeAlias = Key  # noqa: Y015
 
 @_typing.final
+class WireVersions(_message.Message):
+    """Versions of the protocol between services that a release speaks, both ends included. Absent in earlier releases: 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OLDEST_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    oldest: _builtins.int
+    newest: _builtins.int
+    def __init__(
+        self,
+        *,
+        oldest: _builtins.int = ...,
+        newest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WireVersions: _TypeAlias = WireVersions  # noqa: Y015
+
+@_typing.final
 class Sampling(_message.Message):
     """How to choose tokens. The gateway resolves all parameters; a worker has no defaults."""
 

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from paceline.proto import common_pb2 as paceline_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/proto/fleet.proto\x12\x0bpaceline.v1\"\x82\x04\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x10\n\x08max_seqs\x18\n \x01(\r\x12\x0e\n\x06\x65vents\x18\x0b \x01(\t\x12%\n\x04load\x18\x0c \x01(\x0b\x32\x17.paceline.v1.LoadReport\x12%\n\x04host\x18\r \x01(\x0b\x32\x17.paceline.v1.HostReport\x12*\n\x07metrics\x18\x0e \x03(\x0b\x32\x19.paceline.v1.MetricFamily\x12\'\n\x08numerics\x18\x0f \x01(\x0b\x32\x15.paceline.v1.Numerics\x12!\n\x04keys\x18\x10 \x03(\x0b\x32\x13.paceline.v1.KeyUse\x12+\n\x07traffic\x18\x14 \x01(\x0b\x32\x1a.paceline.v1.TrafficReport\x12%\n\x04work\x18\x15 \x01(\x0b\x32\x17.paceline.v1.WorkReport\x12%\n\x04plan\x18\x16 \x01(\x0b\x32\x17.paceline.v1.PlanReport\">\n\x0c\x44istribution\x12\x0f\n\x07\x62uckets\x18\x01 \x03(\x11\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\r\n\x05total\x18\x03 \x01(\x01\"L\n\rTrafficReport\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12*\n\x07\x63lasses\x18\x02 \x03(\x0b\x32\x19.paceline.v1.ClassTraffic\"\xf8\x02\n\x0c\x43lassTraffic\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x61rrivals\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x1b\n\x13oldest_wait_seconds\x18\x06 \x01(\x01\x12\x30\n\rprompt_tokens\x18\x07 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x16\n\x0estarted_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x30\n\ranswer_tokens\x18\n \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x13\n\x0bmedia_items\x18\x0b \x01(\x04\x12\'\n\x04ttft\x18\x0c \x01(\x0b\x32\x19.paceline.v1.Distribution\x12&\n\x03itl\x18\r \x01(\x0b\x32\x19.paceline.v1.Distribution\"\xa3\x01\n\nWorkReport\x12\x17\n\x0fstartup_seconds\x18\x01 \x01(\x01\x12\x15\n\rstate_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bkv_pressure\x18\x03 \x01(\x01\x12\x11\n\tkv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\x04\x12$\n\x05steps\x18\x06 \x03(\x0b\x32\x15.paceline.v1.StepLoad\"e\n\x08StepLoad\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x04\x12*\n\x07seconds\x18\x03 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x0c\n\x04load\x18\x04 \x01(\r\"\xd0\x01\n\nPlanReport\x12\r\n\x05leads\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x64visory\x18\x02 \x01(\x08\x12\'\n\tdecisions\x18\x03 \x03(\x0b\x32\x14.paceline.v1.Decided\x12\x33\n\x06pinned\x18\x04 \x03(\x0b\x32#.paceline.v1.PlanReport.PinnedEntry\x12\x14\n\x0cmay_be_empty\x18\x05 \x03(\t\x1a-\n\x0bPinnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\";\n\x07\x44\x65\x63ided\x12\x13\n\x0b\x61ge_seconds\x18\x01 \x01(\x01\x12\x0c\n\x04line\x18\x02 \x01(\t\x12\r\n\x05\x61\x63ted\x18\x03 \x01(\x08\"\x91\x01\n\x06KeyUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x17\n\x0fwanted_requests\x18\x05 \x01(\x01\x12\x15\n\rwanted_tokens\x18\x06 \x01(\x01\x12\x16\n\x0ewanted_running\x18\x07 \x01(\x01\"`\n\x08Numerics\x12\x17\n\x0finstruction_set\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x16\n\x0eimplementation\x18\x04 \x01(\t\"h\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x04 \x01(\x01\"\xa1\x01\n\nHostReport\x12\x18\n\x10next_block_event\x18\x01 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x04\x12\x15\n\rfetch_seconds\x18\x03 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x06 \x01(\x04\x12\x11\n\tkv_tokens\x18\x07 \x01(\x04\"\x8f\x01\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.paceline.v1.MetricKind\x12\x10\n\x08has_role\x18\x04 \x01(\x08\x12*\n\x07samples\x18\x05 \x03(\x0b\x32\x19.paceline.v1.MetricSample\"\xa3\x01\n\x0cMetricSample\x12\x0e\n\x06\x66igure\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x35\n\x06labels\x18\x03 \x03(\x0b\x32%.paceline.v1.MetricSample.LabelsEntry\x12\x0e\n\x06suffix\x18\x04 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*p\n\nMetricKind\x12\x17\n\x13METRIC_KIND_UNKNOWN\x10\x00\x12\x17\n\x13METRIC_KIND_COUNTER\x10\x01\x12\x15\n\x11METRIC_KIND_GAUGE\x10\x02\x12\x19\n\x15METRIC_KIND_HISTOGRAM\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/proto/fleet.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"\xbc\x04\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x10\n\x08max_seqs\x18\n \x01(\r\x12\x0e\n\x06\x65vents\x18\x0b \x01(\t\x12%\n\x04load\x18\x0c \x01(\x0b\x32\x17.paceline.v1.LoadReport\x12%\n\x04host\x18\r \x01(\x0b\x32\x17.paceline.v1.HostReport\x12*\n\x07metrics\x18\x0e \x03(\x0b\x32\x19.paceline.v1.MetricFamily\x12\'\n\x08numerics\x18\x0f \x01(\x0b\x32\x15.paceline.v1.Numerics\x12!\n\x04keys\x18\x10 \x03(\x0b\x32\x13.paceline.v1.KeyUse\x12+\n\x07traffic\x18\x14 \x01(\x0b\x32\x1a.paceline.v1.TrafficReport\x12%\n\x04work\x18\x15 \x01(\x0b\x32\x17.paceline.v1.WorkReport\x12%\n\x04plan\x18\x16 \x01(\x0b\x32\x17.paceline.v1.PlanReport\x12\'\n\x04wire\x18\x17 \x01(\x0b\x32\x19.paceline.v1.WireVersions\x12\x0f\n\x07release\x18\x18 \x01(\t\">\n\x0c\x44istribution\x12\x0f\n\x07\x62uckets\x18\x01 \x03(\x11\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\r\n\x05total\x18\x03 \x01(\x01\"L\n\rTrafficReport\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12*\n\x07\x63lasses\x18\x02 \x03(\x0b\x32\x19.paceline.v1.ClassTraffic\"\xf8\x02\n\x0c\x43lassTraffic\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x61rrivals\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x1b\n\x13oldest_wait_seconds\x18\x06 \x01(\x01\x12\x30\n\rprompt_tokens\x18\x07 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x16\n\x0estarted_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x30\n\ranswer_tokens\x18\n \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x13\n\x0bmedia_items\x18\x0b \x01(\x04\x12\'\n\x04ttft\x18\x0c \x01(\x0b\x32\x19.paceline.v1.Distribution\x12&\n\x03itl\x18\r \x01(\x0b\x32\x19.paceline.v1.Distribution\"\xa3\x01\n\nWorkReport\x12\x17\n\x0fstartup_seconds\x18\x01 \x01(\x01\x12\x15\n\rstate_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bkv_pressure\x18\x03 \x01(\x01\x12\x11\n\tkv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\x04\x12$\n\x05steps\x18\x06 \x03(\x0b\x32\x15.paceline.v1.StepLoad\"e\n\x08StepLoad\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x04\x12*\n\x07seconds\x18\x03 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x0c\n\x04load\x18\x04 \x01(\r\"\xd0\x01\n\nPlanReport\x12\r\n\x05leads\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x64visory\x18\x02 \x01(\x08\x12\'\n\tdecisions\x18\x03 \x03(\x0b\x32\x14.paceline.v1.Decided\x12\x33\n\x06pinned\x18\x04 \x03(\x0b\x32#.paceline.v1.PlanReport.PinnedEntry\x12\x14\n\x0cmay_be_empty\x18\x05 \x03(\t\x1a-\n\x0bPinnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\";\n\x07\x44\x65\x63ided\x12\x13\n\x0b\x61ge_seconds\x18\x01 \x01(\x01\x12\x0c\n\x04line\x18\x02 \x01(\t\x12\r\n\x05\x61\x63ted\x18\x03 \x01(\x08\"\x91\x01\n\x06KeyUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x17\n\x0fwanted_requests\x18\x05 \x01(\x01\x12\x15\n\rwanted_tokens\x18\x06 \x01(\x01\x12\x16\n\x0ewanted_running\x18\x07 \x01(\x01\"`\n\x08Numerics\x12\x17\n\x0finstruction_set\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x16\n\x0eimplementation\x18\x04 \x01(\t\"h\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x04 \x01(\x01\"\xa1\x01\n\nHostReport\x12\x18\n\x10next_block_event\x18\x01 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x04\x12\x15\n\rfetch_seconds\x18\x03 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x06 \x01(\x04\x12\x11\n\tkv_tokens\x18\x07 \x01(\x04\"\x8f\x01\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.paceline.v1.MetricKind\x12\x10\n\x08has_role\x18\x04 \x01(\x08\x12*\n\x07samples\x18\x05 \x03(\x0b\x32\x19.paceline.v1.MetricSample\"\xa3\x01\n\x0cMetricSample\x12\x0e\n\x06\x66igure\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x35\n\x06labels\x18\x03 \x03(\x0b\x32%.paceline.v1.MetricSample.LabelsEntry\x12\x0e\n\x06suffix\x18\x04 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*p\n\nMetricKind\x12\x17\n\x13METRIC_KIND_UNKNOWN\x10\x00\x12\x17\n\x13METRIC_KIND_COUNTER\x10\x01\x12\x15\n\x11METRIC_KIND_GAUGE\x10\x02\x12\x19\n\x15METRIC_KIND_HISTOGRAM\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,38 +36,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLANREPORT_PINNEDENTRY']._serialized_options = b'8\001'
   _globals['_METRICSAMPLE_LABELSENTRY']._loaded_options = None
   _globals['_METRICSAMPLE_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_METRICKIND']._serialized_start=2450
-  _globals['_METRICKIND']._serialized_end=2562
-  _globals['_MEMBER']._serialized_start=44
-  _globals['_MEMBER']._serialized_end=558
-  _globals['_DISTRIBUTION']._serialized_start=560
-  _globals['_DISTRIBUTION']._serialized_end=622
-  _globals['_TRAFFICREPORT']._serialized_start=624
-  _globals['_TRAFFICREPORT']._serialized_end=700
-  _globals['_CLASSTRAFFIC']._serialized_start=703
-  _globals['_CLASSTRAFFIC']._serialized_end=1079
-  _globals['_WORKREPORT']._serialized_start=1082
-  _globals['_WORKREPORT']._serialized_end=1245
-  _globals['_STEPLOAD']._serialized_start=1247
-  _globals['_STEPLOAD']._serialized_end=1348
-  _globals['_PLANREPORT']._serialized_start=1351
-  _globals['_PLANREPORT']._serialized_end=1559
-  _globals['_PLANREPORT_PINNEDENTRY']._serialized_start=1514
-  _globals['_PLANREPORT_PINNEDENTRY']._serialized_end=1559
-  _globals['_DECIDED']._serialized_start=1561
-  _globals['_DECIDED']._serialized_end=1620
-  _globals['_KEYUSE']._serialized_start=1623
-  _globals['_KEYUSE']._serialized_end=1768
-  _globals['_NUMERICS']._serialized_start=1770
-  _globals['_NUMERICS']._serialized_end=1866
-  _globals['_LOADREPORT']._serialized_start=1868
-  _globals['_LOADREPORT']._serialized_end=1972
-  _globals['_HOSTREPORT']._serialized_start=1975
-  _globals['_HOSTREPORT']._serialized_end=2136
-  _globals['_METRICFAMILY']._serialized_start=2139
-  _globals['_METRICFAMILY']._serialized_end=2282
-  _globals['_METRICSAMPLE']._serialized_start=2285
-  _globals['_METRICSAMPLE']._serialized_end=2448
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=2403
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=2448
+  _globals['_METRICKIND']._serialized_start=2537
+  _globals['_METRICKIND']._serialized_end=2649
+  _globals['_MEMBER']._serialized_start=73
+  _globals['_MEMBER']._serialized_end=645
+  _globals['_DISTRIBUTION']._serialized_start=647
+  _globals['_DISTRIBUTION']._serialized_end=709
+  _globals['_TRAFFICREPORT']._serialized_start=711
+  _globals['_TRAFFICREPORT']._serialized_end=787
+  _globals['_CLASSTRAFFIC']._serialized_start=790
+  _globals['_CLASSTRAFFIC']._serialized_end=1166
+  _globals['_WORKREPORT']._serialized_start=1169
+  _globals['_WORKREPORT']._serialized_end=1332
+  _globals['_STEPLOAD']._serialized_start=1334
+  _globals['_STEPLOAD']._serialized_end=1435
+  _globals['_PLANREPORT']._serialized_start=1438
+  _globals['_PLANREPORT']._serialized_end=1646
+  _globals['_PLANREPORT_PINNEDENTRY']._serialized_start=1601
+  _globals['_PLANREPORT_PINNEDENTRY']._serialized_end=1646
+  _globals['_DECIDED']._serialized_start=1648
+  _globals['_DECIDED']._serialized_end=1707
+  _globals['_KEYUSE']._serialized_start=1710
+  _globals['_KEYUSE']._serialized_end=1855
+  _globals['_NUMERICS']._serialized_start=1857
+  _globals['_NUMERICS']._serialized_end=1953
+  _globals['_LOADREPORT']._serialized_start=1955
+  _globals['_LOADREPORT']._serialized_end=2059
+  _globals['_HOSTREPORT']._serialized_start=2062
+  _globals['_HOSTREPORT']._serialized_end=2223
+  _globals['_METRICFAMILY']._serialized_start=2226
+  _globals['_METRICFAMILY']._serialized_end=2369
+  _globals['_METRICSAMPLE']._serialized_start=2372
+  _globals['_METRICSAMPLE']._serialized_end=2535
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=2490
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=2535
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from paceline.proto import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -61,6 +62,8 @@ class Member(_message.Message):
     TRAFFIC_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """gateway, prefill, decode, encode, kvtransfer, planner, or standby: a worker that waits for a role."""
@@ -82,6 +85,8 @@ class Member(_message.Message):
     """Most requests that the worker runs at the same time."""
     events: _builtins.str
     """Path of the Unix socket from which gateways on the same host read events. Only decode workers have it."""
+    release: _builtins.str
+    """Release of the service, for people."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """For placing requests. Only gateways and workers have it."""
@@ -114,6 +119,10 @@ class Member(_message.Message):
     def plan(self) -> Global___PlanReport:
         """For people. Only planners have it."""
 
+    @_builtins.property
+    def wire(self) -> _common_pb2.WireVersions:
+        """The protocol versions that the service speaks."""
+
     def __init__(
         self,
         *,
@@ -136,10 +145,12 @@ class Member(_message.Message):
         traffic: Global___TrafficReport | None = ...,
         work: Global___WorkReport | None = ...,
         plan: Global___PlanReport | None = ...,
+        wire: _common_pb2.WireVersions | None = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "role", b"role", "state", b"state", "traffic", b"traffic", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

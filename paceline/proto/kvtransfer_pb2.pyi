@@ -213,6 +213,7 @@ class AttachEvent(_message.Message):
     HAS_DISK_FIELD_NUMBER: _builtins.int
     SOCKET_PATH_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Number of the worker's session, until it leaves. Every BatchRequest has it."""
     host_id: _builtins.str
@@ -230,6 +231,10 @@ class AttachEvent(_message.Message):
     """
     leaving: _builtins.bool
     """Set in a second message: the service is about to end, so the worker must drain. The other fields are empty then."""
+    @_builtins.property
+    def wire(self) -> _common_pb2.WireVersions:
+        """The protocol versions that the service speaks."""
+
     def __init__(
         self,
         *,
@@ -243,10 +248,11 @@ class AttachEvent(_message.Message):
         has_disk: _builtins.bool = ...,
         socket_path: _builtins.str = ...,
         leaving: _builtins.bool = ...,
+        wire: _common_pb2.WireVersions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "has_disk", b"has_disk", "host_id", b"host_id", "lease_ms", b"lease_ms", "leaving", b"leaving", "session", b"session", "slots", b"slots", "socket_path", b"socket_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arena_bytes", b"arena_bytes", "arena_path", b"arena_path", "has_disk", b"has_disk", "host_id", b"host_id", "lease_ms", b"lease_ms", "leaving", b"leaving", "session", b"session", "slots", b"slots", "socket_path", b"socket_path", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1008,18 +1014,24 @@ class Offer(_message.Message):
 
     HOST_ID_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
     host_id: _builtins.str
     @_builtins.property
     def transports(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]: ...
+    @_builtins.property
+    def wire(self) -> _common_pb2.WireVersions:
+        """The protocol versions that the service speaks."""
+
     def __init__(
         self,
         *,
         host_id: _builtins.str = ...,
         transports: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        wire: _common_pb2.WireVersions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "transports", b"transports", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

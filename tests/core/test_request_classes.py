@@ -13,7 +13,7 @@ def test_a_file_names_classes_and_two_exist_without_one(tmp_path: Path) -> None:
     file.write_text("[chat]\nttft-seconds = 1\nitl_seconds = 0.1\nweight = 4\n[agents]\n")
     assert read_classes(str(file)) == {
         **NO_CLASSES,
-        "chat": RequestClass(1.0, 0.1, 4.0),
+        "chat": RequestClass(1.0, 0.1, weight=4.0),
         "agents": RequestClass(),
     }
     assert read_classes("") == NO_CLASSES

@@ -7,8 +7,10 @@ The undisturbed stack first computes the greedy tokens of every prompt. Then eac
 another until all kills are done; some clients disconnect in the middle. Every request that its client reads to the end
 must give exactly the tokens of the undisturbed stack. At the end no block may be leased.
 
-With `--media`, a tiny random Gemma 4 answers questions about images, videos and audio clips. Encode workers and the
-gateway are killed, too. A stream breaks with its gateway, but its tokens until then must be right.
+The gateway is killed, too. A stream that breaks with its gateway goes on where it was at the gateway that starts next.
+
+With `--media`, a tiny random Gemma 4 answers questions about images, videos and audio clips. Encode workers are killed,
+too.
 """
 
 from __future__ import annotations
@@ -141,7 +143,8 @@ async def chaos(plan: Plan, seed: int, starting: AbstractAsyncContextManager[Pre
     seen = Seen()
     async with starting as stack:
         async with httpx.AsyncClient(base_url=stack.url, headers=dict(stack.admin), timeout=SILENCE_SECONDS) as http:
-            client = Client(http, plan.questions, plan.tokens, report, plan.leaves)
+            kills_gateways = bool(plan.kills.get("gateway"))
+            client = Client(http, plan.questions, plan.tokens, report, plan.leaves, gateways_end=kills_gateways)
             await client.learn(plan.streams)
             before, began = await attempts(http), time.monotonic()
             over = asyncio.Event()
@@ -194,10 +197,6 @@ async def _kill_all(plan: Plan, stack: Prey, draw: random.Random, report: Report
         with contextlib.suppress(ProcessLookupError):
             os.kill(draw.choice(living[role]), signal.SIGKILL)
             report.kills[role] += 1
-        if role == "gateway":
-            with contextlib.suppress(psutil.NoSuchProcess):
-                await asyncio.to_thread(psutil.Process(living[role][0]).wait, VICTIM_SECONDS)
-            report.gateways_ended += 1
     await _living(plan, stack)
 
 
@@ -242,18 +241,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=32, help="spread over all roles")
     parser.add_argument("--cuts", type=int, default=12, help="cuts of the link between two hosts")
+    parser.add_argument("--pause", type=float, nargs=2, default=(0.5, 4.0), help="least and most seconds between kills")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--hosts", type=int, choices=(1, 2), help="number of hosts [first one, then two]")
     parser.add_argument("--media", action="store_true", help="chats about images, videos and audio clips")
     parser.add_argument("--logs", type=Path, help="folder for the services' logs [none are kept]")
     arguments = parser.parse_args()
-    roles = ("decode", "prefill", "redis", "kvtransfer")
+    roles = ("decode", "prefill", "redis", "kvtransfer", "gateway")
     kills = Counter(roles[index % len(roles)] for index in range(arguments.kills))
     cuts = tuple(CUTS[index % len(CUTS)] for index in range(arguments.cuts))
     wrong = False
     with tempfile.TemporaryDirectory() as folder:
-        plan = Plan(kills, arguments.streams, arguments.tokens, pause=(0.5, 4.0))
+        plan = Plan(kills, arguments.streams, arguments.tokens, pause=tuple(arguments.pause))
         if arguments.media:
             plan = media_plan(Path(folder, "model"), plan)
         for number, start in ((1, one_host), (2, two_hosts)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from bench.namespaces import NoNamespacesError
 from tests.stack.chaos import Plan, chaos, one_host, two_hosts
-from tests.stack.chaos_clients import Client, Question, Report, attempts, completions
+from tests.stack.chaos_clients import Client, Report, attempts, completions
 from tests.stack.processes import Stack, arenas
 from tests.stack.reference import PROMPTS
 from tests.stack.stacks import on
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 
 async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
-    kills = {"prefill": 1, "decode": 1, "kvtransfer": 1, "redis": 1}
+    kills = {"prefill": 1, "decode": 1, "kvtransfer": 1, "redis": 1, "gateway": 1}
     plan = Plan(kills, streams=8, tokens=32, pause=(0.2, 1.0), questions=completions(PROMPTS[:6]))
     report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
     assert report.wrong == []
@@ -53,24 +52,9 @@ async def test_the_arena_survives_its_service(stack: Stack) -> None:
         client = Client(http, questions, tokens=100, report=Report())
         await client.learn(len(questions))
         before, shared, workers = await attempts(http), arenas(stack.family()), stack.living("decode")
-        begun = asyncio.Semaphore(0)
-
-        async def read(question: Question) -> list[int]:
-            tokens = []
-            async for token in client.stream(question):
-                tokens.append(token)
-                if len(tokens) == 5:
-                    begun.release()
-            return tokens
-
-        reading = {question: asyncio.create_task(read(question)) for question in questions}
-        for _ in reading:
-            await begun.acquire()
         (service,) = stack.living("kvtransfer")
-        os.kill(service, signal.SIGKILL)
-        await asyncio.gather(*reading.values())
-        assert {question: task.result() for question, task in reading.items()} == client.expected
-        assert await attempts(http) == before + len(reading)
+        assert await client.read_all(lambda: os.kill(service, signal.SIGKILL)) == client.expected
+        assert await attempts(http) == before + len(questions)
         await stack.settled()
         assert [token async for token in client.stream(questions[0])] == client.expected[questions[0]]
     assert stack.living("decode") == workers

@@ -10,8 +10,10 @@ import httpx
 import pytest
 import redis
 
+from tests.stack.chaos_clients import Client, Report, completions
 from tests.stack.cluster import TOKENS, Cluster
 from tests.stack.processes import arenas
+from tests.stack.reference import PROMPTS
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
@@ -79,6 +81,27 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
     assert await cluster.stream() == expected
 
     await cluster.settled()  # the blocks of the killed workers are released
+
+
+async def test_streams_go_on_at_another_gateway(cluster: Cluster) -> None:
+    name = cluster.start_gateway()
+    other = cluster.processes[name]
+    other.wait_for(" serving ")
+    report, questions = Report(), completions(PROMPTS[:4])
+    at_doomed = httpx.AsyncClient(base_url=cluster.url_of(name), headers=cluster.admin, timeout=120)  # the same key
+    async with cluster.client(120) as http, at_doomed as doomed:
+        client = Client(doomed, questions, TOKENS, report, gateways_end=True, others=[http])
+        await client.learn(len(questions))
+        sampled = {"prompt": PROMPTS[0], "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+        answers = [
+            await each.post("/v1/completions", json=sampled, headers={"x-request-id": "s"}) for each in (http, doomed)
+        ]
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        assert texts[0] == texts[1]
+        assert await client.read_all(cluster.processes.pop(name).popen.kill) == client.expected
+        assert report.reconnected == len(questions)
+    other.wait()
+    await cluster.settled()
 
 
 async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""The cluster's secret on every gRPC call: servers require it and channels send it, for all methods alike."""
+"""The cluster's secret on every gRPC call: servers require it, for all methods alike."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ REFUSAL = (
     "the caller does not have the secret of this service; start both with the same --auth-token-file, "
     "and restart the one that has an older secret"
 )
+
+
+def secret_header(secret: Secret) -> tuple[str, str]:
+    """Return the metadata that a call needs where this secret is required."""
+    return _KEY, _SCHEME + secret.reveal()
 
 
 class RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -45,52 +50,3 @@ class RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
 
 async def _refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
-
-
-class ChannelWithSecret(grpc.aio.Channel):
-    """A channel that wraps another one and sends the secret with every call.
-
-    A gRPC interceptor is not used, because it replaces the channel's calls with its own, which end and are cancelled
-    differently.
-    """
-
-    def __init__(self, channel: grpc.aio.Channel, secret: Secret) -> None:
-        self._channel = channel
-        self._own = ((_KEY, _SCHEME + secret.reveal()),)
-
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return self._with_secret(self._channel.unary_unary(*args, **options))
-
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return self._with_secret(self._channel.unary_stream(*args, **options))
-
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return self._with_secret(self._channel.stream_unary(*args, **options))
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return self._with_secret(self._channel.stream_stream(*args, **options))
-
-    def _with_secret(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, metadata: Any = (), **options: Any) -> Any:
-            return method(*args, metadata=(*(metadata or ()), *self._own), **options)
-
-        return call
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
-
-    async def __aenter__(self) -> ChannelWithSecret:
-        await self._channel.__aenter__()
-        return self
-
-    async def __aexit__(self, *args: Any) -> None:
-        await self._channel.__aexit__(*args)

@@ -1,10 +1,11 @@
-"""Distributions of values in messages between services."""
+"""Distributions of values, and times of steps, in messages between services."""
 
 from __future__ import annotations
 
 import itertools
 
 from paceline.core.planner.distribution import Distribution
+from paceline.core.step_loads import StepLoad
 from paceline.proto import fleet_pb2 as pb
 
 
@@ -14,6 +15,12 @@ def distribution_to_pb(values: Distribution) -> pb.Distribution:
     buckets = [bucket for bucket, _ in counts]
     steps = [buckets[0], *(later - earlier for earlier, later in itertools.pairwise(buckets))] if buckets else []
     return pb.Distribution(buckets=steps, counts=[round(times) for _, times in counts], total=values.total)
+
+
+def load_to_pb(load: StepLoad) -> pb.StepLoad:
+    """Return the message of a load's totals."""
+    seconds = distribution_to_pb(load.seconds)
+    return pb.StepLoad(load=load.number, tokens=load.tokens, context=load.context, seconds=seconds)
 
 
 def distribution_from_pb(message: pb.Distribution) -> Distribution:

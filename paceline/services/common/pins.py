@@ -10,6 +10,8 @@ from typing import cast
 
 from redis.asyncio import Redis
 
+from paceline.core.planner.reports import ROLES, Role
+
 RELEASED = b"released"
 
 
@@ -17,14 +19,14 @@ def _key(cluster: str) -> str:
     return f"paceline:{cluster}:pins"
 
 
-async def write_pins(client: Redis, cluster: str, pins: Mapping[str, int]) -> None:
+async def write_pins(client: Redis, cluster: str, pins: Mapping[Role, int]) -> None:
     """Tell the planner to keep so many workers of each of these roles. Raises RedisError."""
-    await cast(Awaitable[int], client.hset(_key(cluster), mapping={role: str(count) for role, count in pins.items()}))
+    await client.hset(_key(cluster), mapping={str(role): count for role, count in pins.items()})
 
 
-async def release_pins(client: Redis, cluster: str, roles: Iterable[str]) -> None:
+async def release_pins(client: Redis, cluster: str, roles: Iterable[Role]) -> None:
     """Tell the planner that it may scale these roles again. Raises RedisError."""
-    await cast(Awaitable[int], client.hset(_key(cluster), mapping=dict.fromkeys(roles, RELEASED)))
+    await client.hset(_key(cluster), mapping=dict.fromkeys(roles, RELEASED))
 
 
 class Pins:
@@ -33,10 +35,10 @@ class Pins:
     def __init__(self, client: Redis, cluster: str) -> None:
         self._client = client
         self._cluster = cluster
-        self.now: dict[str, int] = {}
+        self.now: dict[Role, int] = {}
         """Number of workers by role."""
 
-    def add(self, pins: Mapping[str, int]) -> None:
+    def add(self, pins: Mapping[Role, int]) -> None:
         """Take in what people have changed at the platform itself."""
         self.now |= pins
 
@@ -44,13 +46,15 @@ class Pins:
         """Bring `now` and Redis up to date with each other. Raises RedisError."""
         key = _key(self._cluster)
         found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(key))
-        for role, value in ((role.decode(errors="replace"), value) for role, value in found.items()):
+        for role in ROLES:
+            if (value := found.get(role.encode())) is None:
+                continue
             if value.isdigit():
                 self.now[role] = int(value)
             else:
                 self.now.pop(role, None)
-                await cast(Awaitable[int], self._client.hdel(key, role))
+                await self._client.hdel(key, role)
         for role, count in self.now.items():
             if role.encode() not in found:
                 # Not if a gateway has written meanwhile.
-                await cast(Awaitable[int], self._client.hsetnx(key, role, str(count)))
+                await self._client.hsetnx(key, role, str(count))

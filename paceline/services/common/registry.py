@@ -19,6 +19,7 @@ import redis.asyncio as redis
 from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
+import paceline
 from paceline.core.errors import ConfigError
 from paceline.core.metrics import Family, MetricKind, Sample
 from paceline.core.numerics import Numerics
@@ -33,6 +34,7 @@ from paceline.proto.fleet_pb2 import (
     WorkReport,
 )
 from paceline.services.common.tasks import end_tasks
+from paceline.services.common.wire_version import OURS, WireVersions
 
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
@@ -81,11 +83,16 @@ class Member:
     """Set by planners only."""
     numerics: Numerics | None = None
     """None if unknown: the member is no worker, is starting, or is of an earlier release."""
+    wire: WireVersions = OURS
+    """Versions of the protocol between services that it speaks."""
+    release: str = paceline.__version__
+    """"" if it is of an earlier release that does not say it."""
 
     def to_bytes(self) -> bytes:
         """Return the value that Redis holds."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["numerics"] = self.numerics and pb.Numerics(**dataclasses.asdict(self.numerics))
+        values["wire"] = self.wire.to_pb()
         return pb.Member(**values).SerializeToString()
 
     @staticmethod
@@ -98,7 +105,8 @@ class Member:
         if not message.worker_id or message.role not in get_args(Role) or message.state not in get_args(State):
             return None
         values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Member)}
-        return Member(**{**values, "numerics": _numerics_from_pb(message.numerics)})
+        own = {"numerics": _numerics_from_pb(message.numerics), "wire": WireVersions.from_pb(message.wire)}
+        return Member(**{**values, **own})
 
 
 def _numerics_from_pb(message: pb.Numerics) -> Numerics | None:
@@ -169,6 +177,18 @@ async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
         await client.srem(_names_key(cluster), *ended)
     members = (_parsed(value) for value in values if value is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
+
+
+async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]) -> list[float]:
+    """Return for each member how long ago it wrote its value, in seconds; TTL_SECONDS if that is gone.
+
+    Raises RedisError.
+    """
+    async with client.pipeline(transaction=False) as pipeline:
+        for member in members:
+            pipeline.pttl(_prefix(cluster) + member.worker_id)
+        left: list[int] = await pipeline.execute()
+    return [TTL_SECONDS - max(0, milliseconds) / 1000 for milliseconds in left]
 
 
 @functools.lru_cache(maxsize=256)

@@ -27,9 +27,12 @@ from paceline.core.errors import (
     UnavailableError,
     UntrustedError,
 )
-from paceline.services.common.auth import ChannelWithSecret, RequireSecret
+from paceline.services.common.auth import RequireSecret, secret_header
+from paceline.services.common.channel_metadata import ChannelWithMetadata
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.tls_channel import TlsChannel, tls_problem
+from paceline.services.common.wire_check import INCOMPATIBLE, RequireWire
+from paceline.services.common.wire_version import HEADER, OURS, WireVersions
 
 T = TypeVar("T")
 
@@ -63,9 +66,24 @@ _PARAM = "paceline-param"
 _DRAINING = "paceline-draining"
 """Key of the trailing metadata that tells a draining worker from one that has failed: both are UNAVAILABLE."""
 
+_OURS = ("paceline-error", "1")
+"""Trailing metadata of errors that a service answered itself. gRPC makes the other ones, in its own words."""
 
-def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
-    """Return a channel that shows `credentials`, and reconnects within a second when the peer is back."""
+_GRPC_SAYS = {
+    grpc.StatusCode.UNAVAILABLE: "has ended or cannot be reached",
+    grpc.StatusCode.CANCELLED: "cancelled the call",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
+    grpc.StatusCode.UNIMPLEMENTED: "does not know this call; is it of an older release?",
+}
+"""What gRPC's own errors mean. Callers get these words, because gRPC's are about addresses and sockets."""
+
+
+def open_channel(address: str, credentials: Credentials, wire: WireVersions = OURS) -> grpc.aio.Channel:
+    """Return a channel that shows `credentials`, and reconnects within a second when the peer is back.
+
+    Args:
+        wire: the protocol versions that this service speaks.
+    """
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
         # This is also the deadline of one attempt to connect. It is long because the other side may be busy.
@@ -81,21 +99,26 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     else:
         options += (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
         channel = TlsChannel(tls, lambda own: grpc.aio.secure_channel(address, own, options=options))
-    return ChannelWithSecret(channel, credentials.secret) if credentials.secret else channel
+    secret = [secret_header(credentials.secret)] if credentials.secret else []
+    return ChannelWithMetadata(channel, [(HEADER, str(wire)), *secret])
 
 
 class RpcServer:
     """A gRPC server with the standard health service.
 
     Its health is reported under "" and under its own name. If there is a secret, all calls without it are refused,
-    health checks included. With TLS, a connection without a certificate of the cluster ends before any call.
+    health checks included. With TLS, a connection without a certificate of the cluster ends before any call. Calls of
+    services that speak none of our protocol versions are refused, except health checks.
 
     Register servicers on `server`, then call `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
     """
 
-    def __init__(self, host: str, port: int, credentials: Credentials, name: str = "") -> None:
-        guards = (RequireSecret(credentials.secret),) if credentials.secret else ()
+    def __init__(
+        self, host: str, port: int, credentials: Credentials, name: str = "", wire: WireVersions = OURS
+    ) -> None:
+        secret = (RequireSecret(credentials.secret),) if credentials.secret else ()
+        guards = (*secret, RequireWire(wire))
         # Without so_reuseport a second start on a taken port fails. A connection without a handshake is closed in 10 s.
         own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
         self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
@@ -171,7 +194,7 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
     Returns False if another service is at the address. Raises RefusedError if the service does not accept our secret,
     and UntrustedError if TLS fails.
     """
-    return await health_of(channel, name, timeout) == health_pb2.HealthCheckResponse.SERVING
+    return bool(await health_of(channel, name, timeout) == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def health_of(
@@ -199,7 +222,7 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
         yield
     except PacelineError as error:
         code = next(code for kind, code in _CODES if isinstance(error, kind))
-        await _abort(context, code, str(error), tuple(_details(error)))
+        await _abort(context, code, str(error), (_OURS, *_details(error)))
     except grpc.aio.AbortError:
         raise
     except DecodeError as error:
@@ -233,8 +256,8 @@ async def _abort(
 def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
     """Return our error for a status code that a caller got. `who` names the other side in the message."""
     details = error.details() or error.code().name
-    trailing = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
-    more = {key: str(value) for key, value in trailing or ()}
+    metadata = list(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
+    more = {key: str(value) for key, value in metadata}
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(details, more.get(_PARAM))
     if error.code() is grpc.StatusCode.UNAVAILABLE and _DRAINING in more:
@@ -248,11 +271,13 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         return StaleError(details)
     if error.code() is grpc.StatusCode.DATA_LOSS:
         return TransferError(details)
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED or INCOMPATIBLE in metadata:
         return RefusedError(f"{who} refuses us: {details}")
     if problem := tls_problem(details):
         return UntrustedError(f"no connection to {who} can be trusted: {problem} ({details})")
-    return UnavailableError(f"{who}: {details}")
+    if _OURS in metadata:
+        return UnavailableError(f"{who}: {details}")
+    return UnavailableError(f"{who} {_GRPC_SAYS.get(error.code(), 'failed with an unexpected error; its log has it')}")
 
 
 def is_loopback(host: str) -> bool:

@@ -135,7 +135,7 @@ class BlockFeed:
 
     def _read_heartbeats(self) -> None:
         """Forget hosts that have gone. Ask hosts that are new, and hosts with events that this gateway has not seen."""
-        known = {host.member.host_id: host for host in self._hosts() if not host.refuses_us}
+        known = {host.member.host_id: host for host in self._hosts() if not host.is_shut_out}
         for name in [name for name in self._following if name not in known]:
             self._forget(name)
         now = time.monotonic()

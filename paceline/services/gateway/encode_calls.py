@@ -128,7 +128,8 @@ class EncodeCalls:
             error = errors.exceptions[0]
             if not isinstance(error, PacelineError):
                 log.error("unexpected error while encodings were computed", exc_info=error)
-                error = WorkerFailedError(f"an encoding failed: {error!r:.200}", reader, unreachable=False)
+                reason = "an encoding failed for an unexpected reason, which the gateway's log has"
+                error = WorkerFailedError(reason, reader, unreachable=False)
             self.error = error
             on_failure(error)
 

@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
 from paceline.services.gateway.messages_api.error_body import error_body
+from paceline.services.gateway.queueing.shedding import RefusedError
+from paceline.services.gateway.retry_after import retry_after
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ def most_specific(errors: Sequence[FieldError]) -> FieldError:
 
 
 RETRY_AFTER_SECONDS = 1
+"""Time after which a client comes back if nobody knows better."""
 
 
 class ApiError(Exception):
@@ -94,6 +97,8 @@ class ApiError(Exception):
         self.status = status
         self.headers: dict[str, str] = {}
         """Headers of the answer, besides those that its status needs."""
+        self.is_for_others = False
+        """Whether another gateway can give the answer at once."""
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
     def response(self) -> ErrorResponse:
@@ -105,7 +110,7 @@ class ApiError(Exception):
 
     def silent_response(self) -> ErrorResponse:
         """Return the answer without logging it, because probes ask again and again."""
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        headers = {"Retry-After": str(retry_after(RETRY_AFTER_SECONDS))} if self.status in (429, 503) else {}
         return ErrorResponse(self, headers | self.headers)
 
 
@@ -133,6 +138,16 @@ class NoWorkerError(UnavailableError):
 
     def __init__(self) -> None:
         super().__init__("no decode worker is ready; try again later")
+
+
+class LeavingError(UnavailableError):
+    """This gateway shuts down. Another one can take the request, or continue its stream."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this gateway is shutting down; send the request again to another one. If it had an X-Request-Id, "
+            "Last-Event-ID with the last event's id continues its stream"
+        )
 
 
 class ContextLengthError(InvalidRequestError):
@@ -172,7 +187,15 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, BusyError):
-        return ApiError(429, str(error), type="rate_limit_exceeded", code="rate_limit_exceeded")
+        answer = ApiError(429, str(error), type="rate_limit_exceeded", code="rate_limit_exceeded")
+        if isinstance(error, RefusedError):
+            answer.headers["Retry-After"] = str(error.seconds)
+        return answer
+    if isinstance(error, LeavingError):
+        answer = ApiError(503, str(error), type="service_unavailable", code="gateway_shutting_down")
+        answer.is_for_others = True
+        answer.headers = {"Connection": "close"}  # or a load balancer would send its next request here, too
+        return answer
     if isinstance(error, PacelineError):
         return ApiError(503, str(error), type="service_unavailable", code="service_unavailable")
     log.error("unexpected error in a request", exc_info=error)

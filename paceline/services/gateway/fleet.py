@@ -25,7 +25,12 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.tasks import end_tasks
+<<<<<<< HEAD
 from paceline.services.gateway.candidate_table import CandidateTable
+=======
+from paceline.services.common.wire_version import mismatch
+from paceline.services.gateway.ends import Ends
+>>>>>>> agents
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Link
 from paceline.services.gateway.worker_calls import RECENT_SECONDS
@@ -62,10 +67,14 @@ class Fleet:
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+<<<<<<< HEAD
         self._table = CandidateTable(RECENT_SECONDS, time.monotonic)
         self._changed: set[RemoteWorker] = set()
         """Workers of which the table does not know the newest figures."""
         self._fetch_speeds: dict[str, float] = {}
+=======
+        self.ends = Ends()
+>>>>>>> agents
         self.redis_answers = True
         """Whether Redis has answered the last time."""
         self.gateways: list[Member] = []
@@ -74,6 +83,9 @@ class Fleet:
         """A function that is called after each refresh."""
         self.has_served = asyncio.Event()
         """Set when a worker is ready for the first time, because the model is then known to load."""
+        self._refreshed = asyncio.Event()
+        self._longest = 0
+        """The longest context of workers that were ready, for a time when none is."""
 
     async def start(self) -> None:
         """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
@@ -99,8 +111,8 @@ class Fleet:
         return self._table
 
     def hosts(self) -> list[RemoteWorker]:
-        """Return the kvtransfer services."""
-        return [worker for worker in self.workers() if worker.member.role == "kvtransfer"]
+        """Return the kvtransfer services that this gateway understands."""
+        return [worker for worker in self.workers() if worker.member.role == "kvtransfer" and worker.is_compatible]
 
     def host(self, host_id: str) -> RemoteWorker | None:
         """Return the kvtransfer service of a host; None if it is not known."""
@@ -110,6 +122,10 @@ class Fleet:
         """Return the ids of the hosts of workers. Unknown workers are left out."""
         known = (self._workers.get(worker_id) for worker_id in worker_ids)
         return {worker.member.host_id for worker in known if worker is not None}
+
+    def find(self, worker_id: str) -> RemoteWorker | None:
+        """Return a worker; None if it is not known."""
+        return self._workers.get(worker_id)
 
     def worker(self, worker_id: str) -> RemoteWorker:
         return self._workers[worker_id]
@@ -123,7 +139,35 @@ class Fleet:
         ready = [member for member in self._members() if member.state == "ready"]
         computing = [] if decodes else [member for member in ready if member.role == "prefill"]
         workers = computing or [member for member in ready if member.role == "decode"]
-        return max((member.max_model_len for member in workers), default=0)
+        found = max((member.max_model_len for member in workers), default=0)
+        if found:
+            self._longest = found
+        return found or (self._longest if self.may_be_empty else 0)
+
+    @property
+    def awaits_first_worker(self) -> bool:
+        """Whether no decode worker is ready and a planner starts one for the requests that wait."""
+        return self.may_be_empty and not any(self._is_ready(worker) for worker in self._workers.values())
+
+    @property
+    def has_planner(self) -> bool:
+        """Whether a planner scales this fleet, or shows how it would."""
+        return any(worker.member.role == "planner" and worker.available for worker in self._workers.values())
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a planner scales this fleet that starts decode workers when requests come, and may leave none."""
+        plans = (worker.member.plan for worker in self._workers.values() if worker.available)
+        return any(plan.leads and not plan.advisory and "decode" in plan.may_be_empty for plan in plans)
+
+    def _is_ready(self, worker: RemoteWorker) -> bool:
+        member = worker.member
+        is_ours = member.role == "decode" and member.model == self.model
+        return is_ours and member.state == "ready" and worker.available
+
+    async def refreshed(self) -> None:
+        """Wait until the members have been read again."""
+        await self._refreshed.wait()
 
     @property
     def is_starting(self) -> bool:
@@ -131,17 +175,19 @@ class Fleet:
         return any(member.state == "starting" for member in self._members())
 
     def _members(self) -> list[Member]:
-        """Return the prefill and decode workers of this gateway's model that accept its secret."""
+        """Return the prefill and decode workers of this gateway's model that are not shut out."""
         return [
             worker.member
             for worker in self._workers.values()
             if worker.member.role in ("prefill", "decode")
             and worker.member.model == self.model
-            and not worker.refuses_us
+            and not worker.is_shut_out
         ]
 
     def set_aside(self, worker: RemoteWorker) -> None:
         """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
+        if not worker.set_aside:
+            self.ends.note(worker.member.worker_id)
         worker.set_aside = True
         self._changed.add(worker)
         self._failed_workers.add(worker.member.worker_id)
@@ -201,11 +247,13 @@ class Fleet:
         self._changed.update(self._workers.values())  # figures that are not renewed become old
         too_early = self._failed_workers.now()
         for worker in self.workers():
-            in_place = worker.available or worker.refuses_us
+            in_place = worker.available or worker.is_shut_out
             doubtful = not worker.listed if in_place else worker.member.worker_id not in too_early
             if doubtful and worker.probe is None:
                 worker.probe = _spawn(self._probe(worker), self._tasks)
         self.on_refresh()
+        refreshed, self._refreshed = self._refreshed, asyncio.Event()
+        refreshed.set()
 
     def _merge(self, members: list[Member]) -> None:
         self.gateways = [member for member in members if member.role == "gateway"]
@@ -217,12 +265,16 @@ class Fleet:
                     worker.update(member)
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
+                    if worker.member.state != "draining" and not worker.set_aside:
+                        self.ends.note(name)
                     self._drop(worker)
                 self._workers[name] = worker = RemoteWorker(member, self._credentials)
                 worker.on_change = partial(self._note_change, worker)
                 _spawn(self._first_check(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
-                if member.role in ("prefill", "decode", "encode") and member.model != self.model:
+                if problem := mismatch(str(self._workers[name]), member.wire):
+                    log.error("%s gets no calls: %s", self._workers[name], problem)
+                elif member.role in ("prefill", "decode", "encode") and member.model != self.model:
                     why = "config.json or tokenizer.json of its model differ from this gateway's"
                     log.warning("%s %s gets no requests: %s", member.role, name, why)
         for name, worker in self._workers.items():
@@ -253,6 +305,8 @@ class Fleet:
             self._drop(worker)
 
     async def _is_serving(self, worker: RemoteWorker) -> bool:
+        if not worker.is_compatible:
+            return False
         try:
             return await is_serving(worker.channel, worker.member.worker_id)
         except RefusedError as error:

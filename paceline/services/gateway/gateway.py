@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from redis.exceptions import RedisError
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.model_folder import model_digest
 from paceline.core.options import listed, parse_bytes
+from paceline.core.planner.reports import Role
 from paceline.core.request_classes import read_classes
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.garbage import collect_when_idle
 from paceline.services.common.lifecycle import unique_name
+from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.access.book import AccessBook
@@ -26,7 +30,7 @@ from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.console.feed import Feed
-from paceline.services.gateway.errors import ApiError, NoWorkerError
+from paceline.services.gateway.errors import ApiError, LeavingError, NoWorkerError
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.media.items import NO_MEDIA
@@ -81,8 +85,9 @@ class Gateway:
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
-        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes)
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names)
+        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, self.classes)
+        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names, self.classes)
+        self.runner.queue.on_refused = self.limiter.on_refused = self.metrics.queue.count_refusal
         self.media = MediaService(config, metrics=self.metrics.media)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
         self.traces = TraceBook()
@@ -95,6 +100,7 @@ class Gateway:
         self._epoch = time.time_ns()
         self._address = address
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
+        self.runner.first_worker.on_wait = self._registrar.announce
 
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""
@@ -140,7 +146,13 @@ class Gateway:
         return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
 
     async def _wait_for_workers(self) -> None:
-        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker."""
+        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker.
+
+        Raises BusyError or UnavailableError if a planner has started no worker in time.
+        """
+        if self.fleet.awaits_first_worker:
+            with self.runner.traffic.early():
+                await self.runner.first_worker.wait(self.config.request_seconds)
         if not self.fleet.has_served.is_set() and self.fleet.is_starting:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.queue_seconds):
@@ -168,9 +180,10 @@ class Gateway:
         return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
 
     def check_ready(self) -> None:
-        """Raise UnavailableError while draining, or if no decode worker is ready."""
+        """Raise UnavailableError while draining, or if no decode worker is ready and no planner starts one."""
         self._check_stays()
-        if not any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot()):
+        ready = any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot())
+        if not ready and not self.fleet.may_be_empty:
             raise NoWorkerError
 
     def check_request(self, model: str | None) -> None:
@@ -190,9 +203,22 @@ class Gateway:
         others = (each for each in members if each.role == "gateway" and each.worker_id != self._worker_id)
         return len(self.runner.queue) + sum(other.load.waiting for other in others)
 
+    async def pin(self, numbers: Mapping[Role, int], release: Sequence[Role]) -> None:
+        """Tell the planner to keep so many workers of some roles, and that it may scale others again.
+
+        Raises UnavailableError if Redis does not answer.
+        """
+        try:
+            if numbers:
+                await write_pins(self._redis, self.config.cluster, numbers)
+            if release:
+                await release_pins(self._redis, self.config.cluster, release)
+        except (RedisError, OSError) as error:
+            raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
+
     def _check_stays(self) -> None:
         if self.draining:
-            raise UnavailableError("this gateway is shutting down; try another one")
+            raise LeavingError
 
     def _gateways(self) -> Gateways:
         uses = {member.worker_id: member.keys for member in self.fleet.gateways}

@@ -20,6 +20,7 @@ from paceline.services.gateway.media.budget import MemoryBudget
 from paceline.services.gateway.media.prompt import media_tokens
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.resume import StreamIds
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sequence import SequenceRun
@@ -41,6 +42,7 @@ class Generation:
         resources: what the request holds until the generation runs, such as the memory of its media.
         admission: counts what the request uses of its key's limits.
         recorder: records the sequences that end; None if nothing is recorded.
+        ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Generation:
         resources: contextlib.ExitStack,
         admission: Admission,
         recorder: TraceRecorder | None,
+        ids: StreamIds | None = None,
     ) -> None:
         self.plan = plan
+        self.ids = ids
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._trace = trace
@@ -219,13 +223,15 @@ class Generation:
                     priority=self.plan.priority,
                     owner=self.plan.owner,
                     request_class=self.plan.request_class,
+                    seconds=self.plan.seconds,
+                    ttft_seconds=self.plan.ttft_seconds,
                     background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,
                     trace=record,
                 )
                 with contextlib.suppress(_TextEndedError):
-                    await self._runner.run(sequence, take)
+                    await self._runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
                 learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
                 length = len(sequence.context)
                 hints = hints_after(prompt.marks, self.plan.retention, learnt, length, self.plan.owner)

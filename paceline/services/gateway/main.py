@@ -22,6 +22,10 @@ from paceline.services.gateway.middleware import BoundedHttp
 LAST_WORDS_SECONDS = 5
 """Time after the drain in which the last bytes can reach their clients."""
 
+NOTICE_SECONDS = 5.0
+"""Time at the beginning of a drain in which new connections are still accepted and their requests refused, so that load
+balancers that ask for /health notice the drain before a client does."""
+
 log = logging.getLogger(__name__)
 
 
@@ -65,6 +69,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 log.info("draining for up to %g seconds", config.drain_seconds)
+                asyncio.get_running_loop().call_later(NOTICE_SECONDS, server.stop_listening)
                 await gateway.drain(config.drain_seconds)
         finally:
             stopping.cancel()
@@ -94,6 +99,11 @@ class _Server(uvicorn.Server):
             self.servers.append(await self._listener.serve(self._make_protocol))
         finally:
             self.tried_to_start.set()
+
+    def stop_listening(self) -> None:
+        """Accept no more connections. Those that stand go on."""
+        for server in self.servers:
+            server.close()
 
     def _make_protocol(self) -> asyncio.Protocol:
         return BoundedHttp(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)

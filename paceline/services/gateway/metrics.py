@@ -12,12 +12,14 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from paceline.core.block_pool import KV_USAGE
+from paceline.core.request_classes import NO_CLASSES
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
 from paceline.services.gateway.console.history import History
 from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.queue_metrics import QueueMetrics
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.repetition import REPETITION
 from paceline.services.gateway.runner import SequenceRunner
@@ -39,6 +41,7 @@ class Metrics:
     """The metrics of one gateway, in a registry of their own.
 
     Args:
+        classes: names of the classes of requests.
         vllm_names: whether `render` adds vLLM's names for the metrics that vLLM has, too.
     """
 
@@ -48,6 +51,7 @@ class Metrics:
         workers: Callable[[], Iterable[RemoteWorker]],
         runner: SequenceRunner,
         vllm_names: bool = False,
+        classes: Iterable[str] = NO_CLASSES,
     ) -> None:
         self.registry = CollectorRegistry()
         self._with_vllm_names = CollectorRegistry()
@@ -81,6 +85,7 @@ class Metrics:
         )
         by_reason.labels(model, "capacity").set_function(lambda: len(runner.queue) - runner.queue.deferred)
         by_reason.labels(model, "deferred").set_function(lambda: runner.queue.deferred)
+        self.queue = QueueMetrics(self.registry, model, runner.queue, classes)
         help = "HTTP responses by route and status"
         labels = ["handler", "method", "status"]
         self._responses = Counter("paceline:http_responses", help, labels, registry=self.registry)

@@ -40,6 +40,9 @@ class FleetWorker(BaseModel):
     max_model_len: int
     max_seqs: int
     numerics: str | None
+    release: str
+    wire: str
+    """Versions of the protocol between services, such as "1-2"."""
     running: int
     waiting: int
     in_flight: int
@@ -122,10 +125,25 @@ class HostLedger(FleetHost):
     leases: list[Lease]
 
 
+class PlannedChange(BaseModel):
+    age_seconds: float
+    decision: str
+    acted: bool
+
+
+class PlannerState(BaseModel):
+    worker_id: str
+    leads: bool
+    advisory: bool
+    pinned: dict[str, int]
+    decisions: list[PlannedChange]
+
+
 class FleetState(BaseModel):
     workers: list[FleetWorker]
     hosts: list[HostLedger | SilentHost]
     waiting: int
+    planners: list[PlannerState]
 
 
 class WorkerSteps(BaseModel):

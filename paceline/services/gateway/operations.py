@@ -98,6 +98,7 @@ def make_operations(gateway: Gateway) -> APIRouter:
                 for host, ledger in zip(hosts, ledgers)
             ],
             "waiting": len(gateway.runner.queue),
+            "planners": [_plan(worker) for worker in workers if worker.member.role == "planner"],
         }
 
     @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
@@ -128,10 +129,27 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
         "max_model_len": member.max_model_len,
         "max_seqs": member.max_seqs,
         "numerics": member.numerics and str(member.numerics),
+        "release": member.release,
+        "wire": str(member.wire),
         "running": member.load.running,
         "waiting": member.load.waiting,
         "in_flight": worker.in_flight,
         "stats": figures(member.metrics),
+    }
+
+
+def _plan(worker: RemoteWorker) -> dict[str, Any]:
+    """Return what a planner has decided, the newest decision last. Ages are as of its last report."""
+    plan = worker.member.plan
+    return {
+        "worker_id": worker.member.worker_id,
+        "leads": plan.leads,
+        "advisory": plan.advisory,
+        "pinned": dict(plan.pinned),
+        "decisions": [
+            {"age_seconds": round(each.age_seconds, 1), "decision": each.line, "acted": each.acted}
+            for each in plan.decisions
+        ],
     }
 
 

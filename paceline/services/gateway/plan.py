@@ -20,7 +20,15 @@ from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
-from paceline.services.gateway.sampling import LogprobRules, check_ids, check_no_media, logprob_count, resolve_sampling
+from paceline.services.gateway.sampling import (
+    LogprobRules,
+    check_ids,
+    check_no_media,
+    derived_seed,
+    gives_seed,
+    logprob_count,
+    resolve_sampling,
+)
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest, RepetitionDetection
 from paceline.services.gateway.token_schemas import TokenSampling, TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -76,6 +84,10 @@ class Plan:
     """The priority with which the request runs, which depends on the caller; lower is more urgent."""
     request_class: str = DEFAULT
     """Class of the caller's key; "background" for lines of batches."""
+    seconds: float | None = None
+    """Time after which the client gives up; None if it did not say."""
+    ttft_seconds: float | None = None
+    """Time within which the client wants the first token; None if it did not say."""
     background: bool = False
     """Whether nobody waits for the answer, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
@@ -92,6 +104,19 @@ class Plan:
     """An expectation of the gateway's own about the next use of the contexts."""
     owner: str = ""
     """Digest of the client's key."""
+    has_seed: bool = False
+    """Whether the client gave a seed."""
+
+    def seeded(self, request_id: str) -> Plan:
+        """Return the plan with seeds that follow from the client's key and its request's id, if it gave no seed."""
+        if self.has_seed:
+            return self
+        seeds = (derived_seed(self.owner, request_id, index) for index in range(len(self.prompts)))
+        prompts = [
+            dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed))
+            for prompt, seed in zip(self.prompts, seeds)
+        ]
+        return dataclasses.replace(self, prompts=prompts)
 
 
 def kind_of(request: GenerationRequest) -> Kind:
@@ -250,6 +275,7 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rul
         logprobs_as_ids=rules.as_ids if as_ids is None else as_ids,
         session_id=request.session_id or "",
         retention=request.retention,
+        has_seed=gives_seed(request),
     )
 
 

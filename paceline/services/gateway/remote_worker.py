@@ -9,6 +9,7 @@ import grpc.aio
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member
 from paceline.services.common.rpc import open_channel
+from paceline.services.common.wire_version import OURS
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.gateway.worker_calls import WorkerCalls
 
@@ -42,12 +43,24 @@ class RemoteWorker(WorkerCalls):
         return self.in_flight > 0 or self.encodings > 0
 
     @property
+    def is_compatible(self) -> bool:
+        """Whether the member and this gateway speak a common version of the protocol."""
+        return OURS.overlaps(self.member.wire)
+
+    @property
+    def is_shut_out(self) -> bool:
+        """Whether only a restart of the member or of this gateway can make it useful."""
+        return self.refuses_us or not self.is_compatible
+
+    @property
     def available(self) -> bool:
-        return not self.set_aside and not self.refuses_us
+        return not self.set_aside and not self.is_shut_out
 
     @property
     def state(self) -> str:
         """The member's own state, or why this gateway gives it no work, for operators."""
+        if not self.is_compatible:
+            return "incompatible"
         return "refuses us" if self.refuses_us else self.member.state if self.available else "unreachable"
 
     def update(self, member: Member) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import uuid
 from collections.abc import Callable
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from paceline.core.request_classes import BACKGROUND
 from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.access.limiter import admission_of
@@ -20,8 +17,10 @@ from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.request_headers import with_headers
 from paceline.services.gateway.responses import Json, ResponseFormat
-from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS, GenerationRequest, StreamOptions
+from paceline.services.gateway.resume import HEADER, StreamIds, read_positions
+from paceline.services.gateway.schemas import GenerationRequest, StreamOptions
 from paceline.services.gateway.streaming import (
     ChunkWriter,
     EventStreamResponse,
@@ -33,13 +32,6 @@ from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.traces import RequestTrace
 
 CLIENT_CLOSED_REQUEST = 499
-_PRIORITY_HEADER = "X-Vllm-Priority"
-_SESSION_HEADER = "X-Session-ID"
-
-
-def is_background(request: Request) -> bool:
-    """Return whether nobody waits for the answer: the request is a line of a batch, and not one of a client."""
-    return bool(getattr(request.state, "background", False))
 
 
 def choose_id(wanted: str | None, request: Request) -> str:
@@ -65,7 +57,8 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
 
     Raises ApiError if a header is not valid, or if the caller's key has no tokens left.
     """
-    plan = _with_headers(plan, request)
+    plan = with_headers(plan, request).seeded(request.state.request_id)
+    ids = _stream_ids(plan, request) if is_streamed else None
     caller, admission = caller_of(request), admission_of(request)
     admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),
@@ -90,6 +83,7 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
         media_memory=gateway.media.memory,
         resources=request.state.resources,
         admission=admission,
+        ids=ids,
         recorder=gateway.recorder,
     )
 
@@ -113,7 +107,7 @@ async def respond(
 
 def stream(generation: Generation, writer: StreamWriter, ping: Callable[[], bytes] | None = None) -> Response:
     """Return the response that runs a generation and sends its events. See `EventStreamResponse` about pings."""
-    return EventStreamResponse(event_stream(generation, writer), writer.error, ping)
+    return EventStreamResponse(event_stream(generation, writer, generation.ids), writer.error, ping)
 
 
 async def whole(generation: Generation, request: Request, body: Callable[[list[Delta], Json], Json]) -> Response:
@@ -128,28 +122,11 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     return JSONResponse(body(choices, generation.usage()))
 
 
-def _with_headers(plan: Plan, request: Request) -> Plan:
-    """Return the plan with its client, the values of vLLM's headers, and a priority that the caller may have.
-
-    As in vLLM, the header's priority replaces the body's.
-    """
-    session_id = plan.session_id or request.headers.get(_SESSION_HEADER, "")
-    if len(session_id) > MAX_SESSION_CHARACTERS:
-        message = f"{_SESSION_HEADER} must have at most {MAX_SESSION_CHARACTERS} characters"
-        raise ApiError(400, message, param=_SESSION_HEADER)
-    wanted = plan.wanted_priority
-    if (header := request.headers.get(_PRIORITY_HEADER)) is not None:
-        if re.fullmatch(r"-?[0-9]{1,10}", header) is None or not -(2**31) <= int(header) < 2**31:
-            message = f"{_PRIORITY_HEADER} must be an integer of 32 bits; lower is more urgent"
-            raise ApiError(400, message, param=_PRIORITY_HEADER)
-        wanted = int(header)
-    caller = caller_of(request)
-    background = is_background(request)
-    return dataclasses.replace(
-        plan,
-        session_id=session_id,
-        priority=caller.priority_for(wanted),
-        request_class=BACKGROUND if background else caller.request_class,
-        background=background,
-        owner=caller.owner,
-    )
+def _stream_ids(plan: Plan, request: Request) -> StreamIds | None:
+    """Return the ids of the events of a stream; None if its client cannot continue it, because it chose no id."""
+    given, choices = request.headers.get(HEADER), len(plan.prompts) * plan.n
+    if not request.state.client_chose_id:
+        if given is not None:
+            raise ApiError(400, f"{HEADER} needs the X-Request-Id of the stream that it continues", param=HEADER)
+        return None
+    return StreamIds(None if given is None else read_positions(given, choices), choices)

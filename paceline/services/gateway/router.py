@@ -98,6 +98,12 @@ class Candidate:
         return (member.load.running + member.load.waiting + self.unreported) / max(member.max_seqs, 1)
 
     @property
+    def requests(self) -> int:
+        """Requests that the worker runs, or that this gateway has just sent to it."""
+        load = self.member.load
+        return max(self.in_flight, load.running + load.waiting + self.unreported)
+
+    @property
     def has_room(self) -> bool:
         """Whether this gateway's own calls leave room. The worker decides: it knows the calls of all gateways."""
         return self.in_flight < self.member.max_seqs

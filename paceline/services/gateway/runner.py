@@ -19,17 +19,21 @@ from opentelemetry import trace
 
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.config import GatewayConfig
-from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.errors import BusyError
 from paceline.core.numerics import may_differ
+from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCachedError
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeRefusedError
 from paceline.services.gateway.encoding_index import EncodingIndex
-from paceline.services.gateway.errors import NoWorkerError
+from paceline.services.gateway.errors import LeavingError, NoWorkerError
+from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
+from paceline.services.gateway.load_control import FULL, PREMATURE, LoadControl
+from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.router import Candidate, Need, Placement
@@ -41,17 +45,22 @@ from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainin
 REFUSED_SECONDS = (0.1, 0.4)
 """The shortest and longest time before the next attempt if no worker had room for an encoding, in seconds."""
 
-BACKGROUND_SECONDS = 86400.0
-"""Longest life of a sequence of the background, in seconds."""
-
 log = logging.getLogger(__name__)
 
 
 class SequenceRunner:
     """A runner of sequences on a fleet."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, placements: PlacementLog, prefixes: PrefixIndex) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        fleet: Fleet,
+        placements: PlacementLog,
+        prefixes: PrefixIndex,
+        classes: Classes = NO_CLASSES,
+    ) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
+        self._load = LoadControl(self.queue.shedder, fleet.find, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
@@ -59,14 +68,16 @@ class SequenceRunner:
         self._encodings = EncodingIndex(prefixes)
         self.hints = HintSender(fleet.host, prefixes)
         self.traffic = TrafficBook()
+        self.first_worker = FirstWorker(fleet, config.max_waiting)
         self._turns = itertools.count()
         self._running: dict[AnyAttempt, SequenceRun] = {}
+        self._patience = Patience(config, fleet)
         self._aborted = False
         self.sequences = InUse()
         """Sequences that wait or run."""
         self._background = 0
         """Those of them that nobody waits for."""
-        fleet.on_refresh = self._leave_draining_workers
+        fleet.on_refresh = self._follow_fleet
 
     @property
     def client_sequences(self) -> int:
@@ -86,17 +97,15 @@ class SequenceRunner:
         Raises:
             InvalidRequestError: no worker can ever serve this.
             BusyError: there was no room in time.
-            UnavailableError: no worker, all attempts failed, or the longest life of a request is over.
+            UnavailableError: no worker, the request was given up for its own failures, or its longest life is over.
         """
-        # Work of the background may wait for others much longer. Its caller has a deadline of its own.
-        seconds = BACKGROUND_SECONDS if sequence.background else self._config.request_seconds
-        deadline = sequence.trace.arrived + seconds
         with self.sequences.running(), self._counted(sequence), self.traffic.counted(sequence):
             while True:
-                attempt = await self._admit(sequence, deadline)
+                attempt = await self._admit(sequence)
                 refusal: EncodeRefusedError | None = None
                 try:
-                    await attempt.run(partial(self._hear, sequence, attempt.record, take))
+                    await attempt.run(partial(self._hear, sequence, attempt, take))
+                    self._load.end(sequence)
                     return
                 except WorkerDrainingError as error:
                     attempt.record.fail(str(error))
@@ -109,7 +118,7 @@ class SequenceRunner:
                     if isinstance(error, WorkerBusyError):
                         # A worker that admitted the attempt and then reports busy has failed.
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)
-                    self._note_failure(error, sequence)
+                    self._note_failure(error, sequence, attempt.record)
                 finally:
                     self._discard(attempt)
                     self.queue.wake()
@@ -118,7 +127,7 @@ class SequenceRunner:
                     return
                 if refusal is not None:
                     await self._wait_for_encoder(sequence, refusal)
-                self._check_can_go_on(sequence, deadline)
+                self._check_can_go_on(sequence)
 
     @contextlib.contextmanager
     def _counted(self, sequence: SequenceRun) -> Iterator[None]:
@@ -144,11 +153,18 @@ class SequenceRunner:
         if hints:
             self.hints.put(self._fleet.hosts_of(sequence.trace.workers), sequence.context, hints)
 
-    def _hear(self, sequence: SequenceRun, record: AttemptTrace, take: Callable[[Event], object], event: Event) -> None:
-        if (fresh := sequence.note(event, record)) is not None:
+    def _hear(self, sequence: SequenceRun, attempt: AnyAttempt, take: Callable[[Event], object], event: Event) -> None:
+        self._patience.hear(event)
+        fresh = sequence.note(event, attempt.record)
+        self._load.hear(sequence, attempt.decode, attempt.record, event)
+        if fresh is not None:
             take(fresh)
         if isinstance(event, HandedOver):
             self.queue.wake()
+
+    def _follow_fleet(self) -> None:
+        self._load.keep({worker.member.worker_id for worker in self._fleet.workers()})
+        self._leave_draining_workers()
 
     def _leave_draining_workers(self) -> None:
         """Move sequences from draining decode workers to others, as many as these have room for.
@@ -172,7 +188,7 @@ class SequenceRunner:
             if place is not None and place.decode is not None and not may_differ(numerics, place.decode.numerics):
                 attempt.leave()
 
-    async def _admit(self, sequence: SequenceRun, deadline: float) -> AnyAttempt:
+    async def _admit(self, sequence: SequenceRun) -> AnyAttempt:
         """Return an attempt that workers have admitted. Waits in the queue if there is no room."""
         span = trace.get_current_span()
         span.add_event("queue")
@@ -180,14 +196,17 @@ class SequenceRunner:
         again = record.attempts > 0
         own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
+        deadline = self._patience.begin_attempt(sequence)
+        await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        claim = self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline)
         try:
-            attempt: AnyAttempt = await self.queue.admit(
-                lambda: self._try_to_admit(sequence, own, deadline, again),
-                priority=sequence.priority,
-                first=again,
-                patient=sequence.follows and not again,
-                background=sequence.background,
-            )
+            # The queue refuses an ordinary request before its deadline comes.
+            async with asyncio.timeout(None if claim.is_ordinary else deadline - time.monotonic()):
+                attempt: AnyAttempt = await self.queue.admit(
+                    lambda: self._try_to_admit(sequence, own, deadline, again), claim
+                )
+        except TimeoutError:
+            raise self._patience.too_late(sequence) from None
         except BusyError as error:
             if sequence.unreachable_since is None and self._max_model_len(sequence) >= sequence.context_tokens:
                 raise
@@ -211,16 +230,17 @@ class SequenceRunner:
         context_tokens = sequence.context_tokens
         cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
+        full = frozenset() if again else self._load.full_workers()
         busy = False
         while True:
-            self._check_can_go_on(sequence, deadline)
+            self._check_can_go_on(sequence)
             snapshot = self._fleet.snapshot()
             need = Need(
                 context_tokens,
                 prompt_tokens=len(sequence.context.token_ids),
                 cached=cached,
                 layouts=self._prefixes.layouts(),
-                refused=refused,
+                refused=refused | full,
                 failed=sequence.failed,
                 computed_with=record.computed_with,
                 decoded_with=record.decoded_with,
@@ -228,12 +248,16 @@ class SequenceRunner:
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
             placement = self._place(kind, need, snapshot)
+            held = FULL if full and placement is None else ""
+            may_wait = not again and not sequence.background  # the background has a pace of its own
+            if placement is not None and may_wait and self._load.is_premature(need, placement, snapshot):
+                placement, held = None, PREMATURE
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:
                     raise NoWorkerError
-                busy |= any(c.member.role == "prefill" and not c.has_room for c in snapshot)
+                busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in snapshot)
                 sequence.unreachable_since = None if busy else sequence.unreachable_since or time.monotonic()
-                record.wait_for("no worker has room" if busy else "no worker that can be reached fits")
+                record.wait_for(held or "no worker has room" if busy else "no worker that can be reached fits")
                 return None
             attempt = kind.attempt(
                 self._fleet,
@@ -260,7 +284,7 @@ class SequenceRunner:
                 self._discard(attempt)
                 record.wait_for(str(error))
                 # An unreachable worker has begun nothing. However often it restarts or drains, no attempt is counted.
-                self._note_failure(error, sequence, begun=not error.unreachable)
+                self._note_failure(error, sequence, record, begun=not error.unreachable)
                 refused |= {error.worker.member.worker_id}
             except BaseException:
                 self._discard(attempt)
@@ -290,33 +314,14 @@ class SequenceRunner:
         self._running.pop(attempt, None)
         attempt.close()
 
-    def _note_failure(self, error: WorkerFailedError, sequence: SequenceRun, begun: bool = True) -> None:
-        if error.link is not None:
-            # No worker failed, and no attempt is counted: placements without this link remain. At worst a decode worker
-            # computes the prompt itself.
-            self._fleet.avoid_link(error.link)
-        elif error.worker.member.state == "draining":
-            sequence.failed |= {error.worker.member.worker_id}  # its drain deadline is over; no attempt is counted
-        else:
-            sequence.failed |= {error.worker.member.worker_id}
-            # An attempt that got past its first token made progress, so the count starts again with this failure.
-            sequence.failures = begun + (
-                0 if len(sequence.generated) > sequence.generated_before + 1 else sequence.failures
-            )
-        sequence.last_failure = error
-        if self._aborted:
-            return
-        log.warning("attempt %d failed after %d tokens: %s", sequence.attempts, len(sequence.generated), error)
-        if error.unreachable:
-            self._fleet.set_aside(error.worker)
+    def _note_failure(
+        self, error: WorkerFailedError, sequence: SequenceRun, record: AttemptTrace, begun: bool = True
+    ) -> None:
+        self._patience.note(error, sequence, record, begun=begun, alone=self.sequences.count == 1)
+        if not self._aborted:
+            log.warning("attempt %d failed %s: %s", sequence.attempts, sequence.place(), error)
 
-    def _check_can_go_on(self, sequence: SequenceRun, deadline: float) -> None:
-        reason, since, now = sequence.last_failure, sequence.unreachable_since, time.monotonic()
+    def _check_can_go_on(self, sequence: SequenceRun) -> None:
         if self._aborted:
-            raise UnavailableError("this gateway is shutting down; try another one")
-        if now >= deadline:
-            raise UnavailableError(f"the request took longer than {self._config.request_seconds:g} seconds") from reason
-        if sequence.failures >= self._config.max_attempts:
-            raise UnavailableError(f"all {sequence.failures} attempts failed; the last one: {reason}") from reason
-        if since is not None and now >= since + self._config.queue_seconds:
-            raise sequence.unreachable() from reason
+            raise LeavingError
+        self._patience.check(sequence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -64,8 +64,7 @@ def resolve_sampling(
         top_k=max(0, _either(request.top_k, defaults.top_k)),
         top_p=_either(request.top_p, defaults.top_p),
         min_p=_either(request.min_p, defaults.min_p),
-        # Drawn here, so that a later attempt samples the same tokens. -1 means that the client gave no seed.
-        seed=random.getrandbits(64) if request.seed in (None, -1) else request.seed % 2**64,
+        seed=(request.seed or 0) % 2**64,  # without a seed of the client, the one of `derived_seed` follows
         repetition_penalty=_either(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
@@ -80,6 +79,23 @@ def resolve_sampling(
         bad_words=bad_words,
         logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
     )
+
+
+def gives_seed(request: GenerationRequest) -> bool:
+    """Return whether the client gave a seed. -1 means that it did not."""
+    return request.seed not in (None, -1)
+
+
+def derived_seed(owner: str, request_id: str, index: int) -> int:
+    """Return the seed of a prompt whose client gave none.
+
+    Every gateway returns the same, so that a client can continue its stream at another gateway.
+
+    Args:
+        owner: digest of the client's key.
+        index: number of the prompt in its request.
+    """
+    return int.from_bytes(hashlib.sha256(f"{owner} {request_id} {index}".encode()).digest()[:8], "big")
 
 
 def _either(value: T | None, default: T) -> T:

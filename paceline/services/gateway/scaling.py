@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from paceline.core.errors import BusyError, InvalidRequestError, StaleError
-from paceline.core.planner.reports import ROLES
+from paceline.core.planner.reports import ROLES, Role
 from paceline.services.common.set_role import set_role
 from paceline.services.common.supervisor import ask_supervisor
 from paceline.services.gateway.answer_format import Body
@@ -38,6 +38,8 @@ class ScaleRequest(Body):
     """Ids of workers that shall end."""
     flip: dict[str, NewRole] = Field(default_factory=dict, max_length=64)
     """New roles of running workers, by their ids."""
+    release: list[Role] = Field(default_factory=list, max_length=3)
+    """Roles that the planner may scale again, after a number of workers was set here."""
 
 
 def make_scaling(gateway: Gateway) -> APIRouter:
@@ -53,12 +55,17 @@ def make_scaling(gateway: Gateway) -> APIRouter:
         asked = body.model_dump(exclude_none=True, exclude_defaults=True)
         if not asked:
             raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
+        release = asked.pop("release", [])
+        numbers = {role: asked[role] for role in ROLES if role in asked}
+        has_planner = gateway.fleet.has_planner
+        if not socket and (body.drain or (numbers and not has_planner)):
+            raise _no_supervisor()
+        if release or (numbers and has_planner):
+            await gateway.pin(numbers, release)
         if not socket:
-            if asked.keys() != {"flip"}:
-                raise _no_supervisor()
             await _flip(gateway.fleet, body.flip)
             return _state_of(gateway.fleet)
-        if asked.keys() & set(ROLES):
+        if numbers:
             asked["victims"] = least_loss_first(gateway)
         return await ask_supervisor(socket, asked)
 
@@ -99,7 +106,7 @@ def _state_of(fleet: Fleet) -> dict[str, Any]:
 def _no_supervisor() -> ApiError:
     return ApiError(
         409,
-        "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services; here "
-        "only roles can be changed, with flip alone",
+        "this gateway has no supervisor and no planner: scale with docker compose, Kubernetes or whatever started the "
+        "services; here only roles can be changed, with flip alone",
         code="no_supervisor",
     )

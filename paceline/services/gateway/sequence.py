@@ -16,6 +16,7 @@ from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
 from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
+from paceline.services.gateway.failures import Failures, Step
 from paceline.services.gateway.kinds import Kind
 from paceline.services.gateway.traces import AttemptTrace, SequenceTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
@@ -40,6 +41,10 @@ class SequenceRun:
     """Digest of the client's key; "" if it has none."""
     request_class: str = DEFAULT
     """Class of the request, which has objectives and a weight; see `core/request_classes.py`."""
+    seconds: float | None = None
+    """Time from its arrival after which its client gives up; None if the client did not say."""
+    ttft_seconds: float | None = None
+    """Time from its arrival until which its client wants the first token; None if the client did not say."""
     background: bool = False
     """Whether nobody waits for the sequence, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
@@ -52,10 +57,16 @@ class SequenceRun:
     generated: list[int] = field(default_factory=list)
     attempts: int = 0
     """Attempts that have been started, including those that no worker admitted."""
-    failures: int = 0
-    """Attempts that failed in a row."""
+    failures: Failures = Failures()
+    """Failed attempts that count against the sequence."""
+    failed_at: float = 0.0
+    """When an attempt failed last that may count, on time.monotonic(); at first when the sequence arrived."""
+    failed_on: str = ""
+    """Id of the worker on which this attempt failed."""
     generated_before: int = 0
     """Tokens that had come before the current attempt."""
+    heard_before: int = 0
+    """Tokens of other sequences that this gateway had received when the current attempt began."""
     last_failure: WorkerFailedError | None = None
     unreachable_since: float | None = None
     """When it began to wait for a worker to come back, on time.monotonic(); None while workers are only full."""
@@ -68,6 +79,7 @@ class SequenceRun:
 
     def __post_init__(self) -> None:
         self.context = Context(self.prompt_ids, self.cache_salt, self.media)
+        self.failed_at = self.trace.arrived
 
     @property
     def context_tokens(self) -> int:
@@ -107,6 +119,20 @@ class SequenceRun:
         if self.generated and self.sampling.ends(self.generated[-1], len(self.generated)):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.generated) >= self.sampling.max_tokens else None
+
+    def step(self, attempt: AttemptTrace) -> Step:
+        """Return how far the sequence has got after an attempt.
+
+        The first token of an attempt counts only if others followed. It comes from a prefill worker, so a sequence at
+        which decode workers fail would get on by one token with each attempt.
+        """
+        decoded = len(self.generated) if len(self.generated) > self.generated_before + 1 else self.failures.step.tokens
+        prompt = len(self.prompt_ids)
+        return Step(decoded, prompt if self.generated else min(prompt, attempt.cached_tokens + attempt.chunks.tokens))
+
+    def place(self) -> str:
+        """Return where in its answer the sequence is, for messages."""
+        return f"after {len(self.generated)} tokens" if self.generated else "before its first token"
 
     def unreachable(self) -> UnavailableError:
         """Return the error for a sequence if no worker that fits could be reached in time."""

@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.services.common.tasks import StallWatch, end_tasks
 from paceline.services.gateway.choice import Delta
-from paceline.services.gateway.errors import ApiError, to_api_error
+from paceline.services.gateway.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
+from paceline.services.gateway.resume import StreamIds
 from paceline.services.gateway.schemas import StreamOptions
 
 T = TypeVar("T")
@@ -65,17 +66,28 @@ class StreamWriter(Protocol):
         """Return the events that end a stream which has begun and cannot go on."""
 
 
-async def event_stream(generation: Generation, writer: StreamWriter) -> AsyncGenerator[bytes]:
+async def event_stream(
+    generation: Generation, writer: StreamWriter, ids: StreamIds | None = None
+) -> AsyncGenerator[bytes]:
     """Yield the server-sent events of a generation. Events that are ready together are joined.
 
     A caller that stops early must close the generator.
+
+    Args:
+        ids: the ids of the events; None if they have none.
     """
-    begun = False
+    begun = ids is not None and ids.resumes
+    if begun:
+        writer.begin()  # the client has these events
     async with generation.running():
         while batch := await generation.batch():
-            data = b"".join(map(writer.write, batch))
+            if ids is None:
+                data = b"".join(map(writer.write, batch))
+            else:
+                data = b"".join(ids.mark(delta, writer.write(delta)) for delta in batch)
             if not begun:
-                begun, data = True, writer.begin() + data
+                beginning = writer.begin()
+                begun, data = True, (beginning if ids is None else ids.begin(beginning)) + data
             if data:
                 yield data
     yield writer.end()
@@ -185,9 +197,14 @@ class EventStreamResponse(Response):
             if not self._has_begun:
                 await answer.response()(scope, receive, send)
                 return
-            await send({"type": "http.response.body", "body": self._error_events(answer), "more_body": True})
+            await send({"type": "http.response.body", "body": self._last_events(answer), "more_body": True})
         watch.begin()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _last_events(self, error: ApiError) -> bytes:
+        """Return the events of an error, with the time after which clients come back if another gateway can go on."""
+        retry = f"retry: {RETRY_AFTER_SECONDS * 1000}\n".encode() if error.is_for_others else b""
+        return retry + self._error_events(error)
 
     async def _send_events(self, data: bytes, send: Send, send_body: Send) -> None:
         if not self._has_begun:

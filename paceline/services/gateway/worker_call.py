@@ -16,6 +16,7 @@ from paceline.core.errors import (
     InvalidRequestError,
     PacelineError,
     RefusedError,
+    StaleError,
     TransferError,
     UnavailableError,
 )
@@ -43,13 +44,17 @@ class WorkerFailedError(UnavailableError):
     Args:
         unreachable: whether the worker itself seems to be gone, rather than to have failed at this request.
         link: the hosts between which blocks could not be moved, if this was the reason.
+        lost_blocks: whether the worker lost the request's blocks, because the kvtransfer of its host ended.
     """
 
-    def __init__(self, message: str, worker: RemoteWorker, unreachable: bool, link: Link | None = None) -> None:
+    def __init__(
+        self, message: str, worker: RemoteWorker, unreachable: bool, link: Link | None = None, lost_blocks: bool = False
+    ) -> None:
         super().__init__(message)
         self.worker = worker
         self.unreachable = unreachable
         self.link = link
+        self.lost_blocks = lost_blocks
 
 
 class WorkerDrainingError(WorkerFailedError):
@@ -133,7 +138,9 @@ def _error_of(error: grpc.aio.AioRpcError, worker: RemoteWorker, link: Link | No
         return WorkerDrainingError(worker)
     moved = link if isinstance(mapped, TransferError) else None
     elsewhere = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
-    return WorkerFailedError(str(mapped), worker, error.code() in elsewhere, moved)
+    lost_blocks = isinstance(mapped, StaleError)
+    reason = f"{worker} lost the blocks of the request" if lost_blocks else str(mapped)
+    return WorkerFailedError(reason, worker, error.code() in elsewhere, moved, lost_blocks)
 
 
 async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> Answer:
@@ -150,7 +157,7 @@ async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> A
             except RefusedError as error:
                 raise WorkerFailedError(str(error), worker, True) from error
             if not serves and not answer.done():
-                raise WorkerFailedError(f"{worker} hangs: it does not answer", worker, True)
+                raise WorkerFailedError(f"{worker} hangs: it does not answer health checks", worker, True)
         return await answer
     finally:
         await end_tasks(answer)

@@ -25,6 +25,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import heeding_cancellation, unmapped_error
 from paceline.services.common.wire import key_to_pb
+from paceline.services.common.wire_version import WireVersions, mismatch
 from paceline.services.kvtransfer.arrivals import Arrivals, check_names
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import digest_of
@@ -197,6 +198,8 @@ class Fetches:
         read_seconds = 0.0
         try:
             offer = (await _next(call, "offer")).offer
+            if problem := mismatch(f"kvtransfer at {source}", WireVersions.from_pb(offer.wire)):
+                raise TransferError(problem)
             while True:
                 exported = (await _next(call, "exported")).exported
                 named = time.monotonic()

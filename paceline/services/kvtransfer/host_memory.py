@@ -15,6 +15,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.shared_memory import map_arena
+from paceline.services.common.wire_version import OURS
 from paceline.services.kvtransfer.adoptions import Adoptions
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock
@@ -85,7 +86,8 @@ class HostMemory:
         """Channels to the services of other hosts."""
         self.grpc = GrpcTransport(blocks, self.channels)
         self._transports = transports = [*options.make_transports(blocks), self.grpc]
-        offer = pb.Offer(host_id=options.host_id, transports={each.name: each.offer() for each in transports})
+        means = {each.name: each.offer() for each in transports}
+        offer = pb.Offer(host_id=options.host_id, transports=means, wire=OURS.to_pb())
         self.disk = promotions = None
         if options.disk is not None:
             find, policy = self.ledger.slot_of, options.cache_policy

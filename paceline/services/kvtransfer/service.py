@@ -21,6 +21,7 @@ from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.wire_version import OURS
 from paceline.services.kvtransfer.adoptions import Waiter
 from paceline.services.kvtransfer.departure import Departure
 from paceline.services.kvtransfer.evacuation import FindHosts, no_hosts
@@ -119,6 +120,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
                     address=self._address,
                     has_disk=memory.disk is not None,
                     socket_path=str(self.socket.path),
+                    wire=OURS.to_pb(),
                 )
                 await self.sessions.leaving.wait()
                 if not self.sessions.closing.is_set():

@@ -55,7 +55,7 @@ class Lease:
         await pipeline.watch(self._key)
         if await pipeline.get(self._key) not in (None, self._holder):
             return False
-        pipeline.multi()
+        pipeline.multi()  # type: ignore[no-untyped-call]
         pipeline.set(self._key, self._holder, px=int(SECONDS * 1000))
         await pipeline.execute()
         return True
@@ -69,7 +69,7 @@ class Lease:
             async with asyncio.timeout(1.0), self._client.pipeline(transaction=True) as pipeline:
                 await pipeline.watch(self._key)
                 if await pipeline.get(self._key) == self._holder:
-                    pipeline.multi()
+                    pipeline.multi()  # type: ignore[no-untyped-call]
                     pipeline.delete(self._key)
                     await pipeline.execute()
         except (RedisError, OSError, TimeoutError):

@@ -6,10 +6,10 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.reports import Report, Role, RoleReport, Steps, Traffic, WorkerReport
+from paceline.core.planner.reports import ROLES, Report, Role, RoleReport, Steps, Traffic, WorkerReport
 from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, TrafficReport, WorkReport
 from paceline.services.common.distributions import distribution_from_pb
 from paceline.services.common.registry import Member
@@ -62,13 +62,16 @@ class ReportBuilder:
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0) -> None:
         self._estimates = startup_seconds, drain_seconds
         self._known: dict[str, _Known] = {}
-        self._times: dict[Role, _Times] = {role: _Times() for role in get_args(Role)}
+        self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
         self._reported_at: float | None = None
         self._began: float | None = None
+        self._seen_at = 0.0
+        """When the members were read last."""
 
     def observe(self, now: float, members: Iterable[Seen]) -> None:
         """Take in the members that Redis lists at the instant `now`. Call this more often than `report`."""
         self._began = now if self._began is None else self._began
+        self._seen_at = now
         listed = {seen.member.worker_id: seen for seen in members}
         for name, seen in listed.items():
             known = self._known.get(name)
@@ -125,27 +128,27 @@ class ReportBuilder:
 
     def _note_start(self, member: Member, before: _Known | None) -> None:
         """Remember how long a worker took to start, when it is seen to be ready for the first time."""
-        times = self._times.get(member.role)  # type: ignore[call-overload]
+        times = self._times.get(member.role)
         if times is None or member.state != "ready" or member.work.startup_seconds <= 0:
             return
         if before is None or before.seen.member.epoch != member.epoch or before.seen.member.state == "starting":
             times.startups.append(member.work.startup_seconds)
 
     def _note_end(self, known: _Known) -> None:
-        times = self._times.get(known.seen.member.role)  # type: ignore[call-overload]
+        times = self._times.get(known.seen.member.role)
         if times is not None:
             times.drains.append(known.at - known.since)
 
     def _forget_ended(self, platform: PlatformState) -> None:
-        """Forget workers that are lost, if the platform says that all others are all there are."""
+        """Forget workers that vanished, if the platform says that the others are all there are."""
         for role, state in platform.roles.items():
-            known = self._of(role)
-            newest = max((each.at for each in known), default=0.0)
-            here = [each for each in known if each.at == newest and each.seen.member.state != "draining"]
-            if len(here) >= state.running:
-                for each in known:
-                    if each.at < newest:
-                        del self._known[each.seen.member.worker_id]
+            gone = [known for known in self._of(role) if known.at < self._seen_at]
+            here = [known for known in self._of(role) if known.at == self._seen_at]
+            if sum(known.seen.member.state != "draining" for known in here) >= state.running:
+                for known in gone:
+                    # An idle worker drains in less time than there is between two looks.
+                    self._times[role].drains.append(self._seen_at - known.at)
+                    del self._known[known.seen.member.worker_id]
 
     def _role(self, role: Role, platform: PlatformState, pinned: Mapping[Role, int]) -> RoleReport:
         startup, drain = self._estimates
@@ -230,13 +233,13 @@ def _gain(before: ClassTraffic, after: ClassTraffic) -> _Gain:
 
 def _merged(gains: list[_Gain], seconds: float) -> Traffic:
     """Return the traffic of one class in all gateways."""
-    return Traffic(
-        seconds=seconds,
-        waiting=sum(gain.now.waiting for gain in gains),
-        oldest_wait=max((gain.now.oldest_wait_seconds for gain in gains), default=0.0),
-        **{name: sum(gain.counts[name] for gain in gains) for name in _COUNTS},
-        **{name: Distribution.merged(gain.distributions[name] for gain in gains) for name in _DISTRIBUTIONS},
-    )
+    counts: dict[str, Any] = {name: sum(gain.counts[name] for gain in gains) for name in _COUNTS}
+    values: dict[str, Any] = {
+        name: Distribution.merged(gain.distributions[name] for gain in gains) for name in _DISTRIBUTIONS
+    }
+    waiting = sum(gain.now.waiting for gain in gains)
+    oldest = max((gain.now.oldest_wait_seconds for gain in gains), default=0.0)
+    return Traffic(seconds=seconds, waiting=waiting, oldest_wait=oldest, **counts, **values)
 
 
 def _steps_since(before: WorkReport, after: WorkReport) -> tuple[Steps, ...]:

@@ -32,9 +32,6 @@ class PlatformState:
     """The roles that the platform can scale. A role that is left out stays as it is."""
     problems: Mapping[Role, str] = field(default_factory=dict)
     """For each role whose wanted workers cannot all run, the reason: no device is free, an image is missing."""
-    edits: Mapping[Role, int] = field(default_factory=dict)
-    """Roles whose `wanted` somebody else than this object has changed since its last `scale`, with the new number. A
-    platform whose changes by people come through the gateway has none."""
 
 
 class Platform(Protocol):
@@ -48,7 +45,10 @@ class Platform(Protocol):
     abilities: frozenset[Ability]
 
     async def state(self) -> PlatformState:
-        """Return how many workers of each role are wanted and running."""
+        """Return how many workers of each role are wanted and running.
+
+        The planner compares `wanted` with what it has asked for. A difference is the edit of a person, which wins.
+        """
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
         """Keep `wanted` workers of a role from now on. Returns before they have started or ended.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.planner.reports import ROLES, Role
@@ -11,19 +12,20 @@ from paceline.services.platforms.platform import Ability, PlatformState, RoleSta
 
 
 class ServePlatform:
-    """The fleet of one supervisor. What people change comes through the gateway, so there are no `edits`.
+    """The fleet of one supervisor.
 
     Args:
         socket: path of the supervisor's Unix socket.
     """
 
     name = "serve"
-    abilities: frozenset[Ability] = frozenset()
+    abilities: frozenset[Ability] = frozenset({"choose", "flip"})
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
 
     async def state(self) -> PlatformState:
+        """See `Platform.state`."""
         answer = await ask_supervisor(self._socket, {})
         # A process that has ended is started again, so all that are wanted run, or nearly so.
         return PlatformState(
@@ -31,15 +33,17 @@ class ServePlatform:
         )
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
-        await self._ask({role: wanted})
+        """See `Platform.scale`."""
+        await self._ask({role: wanted, "victims": list(victims)})
 
     async def flip(self, worker_id: str, role: Role) -> None:
-        raise UnavailableError("this platform flips no workers")
+        """See `Platform.flip`."""
+        await self._ask({"flip": {worker_id: role}})
 
     async def close(self) -> None:
-        pass
+        """See `Platform.close`. Each call has a connection of its own."""
 
-    async def _ask(self, request: dict[str, int]) -> None:
+    async def _ask(self, request: Mapping[str, Any]) -> None:
         try:
             await ask_supervisor(self._socket, request)
         except InvalidRequestError as error:

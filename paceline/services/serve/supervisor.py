@@ -40,7 +40,7 @@ REDIS_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 """Time that a process has to end, in addition to its time for draining, in seconds."""
 
-Part = Literal["model", "gateway", "kvtransfer", "redis"]
+Part = Literal["model", "planner", "gateway", "kvtransfer", "redis"]
 """A process of a stack that is not a worker."""
 
 
@@ -145,6 +145,9 @@ class Supervisor:
             "gateway", self._service("gateway", config, f"--supervisor-socket={scaling.path}")
         )
         _, address = await asyncio.gather(workers.ready(), gateway.ready())
+        if self._config.planner:
+            own = self._service("planner", config, f"--supervisor-socket={scaling.path}")
+            await (await self._start_part("planner", own)).ready()
         await welcome.wait_until_serving(self._config, address)
         numerics = await welcome.numerics_in_use(redis, folder.name)
         say(welcome.first_request(self._config, model, address, numerics))
@@ -253,6 +256,7 @@ class Supervisor:
         if self._scaling is not None:
             await self._scaling.close()
         await self._stop_part("model")
+        await self._stop_part("planner")
         await self._stop_part("gateway")
         if self._workers is not None:
             await self._workers.stop(self._grace, self._hurry)

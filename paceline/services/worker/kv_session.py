@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from paceline.core.errors import PacelineError, UnavailableError
+from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
@@ -23,6 +23,7 @@ from paceline.services.common.rpc import heeding_cancellation, is_serving, open_
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import key_from_pb, key_to_pb
+from paceline.services.common.wire_version import WireVersions, mismatch
 from paceline.services.worker.batch_sender import BatchSender, HostConnection
 from paceline.services.worker.leases import Leases
 
@@ -106,6 +107,8 @@ class KVSession:
             raise UnavailableError(f"kvtransfer at {self.address} does not answer; is it running?") from None
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self.address} ended the session at once")
+        if problem := mismatch(f"kvtransfer at {self.address}", WireVersions.from_pb(event.wire)):
+            raise ConfigError(problem)
         self._take_in(event)
         self._tasks = [
             asyncio.create_task(self._watch(call), name="kv-session"),
@@ -133,7 +136,7 @@ class KVSession:
                 try:
                     self._connection = await HostConnection.connect(self._socket_path)
                 except OSError as error:
-                    raise UnavailableError(f"kvtransfer cannot be reached at {self._socket_path}: {error}") from error
+                    raise UnavailableError("the kvtransfer of this host has ended or cannot be reached") from error
         return await self._connection.call(pb.BatchRequest(session=self.id, operations=operations))
 
     async def _send(self, operations: Sequence[pb.Operation]) -> pb.BatchReply:

@@ -30,8 +30,8 @@ from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
-from paceline.proto.fleet_pb2 import LoadReport, StepLoad, WorkReport
-from paceline.services.common.distributions import distribution_to_pb
+from paceline.proto.fleet_pb2 import LoadReport, WorkReport
+from paceline.services.common.distributions import load_to_pb
 from paceline.services.common.registry import Role
 from paceline.services.common.wire import key_from_pb, sampling_from_pb
 from paceline.services.worker.admission import Admission
@@ -170,20 +170,11 @@ class Worker:
     def work(self) -> WorkReport:
         """Return what the planner needs to know."""
         counts = self._pool.counts()
-        loads = self.engine.stats.loads.all()
         return WorkReport(
             kv_pressure=(counts.held + counts.in_flight) / counts.total if counts and counts.total else 0.0,
             kv_tokens=int(counts.total * self.layout.slot_bytes / self.layout.token_bytes) if counts else 0,
             computed_tokens=self._streams.computed_tokens,
-            steps=[
-                StepLoad(
-                    load=load.number,
-                    tokens=load.tokens,
-                    context=load.context,
-                    seconds=distribution_to_pb(load.seconds),
-                )
-                for load in loads
-            ],
+            steps=[load_to_pb(load) for load in self.engine.stats.loads.all()],
         )
 
     def samples(self) -> Iterator[Sample]:

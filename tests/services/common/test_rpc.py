@@ -114,7 +114,7 @@ async def test_a_message_that_is_too_large_is_no_lack_of_room() -> None:
 
 async def test_a_bug_is_logged_there_and_told_here(caplog: pytest.LogCaptureFixture) -> None:
     error = await received(ZeroDivisionError("division by zero"))
-    assert str(error) == "the other side: ZeroDivisionError: division by zero"
+    assert str(error) == "the other side failed with an unexpected error; its log has it"
     assert "unexpected error in a call" in caplog.text
 
 

@@ -117,6 +117,7 @@ class Stack:
         self.stop = asyncio.Event()
         self._config = config
         self._authority = authority
+        self._others: list[Stack] = []
 
     async def add(self, role: Role, worker_id: str, **options: Any) -> ToyWorker:
         worker = ToyWorker(role, worker_id, **options)
@@ -154,10 +155,20 @@ class Stack:
         transport = httpx.AsyncHTTPTransport(verify=tls, uds=self._config.uds or None)
         return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, transport=transport)
 
+    async def another_gateway(self) -> Stack:
+        """Start another gateway of the same cluster. It ends with this one."""
+        other = Stack(self.redis_url, self._config, self._authority)
+        self._others.append(other)
+        await other.start()
+        await eventually(other._is_healthy)
+        return other
+
     async def _is_healthy(self) -> bool:
         return (await self.http.get("/health")).status_code == 200
 
     async def close(self) -> None:
+        for other in self._others:
+            await other.close()
         for close in getattr(self, "resources", []):
             await close()
         for worker in self.workers.values():

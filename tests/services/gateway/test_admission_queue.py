@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from paceline.core.errors import BusyError
 from paceline.services.gateway.admission_queue import AdmissionQueue
+from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.shedding import RefusedError
 
 
 class Room:
@@ -27,11 +30,11 @@ class Room:
         return attempt
 
 
-async def queue_up(line: AdmissionQueue, room: Room, *names: str, **kind: int) -> list[asyncio.Task[str]]:
+async def queue_up(line: AdmissionQueue, room: Room, *names: str, **kind: object) -> list[asyncio.Task[str]]:
     tasks = []
     for name in names:
         length = len(line)
-        tasks.append(asyncio.create_task(line.admit(room.ask(name), **kind)))
+        tasks.append(asyncio.create_task(line.admit(room.ask(name), Claim(**kind))))
         while len(line) == length:  # no signal tells that the request is in the queue
             await asyncio.sleep(0)
     return tasks
@@ -183,7 +186,7 @@ async def test_those_behind_do_not_wait_for_a_slow_answer() -> None:
     assert await other == "b"
     waiting = await queue_up(line, room, "c", "d")
     answered.set()
-    while line._next() is not line._line[0]:
+    while any(turn.asks for turn in line._order):
         await asyncio.sleep(0.001)
     assert await serve_one_by_one(line, room, [slow, *waiting]) == ["a", "c", "d"]
 
@@ -204,7 +207,7 @@ async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:
     line, room = AdmissionQueue(1, 0.01), Room()
     waiting = asyncio.create_task(line.admit(room.ask("a")))
     await asyncio.sleep(0)
-    patient = asyncio.create_task(line.admit(room.ask("b"), patient=True))
+    patient = asyncio.create_task(line.admit(room.ask("b"), Claim(patient=True)))
     with pytest.raises(BusyError, match=r"within 0\.01 seconds"):
         await waiting
     await asyncio.sleep(0.02)
@@ -245,3 +248,46 @@ async def test_an_error_of_the_attempt_ends_the_waiting() -> None:
     with pytest.raises(ValueError, match="no"):
         await line.admit(attempt)
     assert len(line) == 0
+
+
+async def test_a_key_that_floods_the_queue_delays_only_itself() -> None:
+    line, room = AdmissionQueue(10, 60), Room()
+    tasks = await queue_up(line, room, "a1", "a2", "a3", owner="a")
+    tasks += await queue_up(line, room, "b1", "b2", owner="b")
+    tasks += await queue_up(line, room, "heavy1", "heavy2", owner="c", weight=2.0)
+    served = await serve_one_by_one(line, room, tasks)
+    assert served == ["a1", "b1", "heavy1", "heavy2", "a2", "b2", "a3"]
+
+
+async def test_a_full_line_of_one_key_makes_place_for_another() -> None:
+    line, room = AdmissionQueue(2, 60), Room()
+    refused: list[tuple[str, str]] = []
+    line.on_refused = lambda request_class, reason: refused.append((request_class, reason))
+    first, second = await queue_up(line, room, "a1", "a2", owner="a", request_class="flood")
+    other = asyncio.create_task(line.admit(room.ask("b"), Claim(owner="b")))
+    with pytest.raises(RefusedError, match="queue is full") as caught:
+        await second
+    assert (caught.value.reason, refused) == ("queue_full", [("flood", "queue_full")])
+    assert await serve_one_by_one(line, room, [first, other]) == ["a1", "b"]
+
+
+async def test_a_full_line_makes_place_for_the_more_urgent() -> None:
+    line, room = AdmissionQueue(1, 60), Room()
+    (later,) = await queue_up(line, room, "later", priority=1)
+    urgent = asyncio.create_task(line.admit(room.ask("urgent"), Claim(priority=-1)))
+    with pytest.raises(RefusedError, match="more urgent"):
+        await later
+    with pytest.raises(RefusedError, match="queue is full"):
+        await line.admit(room.ask("too late"))
+    assert await serve_one_by_one(line, room, [urgent]) == ["urgent"]
+
+
+async def test_who_cannot_have_its_first_token_in_time_leaves_the_line() -> None:
+    line, room = AdmissionQueue(10, 60), Room()
+
+    def demand() -> Demand:
+        return Demand(first_token_by=time.monotonic() + 0.02)
+
+    with pytest.raises(RefusedError, match="later than the objective") as caught:
+        await line.admit(room.ask("a"), Claim(measure=demand))
+    assert (caught.value.reason, len(line)) == ("overload", 0)

@@ -150,7 +150,7 @@ async def test_a_full_encoder_costs_a_pause_and_no_attempt(cluster: Cluster) -> 
     await eventually(lambda: len(encodings(prefill)) == 2)
     prefill.max_seqs = 2
     assert len(await request.task) == 9
-    assert (request.sequence.failures, request.sequence.failed) == (0, frozenset())
+    assert (request.sequence.failures.count, request.sequence.failed) == (0, frozenset())
     assert request.sequence.refused_since is None
 
 
@@ -210,8 +210,8 @@ async def test_an_encoder_that_fails_costs_an_attempt_and_another_one_goes_on(cl
     encode.fails_to_encode = True
     request = Request(runner_of(cluster), [1, 2])
     assert len(await request.task) == 9
-    assert request.sequence.failures == 1
-    assert "not to encode" in request.sequence.trace.tries[0].failure
+    assert request.sequence.failures.count == 1
+    assert "encode worker e has ended" in request.sequence.trace.tries[0].failure
     assert sorted(call.work.key.attempt for call in encodings(prefill)) == [2, 2]
     assert decode.active == 0
     await eventually(lambda: prefill.active == encode.active == 0)
@@ -223,7 +223,7 @@ async def test_a_transfer_that_fails_is_the_fault_of_the_link(cluster: Cluster) 
     prefill.loses_transfers = True
     request = Request(runner_of(cluster), [1])
     assert len(await request.task) == 9
-    assert request.sequence.failures == 0
+    assert request.sequence.failures.count == 0
     assert (len(encodings(far)), len(encodings(prefill))) == (1, 1)
     assert cluster.fleet.failed_links() == {("far", "host")}
 

@@ -14,6 +14,7 @@ from paceline.proto.fleet_pb2 import HostReport, LoadReport
 from paceline.services.common.credentials import ClusterTls, Credentials
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
+from paceline.services.common.wire_version import WireVersions
 from paceline.services.gateway import fleet
 from paceline.services.gateway.worker_calls import DecayingSum
 from tests.authority import Authority
@@ -181,6 +182,21 @@ async def test_who_refuses_us_gets_no_requests_and_is_named(cluster: Cluster, ca
     assert cluster.names() == ["d", "stranger"]
     await worker.leave_redis()
     await eventually(lambda: cluster.names() == ["d"])
+
+
+async def test_a_member_of_another_protocol_gets_no_calls_and_is_named(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await cluster.add("newer", wire=WireVersions(8, 9))
+    await cluster.add_stranger("h", "kvtransfer", wire=WireVersions(8, 9))
+    await cluster.add()
+    await eventually(lambda: cluster.names() == ["d", "h", "newer"])
+    assert (cluster.usable(), cluster.fleet.hosts()) == (["d"], [])
+    assert cluster.fleet.worker("newer").state == "incompatible"
+    assert "decode worker newer gets no calls" in caplog.text
+    assert "update this service" in caplog.text
+    await worker.leave_redis()
+    await eventually(lambda: cluster.names() == ["d", "h"])
 
 
 async def test_a_fleet_that_refuses_us_is_none(cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, ModelError
 from paceline.services.common.registry import connect, read_members
+from paceline.services.gateway import main
 from paceline.services.gateway.listener import listen
 from paceline.services.gateway.main import run
 from tests.services.gateway.conftest import PATIENCE, StartStack, eventually
@@ -99,6 +100,29 @@ async def test_a_drain_lets_streams_end_and_refuses_new_requests(start_stack: St
         await stack.gateway
 
 
+async def test_a_gateway_that_drains_accepts_no_connections_after_a_while(
+    start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "NOTICE_SECONDS", 0.0)
+    stack = await start_stack()
+    stack.pause_decode(after=3)
+    stream = asyncio.create_task(stack.post("/v1/completions", prompt="x", max_tokens=9, seed=0, stream=True))
+    await eventually(stack.has_load(1))
+    stack.stop.set()
+
+    async def is_closed() -> bool:
+        async with stack.client() as another:
+            try:
+                await another.get("/health")
+            except httpx.ConnectError:
+                return True
+        return False
+
+    await eventually(is_closed)
+    stack.workers["decode-0"].resume.set()
+    assert (await stream).text.endswith("data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("waiting", [False, True])
 async def test_the_end_of_a_drain_is_an_error_event(start_stack: StartStack, waiting: bool) -> None:
     stack = await start_stack(drain_seconds=0.2)
@@ -113,7 +137,8 @@ async def test_the_end_of_a_drain_is_an_error_event(start_stack: StartStack, wai
     if waiting:
         assert response.status_code == 503
     else:
-        assert '"code":"service_unavailable"' in response.text
+        assert '"code":"gateway_shutting_down"' in response.text
+        assert "\n\nretry: 1000\ndata: " in response.text
         assert response.text.endswith("data: [DONE]\n\n")
     async with asyncio.timeout(PATIENCE):
         await stack.gateway

@@ -167,7 +167,7 @@ async def test_a_failed_attempt_is_told_with_its_reason(start_stack: StartStack,
     answer = await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)
     (part,) = (await ended(stack, answer.json()["id"]))["parts"]
     first, second = part["attempts"]
-    assert first["failure"]["reason"] == f"{role} worker {role}-0: the toy was told to fail"
+    assert first["failure"]["reason"] == f"{role} worker {role}-0 failed with an unexpected error; its log has it"
     assert first["admission"]["decode"]["worker"] == "decode-0"
     assert second["admission"][role]["worker"] == f"{role}-1"
     assert (first["attempt"], second["attempt"], second["failure"]) == (1, 2, None)
@@ -185,7 +185,7 @@ async def test_a_request_that_fails_says_why(start_stack: StartStack) -> None:
     told = await ended(stack, answer.headers["x-request-id"])
     end = told["parts"][0]["end"]
     assert (told["state"], end["reason"], end["attempts"]) == ("failed", "error", 2)
-    assert end["why"].startswith("all 2 attempts failed")
+    assert end["why"].startswith("the request was given up because it failed 2 times")
 
 
 @pytest.mark.parametrize("stream", [False, True])

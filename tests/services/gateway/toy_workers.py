@@ -30,6 +30,7 @@ from paceline.services.common.registry import Member, Registrar, Role, State, me
 from paceline.services.common.rpc import RpcServer, mapped_errors
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import token_from_pb
+from paceline.services.common.wire_version import OURS, WireVersions
 from paceline.services.decode.outbox import Outbox, Outboxes
 from paceline.services.worker.worker import OFFLOAD_BYTES
 from tests.services.gateway.toy_kvtransfer import ToyKVTransfer
@@ -99,6 +100,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         state: State = "ready",
         model: str = "",
         numerics: Numerics | None = None,
+        wire: WireVersions = OURS,
     ) -> None:
         self.role: Role = role
         self.worker_id = worker_id
@@ -107,6 +109,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.state: State = state
         self.model = model
         self.numerics = numerics
+        self.wire = wire
         self.layout = "fingerprint"
         self.max_model_len = max_model_len
         self.max_seqs = max_seqs
@@ -195,6 +198,7 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
             epoch=self._epoch,
             address=f"127.0.0.1:{self.port}",
             host_id=self.host_id,
+            wire=self.wire,
             state=self.state,
             model=self.model,
             layout=self.layout,

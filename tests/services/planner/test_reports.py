@@ -71,6 +71,9 @@ def test_a_worker_that_vanishes_is_reported_with_its_age_until_the_platform_has_
     ]
     one = PlatformState({"decode": RoleState(2, 1)})
     assert [each.worker for each in builder.report(106, one, {}, False).workers] == ["decode-0"]
+    builder.observe(107, [])
+    none = builder.report(107, PlatformState({"decode": RoleState(0, 0)}), {}, False)
+    assert (none.workers, none.roles["decode"].drain_seconds) == ((), 5)
 
 
 def test_a_worker_that_drained_is_gone_at_once_and_its_time_is_remembered() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import logging
 from collections.abc import Iterator
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,9 +16,11 @@ from paceline.services.gateway.access.book import AccessBook, caller_with
 from paceline.services.gateway.access.callers import ANYONE, Caller
 from paceline.services.gateway.access.decisions import Access, decision_for
 from paceline.services.gateway.access.limiter import Limiter
-from paceline.services.gateway.access.peers import is_foreign_page, is_local, is_rebound
+from paceline.services.gateway.access.peers import is_foreign_page, is_forwarded, is_local, is_rebound
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.middleware import ID_PREFIXES
+
+log = logging.getLogger(__name__)
 
 
 class Guard:
@@ -31,6 +34,7 @@ class Guard:
         self._app = app
         self._book = book
         self._limiter = limiter
+        self._has_warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,6 +74,7 @@ class Guard:
         caller, is_from_browser = self._caller(headers)
         if (access is Access.ADMIN or is_from_browser) and is_foreign_page(scope, headers):
             raise ApiError(403, "a page of another site may not call this path; open the gateway's own address")
+        self._warn_of_proxy(headers)
         is_admin = caller.is_admin
         if not self._book.has_admins and is_local(scope, headers) and not is_rebound(scope, headers):
             is_admin = not is_foreign_page(scope, headers)
@@ -81,6 +86,16 @@ class Guard:
         if access is None:
             raise ApiError(404, f"no such path: {scope['method']} {path}")
         return caller
+
+    def _warn_of_proxy(self, headers: Headers) -> None:
+        """Log once that there is a proxy and no admin key: its clients may pass for processes of this machine."""
+        if not self._has_warned and not self._book.has_admins and is_forwarded(headers):
+            self._has_warned = True
+            log.warning(
+                "requests come through a proxy, and there is no admin key: if the proxy is on this machine and sends a "
+                "request without a header such as X-Forwarded-For, its client may scale the fleet; set "
+                "PACELINE_ADMIN_KEY"
+            )
 
     def _caller(self, headers: Headers) -> tuple[Caller, bool]:
         """Return who sends these headers, and whether a browser may have added the key by itself."""

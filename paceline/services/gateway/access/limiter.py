@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import Request
 
@@ -15,6 +16,7 @@ from paceline.services.gateway.access.keys import Limits
 from paceline.services.gateway.access.meter import Meter
 from paceline.services.gateway.access.minute_limit import MINUTE, MinuteLimit, Part
 from paceline.services.gateway.access.shares import Use, parts_of
+from paceline.services.gateway.queueing.shedding import Reason
 
 NEGLIGIBLE = 0.01
 """Requests per minute that count as none."""
@@ -47,6 +49,8 @@ class Limiter:
         self._gateways = gateways
         self._clock = clock
         self._meters: dict[str, Meter] = {}
+        self.on_refused: Callable[[str, Reason], object] = lambda request_class, reason: None
+        """Called with the class of a request that is refused, and the reason."""
 
     def begin(self, owner: str) -> Admission:
         """Count a request of a key, by its digest, and return its admission. Raises ApiError if it is one too many."""
@@ -94,6 +98,7 @@ class Limiter:
         if meter is None:
             meter = self._meters[owner] = Meter(key.name, key.limits, self._clock())
         meter.set_limits(key.limits, self._clock())
+        meter.on_refused = partial(self.on_refused, key.request_class, "limit")
         gateways = self._gateways()
         uses = {name: next((use for use in told if use.name == key.name), None) for name, told in gateways.uses.items()}
         meter.parts = parts_of(key.limits, gateways.own, uses, gateways.is_current)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from paceline.services.gateway.access.keys import Limits
 from paceline.services.gateway.access.minute_limit import Charge, MinuteLimit, Part
 from paceline.services.gateway.access.shares import KeyParts
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.retry_after import retry_after
 
 LATELY_SECONDS = 5.0
 """Time over which wishes are averaged, in seconds."""
@@ -38,6 +40,8 @@ class Meter:
 
     def __init__(self, name: str, limits: Limits, now: float) -> None:
         self.name = name
+        self.on_refused: Callable[[], object] = lambda: None
+        """Called when a request is refused."""
         self.running = 0
         self.requests: MinuteLimit | None = None
         self.tokens: MinuteLimit | None = None
@@ -62,7 +66,7 @@ class Meter:
         if self.parts.places is not None and self.running >= self.parts.places:
             self.refused_places.add(1, now)
             told = f"only {self._limits.max_concurrent} requests of the key {self.name!r} may run at a time"
-            raise _too_many("requests", told, BUSY_SECONDS)
+            raise self._too_many("requests", told, BUSY_SECONDS)
         if self.requests is not None:
             self._take(self.requests, 1, now, self.parts.requests, "requests")
 
@@ -101,9 +105,16 @@ class Meter:
 
     def _take(self, limit: MinuteLimit, amount: int, now: float, part: Part, kind: str) -> Charge:
         if (wait := limit.wait(amount, now, part)) > 0:
-            told = f"the key {self.name!r} may use {limit.per_minute} {kind} per minute; try again in {wait:.1f} s"
-            raise _too_many(kind, told, math.ceil(wait))
+            told = f"the key {self.name!r} may use {limit.per_minute} {kind} per minute"
+            raise self._too_many(kind, told, wait)
         return limit.take(amount, now)
+
+    def _too_many(self, kind: str, message: str, wait: float) -> ApiError:
+        self.on_refused()
+        seconds = retry_after(wait)
+        error = ApiError(429, f"{message}; try again in {seconds} s", type=kind, code="rate_limit_exceeded")
+        error.headers["Retry-After"] = str(seconds)
+        return error
 
 
 def _changed(limit: MinuteLimit | None, per_minute: int | None, now: float) -> MinuteLimit | None:
@@ -111,9 +122,3 @@ def _changed(limit: MinuteLimit | None, per_minute: int | None, now: float) -> M
         return None if per_minute is None else MinuteLimit(per_minute, now)
     limit.per_minute = per_minute
     return limit
-
-
-def _too_many(kind: str, message: str, seconds: int) -> ApiError:
-    error = ApiError(429, message, type=kind, code="rate_limit_exceeded")
-    error.headers["Retry-After"] = str(seconds)
-    return error

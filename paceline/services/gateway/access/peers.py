@@ -11,12 +11,17 @@ from starlette.types import Scope
 _FORWARDING = ("forwarded", "via", "x-real-ip")
 
 
+def is_forwarded(headers: Headers) -> bool:
+    """Return whether a proxy says that it has forwarded a request."""
+    return any(name in _FORWARDING or name.startswith("x-forwarded-") for name in headers)
+
+
 def is_local(scope: Scope, headers: Headers) -> bool:
     """Return whether a process of this machine sent a request: over loopback or a Unix socket, and through no proxy.
 
     A proxy on this machine that adds none of the usual headers is taken for the sender.
     """
-    if any(name in _FORWARDING or name.startswith("x-forwarded-") for name in headers):
+    if is_forwarded(headers):
         return False
     return _is_unix_socket(scope) or (scope.get("client") is not None and _is_loopback(scope["client"][0]))
 

@@ -40,6 +40,7 @@ from paceline.services.gateway.responses_api.planning import chat_request, in_cl
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.store import ResponseStore
 from paceline.services.gateway.responses_api.tools import Toolbox
+from paceline.services.gateway.resume import HEADER
 from paceline.services.gateway.store.store import Store
 from paceline.services.gateway.streaming import EventStreamResponse, event, event_stream, until_disconnect
 
@@ -94,6 +95,9 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         if body.background and runs is None:
             message = "background: this server keeps no responses; start it with --store"
             raise ApiError(400, message, param="background")
+        if body.stream and HEADER in request.headers:
+            message = f"{HEADER}: streams of responses cannot be continued, because each has an id of its own"
+            raise ApiError(400, message, param=HEADER)
         owner = owner_of(request)
         items, toolbox, plan = await prepare(body, request)
         generation = start(gateway, plan, request, bool(body.stream))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -242,3 +243,14 @@ async def test_a_request_of_the_gateway_itself_is_its_caller_s(make_gate: MakeGa
         await app(scope, receive, send)
         assert statuses[0] == expected
         statuses.clear()
+
+
+async def test_a_proxy_without_an_admin_key_is_warned_of_once(
+    make_gate: MakeGate, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, guarded = make_gate(), make_gate(admin_key="key-of-root")
+    with caplog.at_level(logging.WARNING, "paceline"):
+        for each in (guarded, gate, gate):
+            await each.ask("/v1/models", x_forwarded_for="203.0.113.9")
+        await gate.ask("/v1/models")
+    assert [record.name for record in caplog.records].count("paceline.services.gateway.access.guard") == 1

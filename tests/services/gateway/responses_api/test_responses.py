@@ -126,7 +126,7 @@ async def test_a_failure_after_the_start_ends_the_stream(start_agents: StartAgen
     *_, done, last = await stream_of(agents, input="x")
     assert (done.type, done.item.status) == ("response.output_item.done", "incomplete")
     assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
-    assert "attempts failed" in last.response.error.message
+    assert "given up because it failed once" in last.response.error.message
     assert (await agents.openai.responses.retrieve(last.response.id)).status == "failed"
 
 

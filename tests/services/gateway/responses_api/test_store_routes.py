@@ -196,7 +196,7 @@ async def test_a_failure_in_the_background_is_told(start_agents: StartAgents) ->
     await eventually(has_failed)
     failed = await agents.openai.responses.retrieve(queued.id)
     assert failed.error
-    assert (failed.error.code, "attempts failed" in failed.error.message) == ("server_error", True)
+    assert (failed.error.code, "given up" in failed.error.message) == ("server_error", True)
 
 
 async def test_after_a_restart_responses_are_there_and_those_that_ran_have_failed(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.planner.distribution import Distribution
-from paceline.engine.step import Chunk
 
 MOST_LOADS = 64
 """Loads that are kept. A new load replaces the one that was seen least recently."""
@@ -32,11 +30,15 @@ class StepLoads:
         self._loads: dict[int, StepLoad] = {}
         """The load that was seen last is the last one."""
 
-    def count(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Count a step that took `seconds`. `chunks` are those of its chunks that computed something."""
-        if not chunks:
+    def count(self, tokens: int, context: int, seconds: float) -> None:
+        """Count a step.
+
+        Args:
+            tokens: number of tokens that it computed; nothing is counted if there are none.
+            context: number of tokens whose KV it read.
+        """
+        if not tokens:
             return
-        tokens, context = sum(chunk.length for chunk in chunks), sum(chunk.end for chunk in chunks)
         number = tokens.bit_length() << 8 | context.bit_length() // 2
         load = self._loads.pop(number, None) or StepLoad(number)
         self._loads[number] = load

@@ -1,0 +1,58 @@
+"""Metadata that a gRPC channel sends with every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+
+class ChannelWithMetadata(grpc.aio.Channel):
+    """A channel that wraps another one and sends the same metadata with every call.
+
+    A gRPC interceptor is not used, because it replaces the channel's calls with its own, which end and are cancelled
+    differently.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
+        self._channel = channel
+        self._own = tuple(metadata)
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(self._channel.unary_unary(*args, **options))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(self._channel.unary_stream(*args, **options))
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(self._channel.stream_unary(*args, **options))
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(self._channel.stream_stream(*args, **options))
+
+    def _with_metadata(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, metadata: Any = (), **options: Any) -> Any:
+            return method(*args, metadata=(*(metadata or ()), *self._own), **options)
+
+        return call
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> ChannelWithMetadata:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *args: Any) -> None:
+        await self._channel.__aexit__(*args)

@@ -1,0 +1,51 @@
+"""Requests that wait until a fleet without decode workers has its first one, because a planner starts it for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from paceline.core.errors import BusyError, UnavailableError
+from paceline.services.gateway.fleet import Fleet
+
+
+class FirstWorker:
+    """The place where requests wait while a fleet is scaled to zero. They are not in the queue, whose limits are times
+    that a worker which runs already may need.
+
+    Args:
+        max_waiting: most requests that wait here.
+    """
+
+    def __init__(self, fleet: Fleet, max_waiting: int) -> None:
+        self._fleet = fleet
+        self._max_waiting = max_waiting
+        self._waiting = 0
+        self.on_wait: Callable[[], object] = lambda: None
+        """Called when the first request begins to wait."""
+
+    async def wait(self, seconds: float) -> None:
+        """Return when a decode worker is ready, or when no planner is about to start one.
+
+        Args:
+            seconds: the longest wait.
+
+        Raises:
+            BusyError: too many requests wait.
+            UnavailableError: the wait was longer than `seconds`.
+        """
+        if not self._fleet.awaits_first_worker:
+            return
+        if self._waiting >= self._max_waiting:
+            raise BusyError("no worker runs yet and as many requests as may wait for the first one; try again later")
+        self._waiting += 1
+        if self._waiting == 1:
+            self.on_wait()
+        try:
+            async with asyncio.timeout(seconds):
+                while self._fleet.awaits_first_worker:
+                    await self._fleet.refreshed()
+        except TimeoutError:
+            raise UnavailableError(f"no worker has started within {seconds:g} seconds; try again later") from None
+        finally:
+            self._waiting -= 1

@@ -1,0 +1,103 @@
+"""How long the gateway goes on with a sequence, and the errors that say why it was given up."""
+
+from __future__ import annotations
+
+import time
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import UnavailableError
+from paceline.services.gateway.attempt import Event, Generated
+from paceline.services.gateway.failures import Cause, Failure
+from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.sequence import SequenceRun
+from paceline.services.gateway.traces import AttemptTrace
+from paceline.services.gateway.worker_call import WorkerDrainingError, WorkerFailedError
+
+BACKGROUND_SECONDS = 86400.0
+"""Longest life of a sequence of the background, in seconds. Its caller has a deadline of its own."""
+
+
+class Patience:
+    """The limits of one gateway. Deadlines are on time.monotonic()."""
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._heard = 0
+        """Tokens of all sequences that have come from workers."""
+
+    def hear(self, event: Event) -> None:
+        """Count the tokens of an event that has come from a worker."""
+        if isinstance(event, Generated):
+            self._heard += len(event.tokens)
+
+    def begin_attempt(self, sequence: SequenceRun) -> float:
+        """Note that an attempt begins. Return the sequence's deadline."""
+        sequence.heard_before = self._heard_of_others(sequence)
+        return self._deadline(sequence)
+
+    def note(
+        self, error: WorkerFailedError, sequence: SequenceRun, record: AttemptTrace, *, begun: bool, alone: bool
+    ) -> None:
+        """Record a failed attempt of a sequence.
+
+        Args:
+            begun: whether the attempt's workers had begun.
+            alone: whether this gateway runs no other sequence.
+        """
+        worker, cause = error.worker.member.worker_id, _cause(error, begun)
+        failure = Failure(
+            sequence.step(record),
+            cause,
+            others_ended=self._fleet.ends.any_since(
+                sequence.failed_at, others_than={*record.worker_ids, worker, sequence.failed_on}
+            ),
+            others_went_on=alone or self._heard_of_others(sequence) > sequence.heard_before,
+        )
+        sequence.failures = sequence.failures.after(failure)
+        sequence.last_failure = error
+        if error.link is not None:
+            # Placements without this link remain. At worst a decode worker computes the prompt itself.
+            self._fleet.avoid_link(error.link)
+        else:
+            sequence.failed |= {worker}
+        if error.unreachable:
+            self._fleet.set_aside(error.worker)
+        if cause is not Cause.ELSEWHERE:
+            sequence.failed_at, sequence.failed_on = time.monotonic(), worker
+
+    def check(self, sequence: SequenceRun) -> None:
+        """Raise UnavailableError if the sequence is to be given up."""
+        reason, since, now = sequence.last_failure, sequence.unreachable_since, time.monotonic()
+        if now >= self._deadline(sequence):
+            raise self.too_late(sequence)
+        if (count := sequence.failures.count) >= self._config.max_attempts:
+            times = "once" if count == 1 else f"{count} times at the same step"
+            message = f"the request was given up because it failed {times}, {sequence.place()}; the last time: {reason}"
+            raise UnavailableError(message) from reason
+        # A request that has begun waits for workers until its deadline, because they may be coming back.
+        if since is not None and not sequence.trace.attempts and now >= since + self._config.queue_seconds:
+            raise sequence.unreachable() from reason
+
+    def too_late(self, sequence: SequenceRun) -> UnavailableError:
+        """Return the error for a sequence whose deadline has come."""
+        message, reason = f"the request took longer than {self._seconds(sequence):g} seconds", sequence.last_failure
+        return UnavailableError(message if reason is None else f"{message}; the last failure: {reason}")
+
+    def _deadline(self, sequence: SequenceRun) -> float:
+        return sequence.trace.arrived + self._seconds(sequence)
+
+    def _seconds(self, sequence: SequenceRun) -> float:
+        if sequence.background:
+            return BACKGROUND_SECONDS
+        return min(self._config.request_seconds, sequence.seconds or self._config.request_seconds)
+
+    def _heard_of_others(self, sequence: SequenceRun) -> int:
+        return self._heard - len(sequence.generated)
+
+
+def _cause(error: WorkerFailedError, begun: bool) -> Cause:
+    drains = isinstance(error, WorkerDrainingError) or error.worker.member.state == "draining"
+    if error.link is not None or drains or (error.unreachable and not begun):
+        return Cause.ELSEWHERE
+    return Cause.WORKER_ENDED if error.unreachable or error.lost_blocks else Cause.REQUEST

@@ -1,0 +1,1 @@
+"""Who is admitted next, and who is refused: the pure decisions of the gateway's queue."""

@@ -1,0 +1,57 @@
+"""What a request tells the queue about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.core.request_classes import DEFAULT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request that has to wait needs, and until when. Instants are of time.monotonic()."""
+
+    work: float = 1.0
+    """Tokens of its prompt that are not cached, and tokens of its answer as far as they can be expected."""
+    prompt_seconds: float = 0.0
+    """Time to compute its prompt if a worker had nothing else to do."""
+    first_token_by: float | None = None
+    """When the objective of its class is missed; None if it has none."""
+    percentile: float = 0.99
+    """Share of requests that meet the objective."""
+    deadline: float | None = None
+    """When its client gives up; None if it did not say."""
+    fingerprint: int = 0
+    """A hash by which the request is recognised if it comes back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A request that wants to be admitted."""
+
+    owner: str = ""
+    """Digest of its key. Keys of equal priority share what there is by their weights."""
+    weight: float = 1.0
+    priority: int = 0
+    """Lower is more urgent."""
+    request_class: str = DEFAULT
+    """Name of its class, for metrics."""
+    first: bool = False
+    """Whether it had been admitted and lost its worker; then it waits without a time limit."""
+    patient: bool = False
+    """Whether its client is already being served; then it waits without a time limit."""
+    background: bool = False
+    """Whether nobody waits for it. Then it is never in the queue: it is refused if others wait or if there is no room,
+    and its caller tries again later. A patient one tries until there is room."""
+    measure: Callable[[], Demand] = Demand
+    """Returns what it needs. This takes some time, so it is only called if the request has to wait."""
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether it may be refused while it waits."""
+        return not (self.first or self.patient)
+
+
+ORDINARY = Claim()
+"""A request without a key and without an objective."""

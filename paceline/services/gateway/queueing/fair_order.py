@@ -1,0 +1,201 @@
+"""The order of waiting requests: by priority, and fair among the keys of one priority. Pure logic.
+
+Among requests of equal priority this is start-time fair queueing (Goyal, Vin and Cheng, 1996). Each key has a virtual
+time, which grows by work / weight whenever one of its requests is served. The key with the least virtual time is next.
+A key that begins to wait starts at the virtual time of the queue, so it is neither punished for work that it got while
+nobody waited, nor paid for the time in which it wanted nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+_TICKETS = itertools.count()
+
+
+def next_ticket() -> int:
+    """Return a number that is larger than all before."""
+    return next(_TICKETS)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request in the queue."""
+
+    owner: str = ""
+    """Whose request it is. Requests of one owner and priority keep their order."""
+    weight: float = 1.0
+    """Share of the work that the owner gets, relative to others that wait."""
+    priority: int = 0
+    """Lower is more urgent."""
+    work: float = 1.0
+    """Tokens of work: those of the prompt that are not cached, and those of the answer."""
+    ticket: int = field(default_factory=next_ticket)
+    """Order of arrival."""
+
+
+E = TypeVar("E", bound=Entry)
+
+Lane = tuple[int, str]
+"""A priority and an owner."""
+
+
+class Expected(NamedTuple):
+    """Work of one lane that is not in the queue and will probably join it."""
+
+    work: float
+    weight: float
+
+
+NOTHING_EXPECTED: Mapping[Lane, Expected] = {}
+
+
+class _Flow(Generic[E]):
+    """The waiting requests of one owner and priority."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        """The owner's virtual time."""
+        self.entries: dict[E, None] = {}
+        """In the order of arrival."""
+        self.work = 0.0
+        self.weight = 1.0
+
+    def last_start(self) -> float:
+        """Return the virtual time at which the last request will be served."""
+        last = next(reversed(self.entries))
+        return self.start + (self.work - last.work) / self.weight
+
+
+class _Level(Generic[E]):
+    """The waiting requests of one priority."""
+
+    def __init__(self) -> None:
+        self.virtual = 0.0
+        """Virtual time of the request that was served last."""
+        self.flows: dict[str, _Flow[E]] = {}
+        self.finished: dict[str, float] = {}
+        """Virtual times of owners that wait for nothing now and are ahead of `virtual`."""
+
+    def start_of(self, owner: str) -> float:
+        flow = self.flows.get(owner)
+        return max(self.virtual, self.finished.get(owner, 0.0)) if flow is None else flow.start
+
+
+class FairOrder(Generic[E]):
+    """Waiting requests in the order in which they are served.
+
+    While requests of several owners with one priority wait, the work that an owner has been served, divided by its
+    weight, differs between two of them by at most one request of each.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level[E]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(flow.entries) for level in self._levels.values() for flow in level.flows.values())
+
+    def __iter__(self) -> Iterator[E]:
+        """Return the waiting requests, in no particular order."""
+        for level in self._levels.values():
+            for flow in level.flows.values():
+                yield from flow.entries
+
+    def add(self, entry: E) -> None:
+        """Let a request wait behind those of its owner and priority that arrived earlier."""
+        level = self._levels.setdefault(entry.priority, _Level())
+        flow = level.flows.get(entry.owner)
+        if flow is None:
+            flow = level.flows[entry.owner] = _Flow(level.start_of(entry.owner))
+            level.finished.pop(entry.owner, None)
+        in_order = not flow.entries or next(reversed(flow.entries)).ticket < entry.ticket
+        flow.entries[entry] = None
+        if not in_order:
+            flow.entries = dict.fromkeys(sorted(flow.entries, key=lambda each: each.ticket))
+        flow.work += entry.work
+        flow.weight = entry.weight
+
+    def serve(self, entry: E) -> None:
+        """Take a request out because it is served, and charge its owner with its work."""
+        level = self._levels[entry.priority]
+        flow = level.flows[entry.owner]
+        level.virtual = max(level.virtual, flow.start)
+        flow.start += entry.work / entry.weight
+        level.finished = {owner: at for owner, at in level.finished.items() if at > level.virtual}
+        self.remove(entry)
+
+    def remove(self, entry: E) -> None:
+        """Take a request out. Nobody is charged."""
+        level = self._levels[entry.priority]
+        flow = level.flows[entry.owner]
+        del flow.entries[entry]
+        flow.work -= entry.work
+        if not flow.entries:
+            del level.flows[entry.owner]
+            level.finished[entry.owner] = flow.start
+            if not level.flows:
+                del self._levels[entry.priority]
+
+    def first(self, may: Callable[[E], bool] = lambda _: True) -> E | None:
+        """Return the request that is served next among those for which `may` is true; None if there is none."""
+        for priority in sorted(self._levels):
+            found = [head for flow in self._levels[priority].flows.values() if (head := _head(flow, may)) is not None]
+            if found:
+                return min(found, key=lambda head: (head[0], head[1].ticket))[1]
+        return None
+
+    def last(self, may: Callable[[E], bool] = lambda _: True) -> E | None:
+        """Return the request to refuse if there are too many: the last one of the owner with most work for its weight
+        in the least urgent priority. Only requests for which `may` is true are refused; None if there is none."""
+        for priority in sorted(self._levels, reverse=True):
+            flows = sorted(self._levels[priority].flows.values(), key=_Flow.last_start, reverse=True)
+            for flow in flows:
+                found = next((entry for entry in reversed(flow.entries) if may(entry)), None)
+                if found is not None:
+                    return found
+        return None
+
+    def ahead(self, entry: E, expected: Mapping[Lane, Expected] = NOTHING_EXPECTED) -> float:
+        """Return the work that is served before a request, if nobody else arrives. It may wait already or not.
+
+        The result is exact up to one request of each owner.
+
+        Args:
+            expected: work that will be in the queue, too, behind that of the same lane which waits now.
+        """
+        ahead = sum(work for (priority, _), (work, _) in expected.items() if priority < entry.priority)
+        for priority, level in self._levels.items():
+            if priority < entry.priority:
+                ahead += sum(flow.work for flow in level.flows.values())
+        level = self._levels.get(entry.priority) or _Level()
+        own, flow = 0.0, level.flows.get(entry.owner)
+        if flow is not None and entry in flow.entries:
+            own = sum(each.work for each in itertools.takewhile(lambda each: each is not entry, flow.entries))
+        else:
+            own = (flow.work if flow else 0.0) + expected.get((entry.priority, entry.owner), Expected(0, 1)).work
+        at = level.start_of(entry.owner) + own / entry.weight
+        ahead += own
+        lanes = {*level.flows, *(owner for priority, owner in expected if priority == entry.priority)} - {entry.owner}
+        for owner in lanes:
+            other = level.flows.get(owner)
+            later = expected.get((entry.priority, owner), Expected(0, 1))
+            all_work = other.work if other else 0.0
+            part = (at - level.start_of(owner)) * (other.weight if other else later.weight)
+            if part >= 0:
+                one = other.work / len(other.entries) if other else 0.0  # the request that has begun by then
+                # An owner whose requests were refused wants more than its share, so it will use all of that.
+                ahead += part + one if later.work else min(all_work, part + one)
+        return ahead
+
+
+def _head(flow: _Flow[E], may: Callable[[E], bool]) -> tuple[float, E] | None:
+    """Return the first request of a flow for which `may` is true, and the virtual time at which it is served."""
+    at = flow.start
+    for entry in flow.entries:
+        if may(entry):
+            return at, entry
+        at += entry.work / entry.weight
+    return None

@@ -1,0 +1,28 @@
+"""Whether the workers that compute prompts have enough to do. Pure logic.
+
+Requests wait in the gateway's queue, which is fair, and not in the workers', which serve them in the order of arrival.
+So a worker gets just enough prompts that it never waits for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.services.gateway.router import Candidate, Need
+
+FED_SECONDS = 0.25
+"""Time for which the prompts in a worker's own queue keep it busy."""
+FED_TOKENS = 1024
+"""The same in tokens of prompts, for a worker that has not measured its rate yet."""
+
+
+def is_fed(worker: Candidate) -> bool:
+    """Return whether a worker has enough prompts in its own queue."""
+    return worker.queued_tokens >= (FED_SECONDS * worker.tokens_per_second or FED_TOKENS)
+
+
+def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:
+    """Return whether all workers that could compute a prompt have enough prompts. False if there is no such worker."""
+    fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
+    computing = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
+    return bool(computing) and all(map(is_fed, computing))

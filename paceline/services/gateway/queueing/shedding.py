@@ -1,0 +1,143 @@
+"""Decides which requests to refuse because they would wait too long, and when they should come back.
+
+All instants are of one clock, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, get_args
+
+from paceline.core.errors import BusyError
+from paceline.services.gateway.queueing.claim import Demand
+from paceline.services.gateway.queueing.fair_order import E, FairOrder
+from paceline.services.gateway.queueing.forecast import AdmissionRate, FirstTokens
+from paceline.services.gateway.queueing.promises import Promises
+from paceline.services.gateway.retry_after import retry_after
+
+SPARE = 0.25
+"""If those who wait now keep a request waiting for at most this part of its longest time, it is let in."""
+PACE = 0.75
+"""Share of the measured rate that is promised to clients that come back. Newcomers get the rest, so none is lost."""
+LONGEST_PROMISE = 300.0
+"""A client that would have to come back after more than this many seconds is promised nothing."""
+
+Reason = Literal["queue_full", "priority", "overload", "timeout", "deadline", "background", "limit"]
+"""Why a request is refused. queue_full: --max-waiting requests wait. priority: more urgent ones took its place.
+overload: the objective of its class would be missed. timeout: --queue-seconds. deadline: its client's own. background:
+no worker is idle. limit: a limit of its key."""
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+class RefusedError(BusyError):
+    """A request is refused because the fleet has no room for it in time.
+
+    Args:
+        seconds: after which the client should come back.
+    """
+
+    def __init__(self, message: str, reason: Reason, seconds: int = 1) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.seconds = seconds
+
+
+class WaitLimit(NamedTuple):
+    """How long a request may wait for its admission from now on, and why not longer."""
+
+    seconds: float
+    reason: Reason
+
+
+class LoadShedder:
+    """Forecasts the waiting time of requests, and refuses those for which it is too long.
+
+    Args:
+        queue_seconds: the longest time in the queue.
+    """
+
+    def __init__(self, queue_seconds: float) -> None:
+        self.rate = AdmissionRate()
+        self.first_tokens = FirstTokens()
+        self._promises = Promises()
+        self._queue_seconds = queue_seconds
+
+    def wait_limit(self, demand: Demand, now: float) -> WaitLimit:
+        """Return how long a request may wait from now on, if it has just joined the queue."""
+        limits = [WaitLimit(self._queue_seconds, "timeout")]
+        served = self.first_tokens.seconds(demand.prompt_seconds, demand.percentile, now)
+        if demand.first_token_by is not None:
+            limits.append(WaitLimit(demand.first_token_by - served - now, "overload"))
+        if demand.deadline is not None:
+            limits.append(WaitLimit(demand.deadline - served - now, "deadline"))
+        return min(limits)
+
+    def wait(self, order: FairOrder[E], entry: E, now: float, share: float | None = None) -> float | None:
+        """Return how long a request will wait, whether it is in the queue or not; None if nothing was measured yet.
+
+        Args:
+            share: share of the promised requests that come back before it is served; None for the usual share.
+        """
+        rate = self.rate.per_second(now)
+        if rate is None:
+            return None
+        ahead = order.ahead(entry, self._promises.expected(now, share))
+        return ahead / rate if rate > 0 else (self._queue_seconds if ahead else 0.0)
+
+    def check(self, order: FairOrder[E], entry: E, demand: Demand, now: float) -> None:
+        """Raise RefusedError if a request that has to wait would wait too long.
+
+        A request that comes back as it was told is not refused, and keeps the place of its first arrival among those of
+        its owner.
+        """
+        early = self._promises.early(demand.fingerprint, now)
+        wait_limit = self.wait_limit(demand, now)
+        if early != 0 and self._is_too_long(order, entry, wait_limit.seconds, now):
+            if early is None:
+                raise self.refusal(order, entry, demand, wait_limit, now)
+            seconds = retry_after(early)
+            message = f"{self._why(wait_limit.reason)}; try again in {seconds} s, and not earlier"
+            raise RefusedError(message, wait_limit.reason, seconds)
+        if (ticket := self._promises.keep(demand.fingerprint)) is not None:
+            entry.ticket = ticket
+
+    def _is_too_long(self, order: FairOrder[E], entry: E, most: float, now: float) -> bool:
+        if most <= 0:
+            return True
+        wait, present = self.wait(order, entry, now), self.wait(order, entry, now, 0.0)
+        if wait is None or present is None:
+            return False
+        # A short queue takes requests although others are expected, because they may not come.
+        return wait > most and present > SPARE * most
+
+    def is_late(self, order: FairOrder[E], entry: E, gives_up: float, now: float) -> bool:
+        """Return whether a waiting request will not be admitted before it gives up."""
+        wait = self.wait(order, entry, now)
+        return wait is not None and now + wait > gives_up
+
+    def refusal(self, order: FairOrder[E], entry: E, demand: Demand, wait_limit: WaitLimit, now: float) -> RefusedError:
+        """Return the error for a request that is refused now, and remember when it may come back."""
+        # More than the usual share, because requests do not come back evenly.
+        wait = (self.wait(order, entry, now, math.sqrt(self._promises.kept)) or 0.0) / PACE
+        # It comes back when half of the time that it may wait is left, so that the queue does not run empty before.
+        earliest = max(0.0, wait - max(0.0, wait_limit.seconds) / 2)
+        seconds = retry_after(earliest)
+        if earliest <= LONGEST_PROMISE:
+            self._promises.add(entry, demand.fingerprint, now, seconds)
+        expected = f" (it would wait {wait:.1f} s)" if wait else ""
+        return RefusedError(
+            f"{self._why(wait_limit.reason)}{expected}; try again in {seconds} s", wait_limit.reason, seconds
+        )
+
+    def _why(self, reason: Reason) -> str:
+        match reason:
+            case "queue_full":
+                return "the server is busy and its queue is full"
+            case "priority":
+                return "the server is busy with more urgent requests"
+            case "timeout":
+                return f"the server is busy: no worker had room within {self._queue_seconds:g} seconds"
+            case "deadline":
+                return "the server is busy: the first token would come after the deadline of this request"
+            case _:
+                return "the server is overloaded: the first token would come later than the objective of this request"

@@ -1,0 +1,70 @@
+"""The headers of a request that say how it runs, besides its body."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from fastapi import Request
+
+from paceline.core.request_classes import BACKGROUND
+from paceline.services.gateway.access.callers import caller_of
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.schemas import MAX_SESSION_CHARACTERS
+
+_PRIORITY = "X-Vllm-Priority"
+_SESSION = "X-Session-ID"
+_TIMEOUT = "X-Request-Timeout"
+_TTFT = "X-SLO-TTFT-MS"
+
+
+def is_background(request: Request) -> bool:
+    """Return whether nobody waits for the answer: the request is a line of a batch, and not one of a client."""
+    return bool(getattr(request.state, "background", False))
+
+
+def with_headers(plan: Plan, request: Request) -> Plan:
+    """Return the plan with its client, the values of headers, and a priority that the caller may have.
+
+    As in vLLM, the header's priority replaces the body's. X-Request-Timeout has the seconds until the client gives up,
+    and X-SLO-TTFT-MS, which llm-d reads, too, the milliseconds within which it wants the first token.
+
+    Raises ApiError if a header is not valid.
+    """
+    session_id = plan.session_id or request.headers.get(_SESSION, "")
+    if len(session_id) > MAX_SESSION_CHARACTERS:
+        message = f"{_SESSION} must have at most {MAX_SESSION_CHARACTERS} characters"
+        raise ApiError(400, message, param=_SESSION)
+    caller, background = caller_of(request), is_background(request)
+    ttft = _positive(request, _TTFT, "milliseconds")
+    return dataclasses.replace(
+        plan,
+        session_id=session_id,
+        priority=caller.priority_for(_priority(plan, request)),
+        request_class=BACKGROUND if background else caller.request_class,
+        seconds=_positive(request, _TIMEOUT, "seconds"),
+        ttft_seconds=None if ttft is None else ttft / 1000,
+        background=background,
+        owner=caller.owner,
+    )
+
+
+def _priority(plan: Plan, request: Request) -> int | None:
+    header = request.headers.get(_PRIORITY)
+    if header is None:
+        return plan.wanted_priority
+    if re.fullmatch(r"-?[0-9]{1,10}", header) is None or not -(2**31) <= int(header) < 2**31:
+        message = f"{_PRIORITY} must be an integer of 32 bits; lower is more urgent"
+        raise ApiError(400, message, param=_PRIORITY)
+    return int(header)
+
+
+def _positive(request: Request, name: str, unit: str) -> float | None:
+    """Return the number in a header; None if the request does not have it."""
+    header = request.headers.get(name)
+    if header is None:
+        return None
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", header) is None or float(header) == 0:
+        raise ApiError(400, f"{name} must be a number of {unit} above 0, such as 30", param=name)
+    return float(header)

@@ -1,0 +1,44 @@
+"""Telling workers their roles, for platforms that do not know the workers' addresses."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError, UnavailableError
+from paceline.core.planner.reports import Role
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.registry import read_members
+from paceline.services.common.rpc import open_channel
+from paceline.services.common.set_role import set_role
+
+
+class RoleTeller:
+    """Calls workers, which it finds in Redis."""
+
+    def __init__(self, client: Redis, cluster: str, credentials: Credentials) -> None:
+        self._client = client
+        self._cluster = cluster
+        self._credentials = credentials
+
+    async def tell(self, worker_id: str, role: Role) -> None:
+        """Give a running worker a role. A worker that has it already does nothing.
+
+        Raises UnavailableError if the worker is not known, does not answer, or cannot take the role now.
+        """
+        try:
+            members = await read_members(self._client, self._cluster)
+        except (TimeoutError, RedisError, OSError) as error:
+            raise UnavailableError(
+                f"Redis does not answer ({error}), so nobody knows the address of {worker_id}"
+            ) from error
+        address = next((each.address for each in members if each.worker_id == worker_id), "")
+        if not address:
+            raise UnavailableError(f"the worker {worker_id} is not in Redis yet, or has ended")
+        channel = open_channel(address, self._credentials)
+        try:
+            await set_role(channel, worker_id, role)
+        except (InvalidRequestError, StaleError, BusyError) as error:
+            raise UnavailableError(f"{worker_id} does not become a {role} worker: {error}") from error
+        finally:
+            await channel.close(None)

@@ -1,0 +1,250 @@
+"""The planner's service: it reads reports, lets the pure planner decide, and carries the decisions out.
+
+Every planner of a cluster decides, so that each knows the fleet. Only the one with the lease acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paceline.core.errors import UnavailableError
+from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip, Hold
+from paceline.core.planner.planner import Planner
+from paceline.core.planner.reports import ROLES, Report, Role
+from paceline.proto.fleet_pb2 import Decided, PlanReport
+from paceline.services.common.pins import Pins
+from paceline.services.common.registry import read_ages, read_members
+from paceline.services.planner.lease import Lease
+from paceline.services.planner.metrics import PlannerMetrics
+from paceline.services.planner.recording import RecordFile
+from paceline.services.planner.reports import ReportBuilder, Seen, revision_of
+from paceline.services.platforms.platform import Platform, PlatformState
+
+TICK_SECONDS = 1.0
+"""Time between two looks at Redis. A request that waits for the first worker wakes the planner within this time."""
+CALL_SECONDS = 60.0
+"""Deadline of one call of the platform, in seconds."""
+KEPT = 20
+"""Newest decisions that `/fleet` shows. Of decisions with the same line in a row, only the last is kept."""
+
+log = logging.getLogger(__name__)
+
+
+class _Past(NamedTuple):
+    """A decision as people see it."""
+
+    at: float
+    line: str
+    acted: bool
+
+
+class PlannerService:
+    """One planner of a cluster, from `run` to its end.
+
+    Args:
+        platform: what starts and stops the workers.
+        name: unique among all planners that ever run.
+        drain_seconds: the longest time that a worker drains, which is expected until one was seen to.
+        record: the planner's record; None records nothing.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        platform: Platform,
+        client: Redis,
+        cluster: str,
+        name: str,
+        drain_seconds: float = 30.0,
+        record: RecordFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.metrics = PlannerMetrics()
+        self.on_decision: Callable[[], object] = lambda: None
+        """Called after each decision."""
+        self._planner = planner
+        self._platform = platform
+        self._client = client
+        self._cluster = cluster
+        self._record = record
+        self._clock = clock
+        self._lease = Lease(client, cluster, name)
+        self._pins = Pins(client, cluster)
+        self._builder = ReportBuilder(drain_seconds=drain_seconds)
+        self._asked: dict[Role, set[int]] = {}
+        """Numbers of workers that the platform may want because a planner has asked for them. After a call that failed,
+        nobody knows whether it wants the old or the new number."""
+        self._past: deque[_Past] = deque(maxlen=KEPT)
+        self._next = 0.0
+        """When the next decision is due, on the clock."""
+        self._trouble = ""
+        """What did not answer at the last tick."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Plan until `stop` is set, then let another planner act. Workers keep running."""
+        try:
+            while not stop.is_set():
+                await self.tick()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_SECONDS):
+                        await stop.wait()
+        finally:
+            await self._lease.release()
+            if self._record is not None:
+                self._record.close()
+
+    async def tick(self) -> None:
+        """Look at the fleet, and decide if it is time. If Redis or the platform does not answer, nothing happens."""
+        now = self._clock()
+        try:
+            await self._look(now)
+            if now >= self._next or self._builder.waits_without_worker():
+                self._next = now + self._planner.objectives.fast_seconds
+                await self._decide(now)
+            self._note_trouble("")
+        except (RedisError, OSError, TimeoutError) as error:
+            self._note_trouble("redis", f"Redis does not answer ({error or 'no answer in time'})")
+        except UnavailableError as error:
+            self._note_trouble("platform", str(error))
+        except Exception:
+            log.exception("unexpected error in the planner; the fleet stays as it is")
+
+    def report(self) -> PlanReport:
+        """Return what `/fleet` shows of this planner."""
+        now, objectives = self._clock(), self._planner.objectives
+        return PlanReport(
+            leads=self._lease.is_held,
+            advisory=objectives.advisory,
+            decisions=[Decided(age_seconds=now - past.at, line=past.line, acted=past.acted) for past in self._past],
+            pinned={str(role): count for role, count in self._pins.now.items()},
+            may_be_empty=[role for role, limits in objectives.roles.items() if not limits.least and limits.most],
+        )
+
+    async def _look(self, now: float) -> None:
+        """Read the members and renew the lease. Raises RedisError."""
+        members = await read_members(self._client, self._cluster)
+        ages = await read_ages(self._client, self._cluster, members)
+        self._builder.observe(now, map(Seen, members, ages))
+        led = self._lease.is_held
+        self.metrics.leads = await self._lease.renew()
+        if self.metrics.leads and not led:
+            log.info("this planner acts")
+            self._asked = await self._read_asked()
+
+    async def _decide(self, now: float) -> None:
+        """Make a decision and carry it out. Raises RedisError or UnavailableError."""
+        await self._pins.read()
+        state = await self._state()
+        if self._lease.is_held:
+            await self._note_edits(state)
+        pinned = dict(self._pins.now)
+        report = self._builder.report(now, state, pinned, "flip" in self._platform.abilities)
+        decision = (self._record or self._planner).decide(report)
+        self.metrics.count(decision)
+        self.metrics.pinned, self.metrics.report_age = len(pinned), report.traffic_age
+        acted = False
+        try:
+            acted = await self._carry_out(decision, report, pinned)
+        finally:
+            self._note(decision, acted)
+
+    async def _carry_out(self, decision: Decision, report: Report, pinned: dict[Role, int]) -> bool:
+        """Do what was decided, unless this planner may not or somebody else has acted. Return whether it was done."""
+        actions = [action for action in decision.actions if not isinstance(action, Hold)]
+        if not actions or decision.advisory or not self._lease.is_held:
+            return False
+        state = await self._state()
+        if revision_of(state, pinned, report.workers) != decision.expects:
+            log.info("not done, because somebody else has changed the fleet meanwhile: %s", decision.line)
+            return False
+        for action in actions:
+            await self._act(action, state)
+        return True
+
+    async def _act(self, action: Action, state: PlatformState) -> None:
+        async with asyncio.timeout(CALL_SECONDS):
+            match action:
+                case Add(role, count):
+                    await self._ask(state, {role: count})
+                    await self._platform.scale(role, count)
+                case Drain(role, count, worker):
+                    await self._ask(state, {role: count})
+                    await self._platform.scale(role, count, [worker] if worker else [])
+                case Flip(worker, role, to):
+                    await self._ask(state, {role: _wanted(state, role) - 1, to: _wanted(state, to) + 1})
+                    await self._platform.flip(worker, to)
+
+    async def _state(self) -> PlatformState:
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                return await self._platform.state()
+        except TimeoutError:
+            raise UnavailableError(f"{self._platform.name} did not answer within {CALL_SECONDS:g} s") from None
+
+    # ---- what people have changed
+
+    async def _note_edits(self, state: PlatformState) -> None:
+        """Pin each role whose number of workers is not what a planner has asked for. Raises RedisError."""
+        edits = {
+            role: own.wanted
+            for role, own in state.roles.items()
+            if own.wanted not in self._asked.get(role, {own.wanted})
+        }
+        for role, count in edits.items():
+            log.warning("somebody has set %s to %d; it stays so until: paceline scale --release %s", role, count, role)
+        self._asked = {role: {own.wanted} for role, own in state.roles.items()}
+        if edits:
+            self._pins.add(edits)
+            await self._pins.read()
+
+    async def _ask(self, state: PlatformState, wanted: dict[Role, int]) -> None:
+        """Remember what this planner is about to ask for, here and for the next planner. Raises RedisError."""
+        for role, count in wanted.items():
+            self._asked[role] = {count, _wanted(state, role)}
+        numbers: dict[Any, Any] = {role: ",".join(map(str, sorted(counts))) for role, counts in self._asked.items()}
+        await self._client.hset(self._asked_key, mapping=numbers)
+
+    async def _read_asked(self) -> dict[Role, set[int]]:
+        """Return what the planner before this one has asked for; nothing if Redis has lost it."""
+        found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._asked_key))
+        return {role: set(map(int, found[role.encode()].split(b","))) for role in ROLES if role.encode() in found}
+
+    @property
+    def _asked_key(self) -> str:
+        return f"paceline:{self._cluster}:planner:asked"
+
+    # ---- what people see
+
+    def _note(self, decision: Decision, acted: bool) -> None:
+        is_new = not self._past or self._past[-1].line != decision.line
+        if acted or (decision.advisory and is_new):
+            log.info("%s%s", "would do: " if decision.advisory else "", decision.line)
+        elif is_new:
+            log.debug("%s", decision.line)
+        if not is_new and not acted:
+            self._past.pop()
+        self._past.append(_Past(decision.at, decision.line, acted))
+        self.on_decision()
+
+    def _note_trouble(self, what: str, why: str = "") -> None:
+        if what:
+            self.metrics.failures[what] += 1
+        if what != self._trouble:
+            if what:
+                log.warning("%s; the fleet stays as it is", why)
+            else:
+                log.info("%s answers again", self._trouble)
+        self._trouble = what
+
+
+def _wanted(state: PlatformState, role: Role) -> int:
+    return state.roles[role].wanted if role in state.roles else 0

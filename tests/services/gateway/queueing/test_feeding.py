@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import dataclasses
+
+from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.gateway.queueing.feeding import are_fed
+from paceline.services.gateway.router import Candidate, Need
+from tests.services.gateway.test_router import member
+
+NEED = Need(100, prompt_tokens=50)
+
+
+def worker(role: str, queued: int, rate: float = 0.0, **fields: object) -> Candidate:
+    load = LoadReport(queued_tokens=queued, prefill_tokens_per_second=rate)
+    return Candidate(dataclasses.replace(member(role, role), load=load, **fields))
+
+
+def test_prompts_wait_while_every_worker_has_enough_of_them() -> None:
+    assert are_fed(NEED, [worker("prefill", 2000), worker("decode", 0)])
+    assert not are_fed(NEED, [worker("prefill", 2000), worker("prefill", 100)])
+    assert not are_fed(NEED, [worker("prefill", 2000, rate=20_000.0)])  # this is a tenth of a second
+    assert are_fed(NEED, [worker("prefill", 500, rate=1000.0)])
+
+
+def test_decode_workers_count_if_they_compute_the_prompts() -> None:
+    assert are_fed(NEED, [worker("decode", 2000)])
+    assert not are_fed(NEED, [worker("prefill", 0), worker("decode", 2000)])
+
+
+def test_a_fleet_that_cannot_take_a_request_is_not_fed() -> None:
+    assert not are_fed(NEED, [])
+    assert not are_fed(NEED, [worker("prefill", 2000, max_model_len=99)])

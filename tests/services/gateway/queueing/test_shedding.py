@@ -1,0 +1,183 @@
+"""Overload in a small world with a clock of its own: who is admitted, when, and who comes back for nothing."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from paceline.services.gateway.queueing.claim import Demand
+from paceline.services.gateway.queueing.fair_order import Entry, FairOrder
+from paceline.services.gateway.queueing.shedding import LoadShedder, RefusedError
+
+RATE = 1000.0
+"""Tokens per second that the world's only worker computes."""
+TTFT = 2.0
+
+
+@dataclass(eq=False, kw_only=True)
+class Request(Entry):
+    demand: Demand
+    arrived: float
+    gives_up: float = 0.0
+    came_back: bool = False
+
+
+@dataclass
+class World:
+    """A worker, and a queue whose clients come back when they were told with probability `return_rate`."""
+
+    return_rate: float = 1.0
+    limit: float = TTFT
+    seed: int = 0
+    now: float = 0.0
+    waits: list[float] = field(default_factory=list)
+    done: dict[str, float] = field(default_factory=dict)
+    refused: int = 0
+    came_back: int = 0
+    turned_away: int = 0
+    """Requests that came back as they were told, and were refused again."""
+
+    def __post_init__(self) -> None:
+        self.shedder = LoadShedder(60.0)
+        self.order: FairOrder[Request] = FairOrder()
+        self.random = random.Random(self.seed)
+        random.seed(self.seed)
+        self.ids = itertools.count(1)
+        self.coming: list[tuple[float, int, Request]] = []
+        self.free_at = 0.0
+
+    def send(self, at: float, owner: str = "", priority: int = 0, weight: float = 1.0) -> None:
+        work = float(self.random.randint(100, 300))
+        demand = Demand(work=work, prompt_seconds=work / RATE, fingerprint=next(self.ids))
+        request = Request(owner=owner, priority=priority, weight=weight, work=work, demand=demand, arrived=at)
+        heapq.heappush(self.coming, (at, demand.fingerprint, request))
+
+    def run(self, until: float) -> None:
+        while self.now < until:
+            self.now += 0.01
+            while self.coming and self.coming[0][0] <= self.now:
+                self._arrive(heapq.heappop(self.coming)[2])
+            for each in [each for each in self.order if self.now >= each.gives_up]:
+                self.order.remove(each)
+                self._refuse(each, self.shedder.refusal(self.order, each, each.demand, self._limit(each), self.now))
+            while self.free_at <= self.now and (head := self.order.first()) is not None:
+                self.shedder.rate.admit(head.work, self.now)
+                self.order.serve(head)
+                self._start(head, max(self.free_at, self.now - 0.01))
+            self.shedder.rate.set_waiting(len(self.order) > 0, self.now)
+
+    def _arrive(self, request: Request) -> None:
+        request.arrived = self.now
+        self.came_back += request.came_back
+        by = self.now + self.limit
+        request.demand = Demand(**{**_fields(request.demand), "first_token_by": by})
+        if not len(self.order) and self.free_at <= self.now:
+            self._start(request, self.now)
+            return
+        try:
+            self.shedder.check(self.order, request, request.demand, self.now)
+        except RefusedError as refusal:
+            self._refuse(request, refusal)
+            return
+        request.gives_up = self.now + self._limit(request).seconds
+        self.order.add(request)
+        self.shedder.rate.set_waiting(True, self.now)
+
+    def _limit(self, request: Request):
+        return self.shedder.wait_limit(request.demand, self.now)
+
+    def _start(self, request: Request, at: float) -> None:
+        self.free_at = at + request.work / RATE
+        first_token = self.free_at - request.arrived
+        self.waits.append(first_token)
+        self.shedder.first_tokens.note(self.free_at - at, request.demand.prompt_seconds, self.now)
+        self.done[request.owner] = self.done.get(request.owner, 0.0) + request.work
+
+    def _refuse(self, request: Request, refusal: RefusedError) -> None:
+        self.refused += 1
+        self.turned_away += request.came_back
+        assert refusal.seconds >= 1
+        if self.random.random() < self.return_rate:
+            request.came_back = True
+            heapq.heappush(self.coming, (self.now + refusal.seconds, request.demand.fingerprint, request))
+
+    def percentile(self, share: float) -> float:
+        return sorted(self.waits)[int(share * len(self.waits))]
+
+
+def _fields(demand: Demand) -> dict[str, object]:
+    return {name: getattr(demand, name) for name in Demand.__slots__}
+
+
+def overload(world: World, factor: float, seconds: float, **of: object) -> None:
+    """Send requests at `factor` times what the worker can do; a request has 200 tokens on the average."""
+    at = 0.0
+    while at < seconds:
+        at += world.random.expovariate(factor * RATE / 200)
+        world.send(at, **of)
+
+
+@pytest.mark.parametrize("return_rate", [0.0, 0.5, 1.0])
+def test_under_overload_the_worker_is_busy_and_the_admitted_are_in_time(return_rate: float) -> None:
+    world = World(return_rate)
+    overload(world, 3, 60)
+    world.run(60)
+    assert sum(world.done.values()) >= 0.97 * RATE * 60
+    assert world.percentile(0.99) <= TTFT
+    assert world.refused > 0
+
+
+@pytest.mark.parametrize("return_rate", [0.5, 1.0])
+def test_who_comes_back_as_told_is_admitted(return_rate: float) -> None:
+    world = World(return_rate)
+    overload(world, 3, 60)
+    world.run(120)
+    assert world.came_back > 50
+    assert world.turned_away <= 0.06 * world.came_back
+
+
+def test_a_worker_that_is_not_overloaded_refuses_nobody() -> None:
+    world = World()
+    overload(world, 0.7, 60)
+    world.run(60)
+    assert world.refused == 0
+
+
+def test_a_key_that_floods_is_refused_and_others_are_not() -> None:
+    world = World()
+    overload(world, 5, 60, owner="flood")
+    overload(world, 0.3, 60, owner="small")
+    world.run(60)
+    small = sum(1 for _, _, each in world.coming if each.owner == "small")
+    assert small <= 3
+    assert world.done["small"] >= 0.28 * RATE * 60
+    assert sum(world.done.values()) >= 0.95 * RATE * 60
+
+
+def test_keys_share_by_their_weights() -> None:
+    world = World()
+    overload(world, 2, 60, owner="one")
+    overload(world, 2, 60, owner="three", weight=3.0)
+    world.run(60)
+    assert world.done["three"] / world.done["one"] == pytest.approx(3, rel=0.2)
+
+
+def test_urgent_requests_are_refused_last() -> None:
+    world = World()
+    overload(world, 0.6, 60, priority=-1, owner="urgent")
+    overload(world, 2, 60, owner="usual")
+    world.run(60)
+    assert world.done["urgent"] >= 0.55 * RATE * 60
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    shedder, order = LoadShedder(60.0), FairOrder[Entry]()
+    demand = Demand(prompt_seconds=3.0, deadline=102.0)
+    with pytest.raises(RefusedError, match="the deadline of this request") as caught:
+        shedder.check(order, Entry(), demand, 100.0)
+    assert caught.value.reason == "deadline"
+    shedder.check(order, Entry(), Demand(prompt_seconds=1.0, deadline=102.0), 100.0)

@@ -1,0 +1,240 @@
+"""The planner's service with a real Redis: one acts, people win, trouble holds the fleet, and records replay."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.planner.actions import Add, Decision, Drain, Hold
+from paceline.core.planner.objectives import Objectives, RoleLimits
+from paceline.core.planner.planner import Planner
+from paceline.core.planner.reports import Report, Role
+from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
+from paceline.services.common.pins import release_pins, write_pins
+from paceline.services.common.registry import Member, Registrar, connect
+from paceline.services.planner.lease import Lease
+from paceline.services.planner.recording import RecordFile, replay_file
+from paceline.services.planner.service import PlannerService
+from paceline.services.platforms.platform import Ability, PlatformState, RoleState
+
+OBJECTIVES = Objectives(roles={"decode": RoleLimits(0, 4)}, fast_seconds=1.0)
+
+
+class ToyPlatform:
+    """A platform whose workers start at once."""
+
+    name = "toy"
+    abilities: frozenset[Ability] = frozenset({"choose"})
+
+    def __init__(self, decode: int = 1) -> None:
+        self.decode = decode
+        self.calls: list[tuple[Role, int, list[str]]] = []
+        self.fails = False
+
+    async def state(self) -> PlatformState:
+        if self.fails:
+            raise UnavailableError("the engine is away")
+        return PlatformState({"decode": RoleState(self.decode, self.decode)})
+
+    async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
+        self.calls.append((role, wanted, list(victims)))
+        self.decode = wanted
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        raise AssertionError("this platform flips nothing")
+
+    async def close(self) -> None:
+        pass
+
+
+class Wishes(Planner):
+    """A planner whose next decisions the test chooses. It holds if there is none, and keeps pinned numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(OBJECTIVES)
+        self.next: list[int] = []
+        self.reports: list[Report] = []
+
+    def decide(self, report: Report) -> Decision:
+        self.reports.append(report)
+        seen = report.roles["decode"]
+        count = seen.pinned if seen.pinned is not None else self.next.pop(0) if self.next else seen.wanted
+        action: Add | Drain | Hold = Hold("nothing to do")
+        if count > seen.wanted:
+            action = Add("decode", count, "a wish")
+        elif count < seen.wanted:
+            action = Drain("decode", count, "decode-0", "a wish")
+        return Decision(report.at, report.revision, {"decode": count}, (action,), f"decode {count}")
+
+
+class Bench:
+    """Planners of one cluster, on a clock that the test moves."""
+
+    def __init__(self, client: Redis) -> None:
+        self.client = client
+        self.cluster = uuid.uuid4().hex
+        self.platform = ToyPlatform()
+        self.now = 1000.0
+
+    def planner(self, name: str = "one", platform: ToyPlatform | None = None) -> tuple[PlannerService, Wishes]:
+        wishes = Wishes()
+        place = platform or self.platform
+        return PlannerService(wishes, place, self.client, self.cluster, name, clock=lambda: self.now), wishes
+
+    async def tick(self, *services: PlannerService) -> None:
+        self.now += OBJECTIVES.fast_seconds
+        for service in services:
+            await service.tick()
+
+
+@pytest.fixture
+async def bench(redis_server: str) -> AsyncIterator[Bench]:
+    async with contextlib.aclosing(connect(redis_server)) as client:
+        yield Bench(client)
+
+
+async def test_a_decision_is_carried_out_once_and_shown(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    wishes.next = [3, 2]
+    await bench.tick(service)
+    await bench.tick(service)
+    await bench.tick(service)
+    assert bench.platform.calls == [("decode", 3, []), ("decode", 2, ["decode-0"])]
+    plan = service.report()
+    assert [(each.line, each.acted) for each in plan.decisions] == [("decode 3", True), ("decode 2", False)]
+    assert (plan.leads, list(plan.may_be_empty)) == (True, ["decode"])
+
+
+async def test_only_the_holder_of_the_lease_acts_and_the_other_one_follows(bench: Bench) -> None:
+    (first, wishes), (second, others) = bench.planner("first"), bench.planner("second")
+    wishes.next, others.next = [2], [4]
+    await bench.tick(first, second)
+    assert bench.platform.calls == [("decode", 2, [])]
+    assert (first.report().leads, second.report().leads) == (True, False)
+    await first._lease.release()
+    others.next = [3]
+    await bench.tick(second)
+    assert bench.platform.decode == 3
+    assert not second.report().pinned  # what the first one asked for is nobody's edit
+
+
+async def test_a_lease_ends_for_its_holder_before_another_one_can_take_it(bench: Bench) -> None:
+    one, other = Lease(bench.client, bench.cluster, "one"), Lease(bench.client, bench.cluster, "other")
+    assert await one.renew()
+    assert not await other.renew()
+    assert await one.renew()
+    assert (one.is_held, other.is_held) == (True, False)
+    await one.release()
+    assert not one.is_held
+    assert await other.renew()
+    await one.release()  # of a lease that another one has
+    assert await other.renew()
+
+
+async def test_a_persons_number_stays_until_it_is_released(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    await bench.tick(service)
+    await write_pins(bench.client, bench.cluster, {"decode": 3})
+    wishes.next = [1, 1]
+    await bench.tick(service)
+    await bench.client.delete(f"paceline:{bench.cluster}:pins")
+    await bench.tick(service)
+    assert bench.platform.decode == 3
+    assert dict(service.report().pinned) == {"decode": 3}
+    await release_pins(bench.client, bench.cluster, ["decode"])
+    await bench.tick(service)
+    assert bench.platform.decode == 1
+    assert not service.report().pinned
+
+
+async def test_an_edit_at_the_platform_is_a_persons_number_too(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    wishes.next = [2]
+    await bench.tick(service)
+    bench.platform.decode = 4
+    wishes.next = [1]
+    await bench.tick(service)
+    await bench.tick(service)
+    assert (bench.platform.decode, dict(service.report().pinned)) == (4, {"decode": 4})
+
+
+async def test_a_fleet_that_changed_since_its_report_is_left_alone(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    await bench.tick(service)
+    real = wishes.decide
+
+    def decide(report: Report) -> Decision:
+        wishes.decide = real  # type: ignore[method-assign]
+        bench.platform.decode = 2
+        return replace(real(report), actions=(Add("decode", 4, "a wish"),))
+
+    wishes.decide = decide  # type: ignore[method-assign]
+    await bench.tick(service)
+    assert bench.platform.calls == []
+
+
+async def test_a_platform_or_a_redis_that_does_not_answer_holds_the_fleet(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    wishes.next = [2, 3]
+    bench.platform.fails = True
+    await bench.tick(service)
+    assert service.metrics.failures["platform"] == 1
+    bench.platform.fails = False
+    async with contextlib.aclosing(connect("redis://127.0.0.1:1/0")) as away:
+        service._client = away
+        await bench.tick(service)
+    assert service.metrics.failures["redis"] == 1
+    assert (wishes.reports, bench.platform.calls) == ([], [])
+    service._client = bench.client
+    await bench.tick(service)
+    assert bench.platform.decode == 2
+
+
+async def test_a_request_that_waits_without_any_worker_is_answered_at_the_next_look(bench: Bench) -> None:
+    bench.platform.decode = 0
+    service, wishes = bench.planner()
+    await bench.tick(service)
+    traffic = TrafficReport(seconds=5, classes=[ClassTraffic(name="default", waiting=1)])
+    gateway = Member("gateway", "gateway", 1, "", "", traffic=traffic)
+    registrar = Registrar(
+        "unix://" + bench.client.connection_pool.connection_kwargs["path"], bench.cluster, lambda: gateway
+    )
+    await registrar.start()
+    try:
+        while not service._builder.waits_without_worker():
+            await service._look(bench.now)
+        wishes.next = [1]
+        await service.tick()  # the clock has not moved, so no decision is due yet
+    finally:
+        await registrar.stop()
+    assert bench.platform.decode == 1
+    assert wishes.reports[-1].traffic["default"].waiting == 1
+
+
+def records(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+async def test_a_record_replays_to_the_same_decisions(bench: Bench, tmp_path: Path) -> None:
+    planner = Planner(OBJECTIVES)
+    record = RecordFile(tmp_path / "record", 2000, planner)
+    facts = planner, bench.platform, bench.client, bench.cluster, "one"
+    service = PlannerService(*facts, record=record, clock=lambda: bench.now)
+    for _ in range(6):
+        await bench.tick(service)
+    record.close()
+    files = records(tmp_path)
+    assert len(files) > 1  # it was rotated, and each file replays on its own
+    replayed = [each for file in files for each in replay_file(file)]
+    assert replayed
+    assert all(each.same for each in replayed)
+    (tmp_path / "nonsense").write_text("not a record\n")
+    with pytest.raises(ConfigError, match="no record of a planner: line 1"):
+        list(replay_file(tmp_path / "nonsense"))

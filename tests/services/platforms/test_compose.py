@@ -1,0 +1,156 @@
+"""Containers of docker compose: copies as compose makes them, drains by worker, and the last one, which is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import UnavailableError
+from paceline.services.platforms.compose import NUMBER, ONE_OFF, PROJECT, SERVICE, ComposePlatform, Json, copied_config
+
+
+class EngineError(Exception):
+    pass
+
+
+class ToyEngine:
+    """An engine that keeps containers in memory."""
+
+    def __init__(self, decode: int) -> None:
+        self._ids = itertools.count(1)
+        self.found: dict[str, Json] = {}
+        self.graces: list[int] = []
+        self.fails = False
+        for number in range(1, decode + 1):
+            labels = {PROJECT: "p", SERVICE: "decode", ONE_OFF: "False", NUMBER: str(number)}
+            made = self.create_container_from_config(
+                {"Labels": labels, "StopTimeout": 45, "Env": ["A=1"], "HostConfig": {"Binds": ["arena:/arena"]}},
+                f"p-decode-{number}",
+            )
+            self.found[made["Id"]]["Config"]["Hostname"] = made["Id"][:12]
+            self.start(made["Id"])
+
+    def containers(self, *, all: bool, filters: Mapping[str, Any]) -> list[Json]:
+        if self.fails:
+            raise EngineError("no such engine")
+        wanted = dict(each.split("=") for each in filters["label"])
+        return [
+            {"Id": each["Id"], "Labels": each["Config"]["Labels"], "State": each["State"]}
+            for each in self.found.values()
+            if wanted.items() <= each["Config"]["Labels"].items()
+        ]
+
+    def inspect_container(self, container: str) -> Json:
+        return copy.deepcopy(self.found[container])
+
+    def create_container_from_config(self, config: Json, name: str) -> Json:
+        own = f"{next(self._ids):064x}"
+        own = own[::-1]
+        host = config.pop("HostConfig")
+        config.pop("NetworkingConfig", None)
+        networks = {"Networks": {"p_default": {}}}
+        self.found[own] = {
+            "Id": own,
+            "Name": name,
+            "Config": config,
+            "HostConfig": host,
+            "NetworkSettings": networks,
+            "State": "created",
+        }
+        return {"Id": own}
+
+    def start(self, container: str) -> None:
+        self.found[container]["State"] = "running"
+
+    def stop(self, container: str, timeout: int) -> None:
+        self.graces.append(timeout)
+        self.found[container]["State"] = "exited"
+
+    def remove_container(self, container: str) -> None:
+        assert self.found[container]["State"] == "exited"
+        del self.found[container]
+
+    def close(self) -> None:
+        pass
+
+
+async def settled(platform: ComposePlatform, wanted: int) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            state = (await platform.state()).roles["decode"]
+            if (state.wanted, state.draining) == (wanted, 0):
+                return
+            await asyncio.sleep(0.001)
+
+
+def compose(engine: ToyEngine) -> ComposePlatform:
+    return ComposePlatform(engine, "p", EngineError)
+
+
+async def test_a_new_container_is_a_copy_with_the_next_number() -> None:
+    engine = ToyEngine(decode=1)
+    platform = compose(engine)
+    await platform.scale("decode", 3)
+    await platform.scale("decode", 3)
+    first, second, third = engine.found.values()
+    assert [each["Name"] for each in (second, third)] == ["p-decode-2", "p-decode-3"]
+    assert second["HostConfig"] == first["HostConfig"]
+    assert second["Config"]["Labels"] == {**first["Config"]["Labels"], NUMBER: "2"}
+    assert "Hostname" not in second["Config"]
+    await settled(platform, 3)
+
+
+async def test_the_chosen_worker_ends_after_its_grace_and_then_the_newest() -> None:
+    engine = ToyEngine(decode=3)
+    first, second, _ = engine.found
+    platform = compose(engine)
+    await platform.scale("decode", 1, [f"decode-{first[:12]}-abc123", "decode-of-yesterday"])
+    await settled(platform, 1)
+    assert list(engine.found) == [second]
+    assert engine.graces == [45, 45]
+
+
+async def test_the_last_container_is_kept_and_started_again() -> None:
+    engine = ToyEngine(decode=2)
+    platform = compose(engine)
+    await platform.scale("decode", 0)
+    await settled(platform, 0)
+    (kept,) = engine.found
+    await platform.scale("decode", 2)
+    await settled(platform, 2)
+    assert kept in engine.found
+    assert sorted(each["Config"]["Labels"][NUMBER] for each in engine.found.values()) == ["1", "2"]
+
+
+async def test_a_service_without_containers_cannot_be_scaled() -> None:
+    platform = compose(ToyEngine(decode=1))
+    assert list((await platform.state()).roles) == ["decode"]
+    with pytest.raises(UnavailableError, match="no container of prefill to copy"):
+        await platform.scale("prefill", 1)
+
+
+async def test_an_engine_that_does_not_answer_is_an_error_of_the_platform() -> None:
+    engine = ToyEngine(decode=1)
+    engine.fails = True
+    with pytest.raises(UnavailableError, match="no such engine"):
+        await compose(engine).state()
+
+
+def test_a_copy_has_the_name_of_its_service_in_the_networks_in_which_the_original_has_it() -> None:
+    networks = {"p_default": {"Aliases": ["p-decode-1", "decode"], "IPAddress": "10.0.0.7"}, "none": {"Aliases": None}}
+    labels = {SERVICE: "decode", NUMBER: "1", "com.docker.compose.replace": "x"}
+    original = {
+        "Id": "0123456789abcdef",
+        "Config": {"Labels": labels, "Hostname": "chosen"},
+        "HostConfig": {"Init": True},
+        "NetworkSettings": {"Networks": networks},
+    }
+    copied = copied_config(original, 4)
+    assert copied["NetworkingConfig"] == {"EndpointsConfig": {"p_default": {"Aliases": ["decode"]}, "none": {}}}
+    assert copied["Labels"] == {SERVICE: "decode", NUMBER: "4"}
+    assert (copied["Hostname"], copied["HostConfig"]) == ("chosen", {"Init": True})
