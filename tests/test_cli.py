@@ -51,11 +51,7 @@ def test_the_overview_names_every_command_and_fits_a_screen(capsys: pytest.Captu
     text = capsys.readouterr().out
     assert end.value.code == 0
     assert all(f"\n  {name} " in text for name in (*SERVICES, "prepare", "version"))
-<<<<<<< HEAD
-    assert len(text.splitlines()) <= 32
-=======
     assert len(text.splitlines()) <= 34
->>>>>>> agents
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -25,12 +25,9 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.tasks import end_tasks
-<<<<<<< HEAD
-from paceline.services.gateway.candidate_table import CandidateTable
-=======
 from paceline.services.common.wire_version import mismatch
+from paceline.services.gateway.candidate_table import CandidateTable
 from paceline.services.gateway.ends import Ends
->>>>>>> agents
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Link
 from paceline.services.gateway.worker_calls import RECENT_SECONDS
@@ -67,14 +64,11 @@ class Fleet:
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-<<<<<<< HEAD
         self._table = CandidateTable(RECENT_SECONDS, time.monotonic)
         self._changed: set[RemoteWorker] = set()
         """Workers of which the table does not know the newest figures."""
         self._fetch_speeds: dict[str, float] = {}
-=======
         self.ends = Ends()
->>>>>>> agents
         self.redis_answers = True
         """Whether Redis has answered the last time."""
         self.gateways: list[Member] = []
