@@ -3,9 +3,9 @@
     python -m bench.simulate_scale --trace mooncake_conversation.jsonl
     python -m bench.simulate_scale --trace mooncake_conversation.jsonl --workers 100 --requests 10000
 
-The trace is repeated, with other blocks and denser arrivals, until there are enough requests. Every worker is a GPU with
-times of about an 8-billion-parameter model on an H100; three quarters of them are prefill workers, as prompts of 12,000
-tokens and answers of 340 need. Requests come so fast that prefill workers compute most of the time.
+The trace is repeated, with other blocks and denser arrivals, until there are enough requests. Every worker is a GPU
+with estimated times of an 8-billion-parameter model. Three quarters of them are prefill workers, as prompts of 12,000
+tokens and answers of 340 need.
 """
 
 from __future__ import annotations

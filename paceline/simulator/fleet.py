@@ -13,7 +13,7 @@ from paceline.simulator.gateway import Gateway
 from paceline.simulator.host import Host
 from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.scenario import Scenario
-from paceline.simulator.series import Ratios, Yields
+from paceline.simulator.series import Yields, ratios_of
 from paceline.simulator.worker import Kit, Role, Worker
 
 FLIP_SECONDS = 1.0
@@ -190,7 +190,5 @@ class SimulatedFleet:
 
 
 def _kit(times: WorkerTimes, seed: int) -> Kit:
-    steps = times.steps
-    return Kit(
-        times, Ratios(steps.prefill_spread, seed), Ratios(steps.decode_spread, seed + 1), Yields(times.drafts, seed)
-    )
+    prompts, decoding = times.steps.prefill_spread, times.steps.decode_spread
+    return Kit(times, ratios_of(prompts, seed), ratios_of(decoding, seed + 1), Yields(times.drafts, seed))

@@ -10,6 +10,7 @@ import dataclasses
 import heapq
 import random
 from collections.abc import Callable
+from functools import partial
 
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.step_times import Delay, Profile
@@ -75,6 +76,8 @@ class Gateway:
         self._tickets = 0
         self._waiting: dict[Sequence, None] = {}
         self._is_waking = False
+        self._changed: set[Worker] = set()
+        """Workers of which the table does not know the newest figures."""
         self.on_steps: Callable[[Worker, Run], object] = lambda worker, run: None
         """Called after steps of a worker."""
 
@@ -95,8 +98,9 @@ class Gateway:
         )
         self.workers[worker.name] = worker
         self.hosts[worker.host.number] = worker.host
-        self._calls[worker.name] = WorkerCalls(member, lambda: self._events.now)
-        self._put(worker)
+        calls = self._calls[worker.name] = WorkerCalls(member, lambda: self._events.now)
+        calls.on_change = partial(self._note_change, worker)
+        self._changed.add(worker)
         self._wake()
 
     def drain(self, worker: Worker) -> None:
@@ -134,11 +138,17 @@ class Gateway:
         calls.note_current()
         if load != calls.member.load or calls.unreported or calls.in_flight:
             calls.update(dataclasses.replace(calls.member, load=load))
-            self._put(worker)
 
-    def _put(self, worker: Worker) -> None:
-        if worker.state == "ready" and worker.name in self._calls:
-            self.table.put(self._calls[worker.name].candidate(worker.host.fetch_tokens_per_second))
+    def _note_change(self, worker: Worker) -> None:
+        self._changed.add(worker)
+
+    def _snapshot(self) -> CandidateTable:
+        """Return the workers as the gateway knows them now."""
+        changed, self._changed = self._changed, set()
+        for worker in changed:
+            if worker.state == "ready" and worker.name in self._calls:
+                self.table.put(self._calls[worker.name].candidate(worker.host.fetch_tokens_per_second))
+        return self.table
 
     # ---- arrival and placement
 
@@ -222,7 +232,7 @@ class Gateway:
                 failed=sequence.failed,
                 local_tokens=self._options.local_prefill_tokens,
             )
-            placement = place(need, self.table)
+            placement = place(need, self._snapshot())
             if placement is None:
                 return False
             try:
@@ -261,7 +271,6 @@ class Gateway:
         for worker in {decode, computing}:
             worker.admitted[sequence] = None
             self._calls[worker.name].begin_call(tokens if worker is computing else 0)
-            self._put(worker)
         sequence.sent = tokens
         if not placement.source:
             self._start(sequence)
@@ -340,7 +349,6 @@ class Gateway:
             worker.admitted.pop(sequence, None)
             self._calls[worker.name].end_call()
             self._wake()
-        self._put(worker)
         if sequence.left == 0:
             self.ended(decode, sequence)
         elif worker is decode:
@@ -447,7 +455,6 @@ class Gateway:
                     if worker is (sequence.prefill or sequence.decode) and sequence.sent:
                         calls.computed(sequence.sent)
                     calls.end_call()
-                self._put(worker)
         sequence.sent = 0
         for worker in workers:
             held = sequence.held.pop(worker.host.name, None)

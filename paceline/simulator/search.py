@@ -44,11 +44,13 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
             known[counts] = attempt(own)
         return known[counts]
 
-    while not attempted(scenario).is_met:
-        if max(scenario.prefill, scenario.decode) * 2 > MOST_WORKERS:
+    good = -1
+    while not (result := attempted(scenario)).is_met:
+        before, good = good, sum(own.good for own in result.classes.values())
+        if good <= before or max(scenario.prefill, scenario.decode) * 2 > MOST_WORKERS:
             raise ConfigError(
-                f"even {scenario.prefill} prefill and {scenario.decode} decode workers miss the objectives: a single "
-                "request may take longer than they allow; see the result with --prefill and --decode"
+                f"{scenario.prefill} prefill and {scenario.decode} decode workers miss the objectives, and more would "
+                "not help: a single request may take longer than they allow. Leave out --find to see the result"
             )
         scenario = _with(scenario, scenario.prefill * 2, scenario.decode * 2)
     times = scenario.profile.prefill, scenario.profile.decode

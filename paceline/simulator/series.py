@@ -6,6 +6,7 @@ A series repeats after SIZE values. Whoever uses it begins at an index of its ow
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import random
 
@@ -61,6 +62,12 @@ class Ratios:
     def steps_within(self, seconds: float, index: int, most: int, first: float, growth: float) -> int:
         """Return after how many steps, at most `most`, at least `seconds` are over. The others are as in `seconds`."""
         return bisect.bisect_left(range(most), seconds, key=lambda steps: self.seconds(index, steps, first, growth))
+
+
+@functools.lru_cache(maxsize=64)
+def ratios_of(spread: Spread, seed: int) -> Ratios:
+    """Return the series of a spread and a seed. Simulations of one profile share it."""
+    return Ratios(spread, seed)
 
 
 class Yields:

@@ -17,8 +17,8 @@ from paceline.engine.step import ChunkResult, NeedsBlocks, Sampled, Step, StepRe
 from paceline.simulator.events import Events
 from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
-from paceline.simulator.series import Ratios, Yields
-from paceline.simulator.worker import Kit, Run, Worker, plan_prompts
+from paceline.simulator.series import Yields, ratios_of
+from paceline.simulator.worker import Kit, Run, Worker
 from tests.engine.toy_requests import make_request
 from tests.simulator.tiny import UNEVEN, step_times, worker_times
 
@@ -31,7 +31,6 @@ class Host:
     workers: list[Worker] = field(default_factory=list)
 
 
-ratios = functools.cache(Ratios)
 yields = functools.cache(lambda drafts: Yields(drafts, 3))
 
 
@@ -70,7 +69,9 @@ Load = list[tuple[float, int, int]]
 def simulated(times: WorkerTimes, load: Load, is_coalesced: bool) -> Owner:
     events = Events()
     owner = Owner(events)
-    kit = Kit(times, ratios(times.steps.prefill_spread, 1), ratios(times.steps.decode_spread, 2), yields(times.drafts))
+    kit = Kit(
+        times, ratios_of(times.steps.prefill_spread, 1), ratios_of(times.steps.decode_spread, 2), yields(times.drafts)
+    )
     kits = {"prefill": kit, "decode": kit}
     worker = Worker(0, "decode", Host(), kits, events, owner, is_coalesced=is_coalesced)  # type: ignore[arg-type]
     worker.state = "ready"
@@ -132,9 +133,9 @@ def scheduled(times: WorkerTimes, load: Load) -> Owner:
     return owner
 
 
-loads = st.lists(
-    st.tuples(st.floats(0, 3, allow_nan=False), st.integers(2, 300), st.integers(1, 60)), min_size=1, max_size=8
-).map(sorted)
+instants = st.integers(0, 300).map(lambda number: 0.000_313_7 + number * 0.010_763_1)
+"""Instants of arrivals. Steps take about whole milliseconds, and none ends exactly at such an instant."""
+loads = st.lists(st.tuples(instants, st.integers(2, 300), st.integers(1, 60)), min_size=1, max_size=8).map(sorted)
 """Requests whose prompts have at least two tokens, because the engine computes a single one as if it were decoding."""
 times_of_workers = st.builds(
     lambda planned, context, pair: worker_times(

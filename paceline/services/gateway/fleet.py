@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
@@ -24,9 +26,11 @@ from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire_version import mismatch
+from paceline.services.gateway.candidate_table import CandidateTable
 from paceline.services.gateway.ends import Ends
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.router import Candidate, Link
+from paceline.services.gateway.router import Link
+from paceline.services.gateway.worker_calls import RECENT_SECONDS
 
 REFRESH_SECONDS = 0.5
 FAILED_PROBES = 2
@@ -60,6 +64,10 @@ class Fleet:
         self._workers: dict[str, RemoteWorker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self._table = CandidateTable(RECENT_SECONDS, time.monotonic)
+        self._changed: set[RemoteWorker] = set()
+        """Workers of which the table does not know the newest figures."""
+        self._fetch_speeds: dict[str, float] = {}
         self.ends = Ends()
         self.redis_answers = True
         """Whether Redis has answered the last time."""
@@ -86,14 +94,15 @@ class Fleet:
         """Return all members that are not known to be gone, sorted by name."""
         return [self._workers[name] for name in sorted(self._workers)]
 
-    def snapshot(self) -> list[Candidate]:
-        """Return the members of this gateway's model that may get new work."""
-        speeds = {host.member.host_id: _fetch_speed(host.member.host) for host in self.hosts()}
-        return [
-            worker.candidate(speeds.get(worker.member.host_id, 0.0))
-            for worker in self.workers()
-            if worker.available and worker.member.model == self.model
-        ]
+    def snapshot(self) -> CandidateTable:
+        """Return the members of this gateway's model that may get new work, as they are now."""
+        changed, self._changed = self._changed, set()
+        for worker in changed:
+            if not worker.gone and worker.available and worker.member.model == self.model:
+                self._table.put(worker.candidate(self._fetch_speeds.get(worker.member.host_id, 0.0)))
+            elif self._workers.get(worker.member.worker_id) in (worker, None):
+                self._table.remove(worker.member.worker_id)
+        return self._table
 
     def hosts(self) -> list[RemoteWorker]:
         """Return the kvtransfer services that this gateway understands."""
@@ -174,6 +183,7 @@ class Fleet:
         if not worker.set_aside:
             self.ends.note(worker.member.worker_id)
         worker.set_aside = True
+        self._changed.add(worker)
         self._failed_workers.add(worker.member.worker_id)
 
     def avoid_link(self, link: Link) -> None:
@@ -205,11 +215,11 @@ class Fleet:
     @contextlib.contextmanager
     def encode_call(self, worker: RemoteWorker) -> Iterator[None]:
         """Count a call for an encoding, and keep the worker's channel open until the call ends."""
-        worker.encodings += 1
+        worker.begin_encoding()
         try:
             yield
         finally:
-            worker.encodings -= 1
+            worker.end_encoding()
             self._close_when_idle(worker)
 
     async def _run(self) -> None:
@@ -228,6 +238,7 @@ class Fleet:
             if self.redis_answers:
                 log.warning("Redis does not answer (%s); routing uses the last known state", error)
             self.redis_answers = False
+        self._changed.update(self._workers.values())  # figures that are not renewed become old
         too_early = self._failed_workers.now()
         for worker in self.workers():
             in_place = worker.available or worker.is_shut_out
@@ -251,7 +262,8 @@ class Fleet:
                     if worker.member.state != "draining" and not worker.set_aside:
                         self.ends.note(name)
                     self._drop(worker)
-                self._workers[name] = RemoteWorker(member, self._credentials)
+                self._workers[name] = worker = RemoteWorker(member, self._credentials)
+                worker.on_change = partial(self._note_change, worker)
                 _spawn(self._first_check(self._workers[name]), self._tasks)
                 log.info("%s %s joined at %s", member.role, name, member.address)
                 if problem := mismatch(str(self._workers[name]), member.wire):
@@ -261,6 +273,7 @@ class Fleet:
                     log.warning("%s %s gets no requests: %s", member.role, name, why)
         for name, worker in self._workers.items():
             worker.note_listed(name in listed)
+        self._fetch_speeds = {host.member.host_id: _fetch_speed(host.member.host) for host in self.hosts()}
         if any(member.state == "ready" for member in self._members()):
             self.has_served.set()
 
@@ -274,6 +287,7 @@ class Fleet:
             if await self._is_serving(worker):
                 worker.is_untrusted = False
                 worker.set_aside, worker.failed_probes = False, 0
+                self._changed.add(worker)
                 return
         finally:
             worker.probe = None
@@ -293,6 +307,7 @@ class Fleet:
             if not worker.refuses_us:
                 log.error("%s gets no requests: %s", worker, error)
             worker.refuses_us = True
+            self._changed.add(worker)
             return False
         except UntrustedError as error:
             if not worker.is_untrusted:
@@ -301,8 +316,12 @@ class Fleet:
             self.set_aside(worker)
             return False
 
+    def _note_change(self, worker: RemoteWorker) -> None:
+        self._changed.add(worker)
+
     def _drop(self, worker: RemoteWorker) -> None:
         worker.gone = True
+        self._changed.add(worker)
         self._close_when_idle(worker)
 
     def _close_when_idle(self, worker: RemoteWorker) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,9 +27,9 @@ AnyAttempt = Attempt | ComputeAttempt
 class KindOfWork:
     """How the gateway treats one kind of work."""
 
-    place: Callable[[Need, Sequence[Candidate]], Placement | None]
+    place: Callable[[Need, Iterable[Candidate]], Placement | None]
     """A function that returns the cheapest placement."""
-    place_in_turn: Callable[[Need, Sequence[Candidate], int], Placement | None]
+    place_in_turn: Callable[[Need, Iterable[Candidate], int], Placement | None]
     """A function that returns placements in rotation; its last argument is the number of the turn."""
     attempt: type[Attempt] | type[ComputeAttempt]
     decodes: bool

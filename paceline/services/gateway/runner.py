@@ -12,7 +12,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from opentelemetry import trace
@@ -305,7 +305,7 @@ class SequenceRunner:
             return {}
         return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
 
-    def _place(self, kind: KindOfWork, need: Need, snapshot: Sequence[Candidate]) -> Placement | None:
+    def _place(self, kind: KindOfWork, need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
         if self._config.router_mode == "round-robin":
             return kind.place_in_turn(need, snapshot, next(self._turns))
         return kind.place(need, snapshot)

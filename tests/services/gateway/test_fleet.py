@@ -272,8 +272,8 @@ def test_a_part_is_halved_again_and_again() -> None:
 async def test_how_fast_blocks_come_to_a_host_is_what_it_has_measured(cluster: Cluster) -> None:
     await cluster.add()
     host = await cluster.add("host", "kvtransfer")
-    assert cluster.fleet.snapshot()[0].fetch_tokens_per_second == 0
+    assert next(iter(cluster.fleet.snapshot())).fetch_tokens_per_second == 0
     host.host_report = HostReport(fetched_bytes=64_000_000, fetch_seconds=0.5, token_bytes=16_000)
-    await eventually(lambda: cluster.fleet.snapshot()[0].fetch_tokens_per_second == 8000)
+    await eventually(lambda: next(iter(cluster.fleet.snapshot())).fetch_tokens_per_second == 8000)
     host.host_report = HostReport(fetched_bytes=64, fetch_seconds=0.5, token_bytes=16_000)
-    await eventually(lambda: cluster.fleet.snapshot()[0].fetch_tokens_per_second == 0)
+    await eventually(lambda: next(iter(cluster.fleet.snapshot())).fetch_tokens_per_second == 0)

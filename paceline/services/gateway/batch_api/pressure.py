@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +29,7 @@ class Places(NamedTuple):
     """Those that no sequence has, as far as is known."""
 
 
-def places_of(fleet: Sequence[Candidate]) -> Places:
+def places_of(fleet: Iterable[Candidate]) -> Places:
     """Return the places for sequences that need a decode worker, and a prefill worker if there is any."""
     found: list[Places] = []
     for role in ("decode", "prefill"):

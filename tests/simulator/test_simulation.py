@@ -1,0 +1,276 @@
+"""Whole simulations: small ones that can be calculated by hand, and what holds for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
+from paceline.core.planner.objectives import Latency, Objectives
+from paceline.core.planner.planner import Planner
+from paceline.core.step_times import Curve, Delay, Turns
+from paceline.simulator.command import compare
+from paceline.simulator.gateway import GatewayOptions
+from paceline.simulator.result import Result
+from paceline.simulator.scenario import Failure, Scenario
+from paceline.simulator.search import Found, cheapest
+from paceline.simulator.simulation import Simulation, simulate
+from paceline.simulator.trace import Trace, TraceRequest
+from tests.simulator.tiny import UNEVEN, profile, step_times, worker_times
+
+BLOCK = 16
+
+
+def run(requests: list[TraceRequest], **fields: object) -> tuple[Simulation, Result]:
+    scenario = Scenario(**{"profile": profile(), "prefill": 1, "decode": 1} | fields)  # type: ignore[arg-type]
+    simulation = Simulation(scenario, Trace(BLOCK, requests))
+    return simulation, simulation.run()
+
+
+def test_a_request_takes_its_prompt_a_handoff_and_its_steps() -> None:
+    own = profile(gateway=Delay(seconds=0.5), first_token=Delay(seconds=0.25), handoff=Delay(seconds=0.125))
+    _, result = run([TraceRequest(1.0, 40, 5)], profile=own)
+    (only,) = result.classes.values()
+    # 40 tokens take 40 ms; the first of four decode steps begins with the handoff, and each takes 11 ms.
+    assert only.ttft.p50 == pytest.approx(0.5 + 0.040 + 0.25)
+    assert only.seconds.p50 == pytest.approx(0.5 + 0.040 + 0.125 + 4 * 0.011)
+    assert result.seconds == pytest.approx(1.0 + only.seconds.p50)
+    assert result.device_seconds == pytest.approx(2 * result.seconds)
+
+
+def test_a_prefix_is_cached_after_the_first_request() -> None:
+    requests = [TraceRequest(0.0, 70, 2, (1, 2, 3, 4)), TraceRequest(1.0, 70, 2, (1, 2, 3, 9))]
+    _, result = run(requests)
+    (only,) = result.classes.values()
+    assert only.hit_rate == pytest.approx(48 / 140)
+    assert only.ttft.p50 == pytest.approx(0.070)
+    assert only.ttft.mean == pytest.approx((0.070 + 0.022) / 2)
+
+
+def test_requests_are_spread_over_workers_between_heartbeats() -> None:
+    """Eight requests in 80 ms take two each of four workers of both roles, so no step has more than two rows."""
+    requests = [TraceRequest(0.01 * number, 60, 20) for number in range(8)]
+    _, result = run(requests, prefill=4, decode=4)
+    (only,) = result.classes.values()
+    assert only.ttft.p99 <= 0.121
+    assert only.mean_itl.p99 <= 0.0126
+
+
+def test_prompts_between_hosts_wait_for_the_network() -> None:
+    # 1000 bytes for each of 100 tokens at 1 MB/s take 100 ms, which begin with the prompt; it is computed after 100 ms,
+    # and then its last chunk of 50 tokens still takes 50 ms to come, and 10 ms more.
+    _, result = run([TraceRequest(0.0, 100, 2)], workers_per_host=1)
+    (only,) = result.classes.values()
+    assert only.seconds.p50 == pytest.approx(0.100 + 0.050 + 0.010 + 0.011)
+
+
+def test_an_aggregated_worker_delays_decoding_by_prompts() -> None:
+    requests = [TraceRequest(0.0, 10, 20), TraceRequest(0.1, 60, 1)]
+    _, apart = run(requests)
+    _, together = run(requests, prefill=0, is_aggregated=True)
+    assert max(own.seconds.p99 for own in apart.classes.values()) == pytest.approx(0.010 + 19 * 0.011)
+    assert max(own.seconds.p99 for own in together.classes.values()) == pytest.approx(0.010 + 19 * 0.011 + 0.060)
+
+
+def test_shared_cores_take_turns() -> None:
+    """While a prompt waits, decode leaves half of each step's time to it, so its 60 ms take ten steps."""
+    own = worker_times(planned_steps=0)
+    turns = Turns(itl_target=0.0, least_share=0.5)
+    requests = [TraceRequest(0.0, 10, 40), TraceRequest(0.1, 60, 1)]
+    _, result = run(requests, profile=profile(own, own, turns=turns))
+    (only,) = result.classes.values()
+    assert only.ttft.p99 == pytest.approx(0.060 + 11 * 0.011, abs=0.012)
+    assert only.seconds.p99 == pytest.approx(0.010 + 39 * 0.011 + 0.060)
+
+
+def test_requests_wait_in_order_and_are_refused_when_they_waited_too_long() -> None:
+    slow = worker_times(max_seqs=1)
+    requests = [TraceRequest(0.001 * number, 10, 11) for number in range(3)]
+    _, result = run(requests, profile=profile(slow, slow), gateway=GatewayOptions(queue_seconds=0.2))
+    (only,) = result.classes.values()
+    assert (only.finished, only.refused) == (2, 1)
+    assert only.queued.p99 == pytest.approx(0.010 + 10 * 0.011 - 0.001)
+
+
+def test_workers_that_fail_lose_no_request() -> None:
+    requests = [TraceRequest(0.01 * number, 40, 30) for number in range(8)]
+    _, result = run(requests, decode=2, failures=(Failure(0.2, 0.4),))
+    (only,) = result.classes.values()
+    assert (only.finished, only.refused) == (8, 0)
+    assert only.attempts > 8
+
+
+def test_a_sequence_that_needs_blocks_takes_them_from_the_newest() -> None:
+    requests = [TraceRequest(0.0, 100, 120), TraceRequest(0.01, 100, 120)]
+    _, result = run(requests, host_tokens=400)
+    (only,) = result.classes.values()
+    assert only.finished == 2
+    assert result.preemptions == 1
+
+
+class Script(Planner):
+    """A planner that decides what it was told, once each."""
+
+    actions: ClassVar[list[Add | Drain | Flip]]
+
+    def decide(self, report):  # type: ignore[no-untyped-def]
+        wanted = {role: seen.wanted for role, seen in report.roles.items()}
+        action = self.actions.pop(0) if self.actions else Hold("done")
+        if not isinstance(action, Hold | Flip):
+            wanted[action.role] = action.count
+        return Decision(report.at, report.revision, wanted, (action,), action.reason)
+
+
+def test_the_planners_actions_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.simulator.simulation.Planner", Script)
+    flip, less = Flip("w00000", "decode", "prefill", "flip"), Drain("prefill", 1, "", "less")
+    monkeypatch.setattr(Script, "actions", [Add("decode", 2, "more"), flip, less], raising=False)
+    requests = [TraceRequest(0.5 * number, 10, 100) for number in range(300)]
+    _, result = run(requests, plans=True, objectives=Objectives(fast_seconds=40.0))
+    (only,) = result.classes.values()
+    assert (only.finished, only.refused) == (300, 0)
+    seen = {(level.prefill, level.decode) for level in result.levels}
+    assert [decision.line for decision in result.decisions] == ["more", "flip", "less"]
+    assert seen >= {(1, 1), (1, 2), (2, 1), (1, 1)}
+    assert [level.decode for level in result.levels if level.at in (60.0, 70.0, 90.0)] == [1, 2, 1]
+
+
+requests_of = st.lists(
+    st.builds(
+        TraceRequest,
+        st.floats(0, 3),
+        st.integers(1, 300),
+        st.integers(1, 80),
+        st.lists(st.integers(0, 3), max_size=18).map(lambda parts: tuple(_chain(parts))),
+        st.sampled_from(["", "batch"]),
+    ),
+    min_size=1,
+    max_size=30,
+).map(lambda found: sorted(found, key=lambda request: request.arrival))
+scenarios = st.builds(
+    Scenario,
+    st.sampled_from(
+        [
+            profile(),
+            profile(
+                worker_times(step_times(prefill_spread=UNEVEN)),
+                worker_times(step_times(decode_spread=UNEVEN, decode_context=1e-5)),
+            ),
+        ]
+    ),
+    prefill=st.integers(0, 3),
+    decode=st.integers(1, 3),
+    is_aggregated=st.booleans(),
+    workers_per_host=st.sampled_from([1, 2, 8]),
+    host_tokens=st.sampled_from([600, 2000, 0]),
+    cache_policy=st.sampled_from(["lru", "adaptive"]),
+    gateway=st.builds(GatewayOptions, queue_seconds=st.sampled_from([0.5, 60.0])),
+    failures=st.sampled_from([(), (Failure(1.0, 0.5),), (Failure(0.5, 1.0),)]),
+)
+
+
+def _chain(parts: list[int]) -> list[int]:
+    """Return names of blocks that stand for all parts before them, too."""
+    return [int("1" + "".join(map(str, parts[: end + 1])), 4) for end in range(len(parts))]
+
+
+@settings(max_examples=30, deadline=None)
+@given(scenarios, requests_of)
+def test_every_request_ends_once_and_every_block_comes_back(scenario: Scenario, requests: list[TraceRequest]) -> None:
+    simulation = Simulation(scenario, Trace(BLOCK, requests))
+    result = simulation.run()
+    for group, own in result.classes.items():
+        mine = [request for request in requests if request.group == group]
+        assert own.requests == len(mine)
+        assert own.finished + own.refused == own.requests
+        assert sum(minute.arrivals for minute in own.minutes) == own.requests
+        assert own.finished == 0 or own.ttft.p50 <= own.seconds.p99
+    assert all(before.at < after.at for before, after in zip(result.levels, result.levels[1:]))
+    simulation.events.run(lambda: False)  # workers start, and blocks of failed ones come back
+    for host in simulation.fleet.hosts:
+        assert host.ledger.check() == []
+        assert host.ledger.leases() == []
+    for worker in simulation.fleet.workers.values():
+        assert (worker.has_work, worker.queued_tokens, len(worker.admitted)) == (False, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_scenarios_have_equal_results_and_coalescing_does_not_change_them(seed: int) -> None:
+    """Instants are random, because the order of events at one instant may depend on rounding."""
+    chance = random.Random(seed)
+    arrivals = sorted(chance.uniform(0, 3) for _ in range(40))
+    requests = [
+        TraceRequest(at, chance.randint(1, 300), chance.randint(1, 80), tuple(_chain(chance.choices(range(3), k=4))))
+        for at in arrivals
+    ]
+    own = worker_times(step_times(prefill_spread=UNEVEN, decode_spread=UNEVEN, decode_context=1e-5))
+    scenario = Scenario(
+        profile(own, own), 2, 2, is_aggregated=seed % 2 > 0, failures=(Failure(chance.uniform(0.5, 1), 0.3),)
+    )
+    trace = Trace(BLOCK, requests)
+    result = simulate(scenario, trace)
+    assert simulate(scenario, trace).to_json() == result.to_json()
+    (one,) = result.classes.values()
+    (other,) = simulate(dataclasses.replace(scenario, is_coalesced=False), trace).classes.values()
+    assert dataclasses.asdict(one.seconds) == pytest.approx(dataclasses.asdict(other.seconds))
+    assert (one.finished, one.hit_rate, one.attempts) == (other.finished, other.hit_rate, other.attempts)
+
+
+def test_the_cheapest_fleet_is_found() -> None:
+    """Eight requests a second take 100 ms for a prompt and 50 steps of 20 ms, so they need nine of the four places that
+    each decode worker has."""
+    steps = step_times(decode=Curve(points=((1, 0.02),)))
+    workers = worker_times(steps)
+    scenario = Scenario(
+        profile(workers, workers), 1, 1, objectives=Objectives(default=Latency(ttft=1.0, itl=0.05, percentile=0.95))
+    )
+    requests = [TraceRequest(number / 8, 100, 51) for number in range(80)]
+    tried: list[tuple[int, int]] = []
+
+    def attempt(own: Scenario) -> Result:
+        tried.append((own.prefill, own.decode))
+        return simulate(own, Trace(BLOCK, requests))
+
+    found = cheapest(scenario, attempt)
+    assert found.result.is_met
+    assert (found.scenario.prefill, found.scenario.decode) == (1, 3)
+    assert len(set(tried)) == len(tried) < 10
+    with pytest.raises(ConfigError, match="more would not help"):
+        cheapest(dataclasses.replace(scenario, objectives=Objectives(default=Latency(ttft=0.01))), attempt)
+
+
+def test_the_comparison_says_what_pays() -> None:
+    requests = [TraceRequest(0.05 * number, 60, 40) for number in range(60)]
+    scenario = Scenario(profile(), 1, 1, objectives=Objectives(default=Latency(ttft=0.5, itl=0.02)))
+    apart = Found(scenario, simulate(scenario, Trace(BLOCK, requests)))
+    alike = dataclasses.replace(scenario, is_aggregated=True)
+    together = Found(alike, simulate(alike, Trace(BLOCK, requests)))
+    (told,) = compare(apart, together)
+    assert told.startswith("Disaggregation ")
+    (swapped,) = compare(together, apart)
+    assert ("does not pay" in told) == (" pays " in swapped)
+
+
+def test_the_result_is_json() -> None:
+    _, result = run([TraceRequest(0.0, 40, 5)])
+    values = json.loads(result.to_json())
+    assert values["classes"][""]["requests"] == 1
+    assert values["levels"][0]["prefill"] == 1
+
+
+@pytest.mark.parametrize("text", ["half@10", "0.5", "2@10", "0.5@-1"])
+def test_wrong_failures_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--fail"):
+        Failure.parse(text)
+
+
+def test_a_fleet_without_decode_workers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--decode 1"):
+        Scenario(profile(), 1, 0).check()
