@@ -164,7 +164,8 @@ def _last_change(
     """Return the newest change of a role in one direction, 1 for growth and -1 for the opposite."""
     if load is None:
         ago = seen.grown_seconds if sign > 0 else seen.shrunk_seconds
-        return known if ago is None else Change(at - ago, None)
+        is_known = ago is None or (known is not None and known.at >= at - ago)
+        return known if is_known else Change(at - (ago or 0.0), None)
     has_changed = wanted is not None and sign * (seen.wanted - wanted) > 0 and seen.pinned is None
     return Change(at, load) if has_changed else known
 

@@ -13,6 +13,7 @@ from paceline.core.planner.reports import ROLES, Report, Role, RoleReport, Steps
 from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, TrafficReport, WorkReport
 from paceline.services.common.distributions import distribution_from_pb
 from paceline.services.common.registry import Member
+from paceline.services.planner.asked import Changes
 from paceline.services.platforms.platform import PlatformState
 
 LOST_SECONDS = 60.0
@@ -91,12 +92,20 @@ class ReportBuilder:
             elif now >= known.at + LOST_SECONDS:
                 del self._known[name]
 
-    def report(self, now: float, platform: PlatformState, pinned: Mapping[Role, int], flips: bool) -> Report:
+    def report(
+        self,
+        now: float,
+        platform: PlatformState,
+        pinned: Mapping[Role, int],
+        flips: bool,
+        changes: Mapping[Role, Changes] | None = None,
+    ) -> Report:
         """Return the report of what `observe` has taken in. Counts are those since the report before.
 
         Args:
             pinned: numbers of workers that people have set.
             flips: whether the platform can give a worker another role.
+            changes: when planners have changed each role; None if nobody knows.
         """
         self._forget_ended(platform)
         hosts = {known.seen.member.worker_id: known.seen.member.host for known in self._of("kvtransfer")}
@@ -112,7 +121,10 @@ class ReportBuilder:
             at=now,
             revision=revision_of(platform, pinned, workers),
             workers=workers,
-            roles={role: self._role(role, platform, pinned) for role in platform.roles},
+            roles={
+                role: self._role(role, platform, pinned, (changes or {}).get(role, Changes()))
+                for role in platform.roles
+            },
             traffic=traffic,
             traffic_age=max(fresh, default=now - max((known.at for known in gateways), default=self._began or now)),
             gateways_lost=len(lost),
@@ -150,12 +162,14 @@ class ReportBuilder:
                     self._times[role].drains.append(self._seen_at - known.at)
                     del self._known[known.seen.member.worker_id]
 
-    def _role(self, role: Role, platform: PlatformState, pinned: Mapping[Role, int]) -> RoleReport:
+    def _role(self, role: Role, platform: PlatformState, pinned: Mapping[Role, int], changes: Changes) -> RoleReport:
         startup, drain = self._estimates
         times = self._times[role]
         return RoleReport(
             wanted=platform.roles[role].wanted,
             pinned=pinned.get(role),
+            grown_seconds=changes.grown,
+            shrunk_seconds=changes.shrunk,
             startup_seconds=max(times.startups, default=startup),
             drain_seconds=max(times.drains, default=drain),
         )

@@ -10,8 +10,8 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -19,10 +19,11 @@ from redis.exceptions import RedisError
 from paceline.core.errors import UnavailableError
 from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.planner import Planner
-from paceline.core.planner.reports import ROLES, Report, Role
+from paceline.core.planner.reports import Report, Role
 from paceline.proto.fleet_pb2 import Decided, PlanReport
 from paceline.services.common.pins import Pins
 from paceline.services.common.registry import read_ages, read_members
+from paceline.services.planner.asked import Asked
 from paceline.services.planner.lease import Lease
 from paceline.services.planner.metrics import PlannerMetrics
 from paceline.services.planner.recording import RecordFile
@@ -35,6 +36,8 @@ CALL_SECONDS = 60.0
 """Deadline of one call of the platform, in seconds."""
 KEPT = 20
 """Newest decisions that `/fleet` shows. Of decisions with the same line in a row, only the last is kept."""
+
+Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +83,7 @@ class PlannerService:
         self._lease = Lease(client, cluster, name)
         self._pins = Pins(client, cluster)
         self._builder = ReportBuilder(drain_seconds=drain_seconds)
-        self._asked: dict[Role, set[int]] = {}
-        """Numbers of workers that the platform may want because a planner has asked for them. After a call that failed,
-        nobody knows whether it wants the old or the new number."""
+        self._asked = Asked(client, cluster)
         self._past: deque[_Past] = deque(maxlen=KEPT)
         self._next = 0.0
         """When the next decision is due, on the clock."""
@@ -138,7 +139,7 @@ class PlannerService:
         self.metrics.leads = await self._lease.renew()
         if self.metrics.leads and not led:
             log.info("this planner acts")
-            self._asked = await self._read_asked()
+            await self._asked.read()
 
     async def _decide(self, now: float) -> None:
         """Make a decision and carry it out. Raises RedisError or UnavailableError."""
@@ -147,7 +148,8 @@ class PlannerService:
         if self._lease.is_held:
             await self._note_edits(state)
         pinned = dict(self._pins.now)
-        report = self._builder.report(now, state, pinned, "flip" in self._platform.abilities)
+        changes = await self._asked.changes()
+        report = self._builder.report(now, state, pinned, "flip" in self._platform.abilities, changes)
         decision = (self._record or self._planner).decide(report)
         self.metrics.count(decision)
         self.metrics.pinned, self.metrics.report_age = len(pinned), report.traffic_age
@@ -166,27 +168,31 @@ class PlannerService:
         if revision_of(state, pinned, report.workers) != decision.expects:
             log.info("not done, because somebody else has changed the fleet meanwhile: %s", decision.line)
             return False
+        before = {role: own.wanted for role, own in state.roles.items()}
         for action in actions:
-            await self._act(action, state)
+            after = _after(action, before)
+            await self._asked.note(before, after, pinned)
+            await self._call(self._act(action))
+            before |= after
         return True
 
-    async def _act(self, action: Action, state: PlatformState) -> None:
-        async with asyncio.timeout(CALL_SECONDS):
-            match action:
-                case Add(role, count):
-                    await self._ask(state, {role: count})
-                    await self._platform.scale(role, count)
-                case Drain(role, count, worker):
-                    await self._ask(state, {role: count})
-                    await self._platform.scale(role, count, [worker] if worker else [])
-                case Flip(worker, role, to):
-                    await self._ask(state, {role: _wanted(state, role) - 1, to: _wanted(state, to) + 1})
-                    await self._platform.flip(worker, to)
+    async def _act(self, action: Action) -> None:
+        match action:
+            case Add(role, count):
+                await self._platform.scale(role, count)
+            case Drain(role, count, worker):
+                await self._platform.scale(role, count, [worker] if worker else [])
+            case Flip(worker, _, to):
+                await self._platform.flip(worker, to)
 
     async def _state(self) -> PlatformState:
+        return await self._call(self._platform.state())
+
+    async def _call(self, call: Awaitable[Answer]) -> Answer:
+        """Return the platform's answer. Raises UnavailableError if it takes too long."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                return await self._platform.state()
+                return await call
         except TimeoutError:
             raise UnavailableError(f"{self._platform.name} did not answer within {CALL_SECONDS:g} s") from None
 
@@ -194,33 +200,12 @@ class PlannerService:
 
     async def _note_edits(self, state: PlatformState) -> None:
         """Pin each role whose number of workers is not what a planner has asked for. Raises RedisError."""
-        edits = {
-            role: own.wanted
-            for role, own in state.roles.items()
-            if own.wanted not in self._asked.get(role, {own.wanted})
-        }
+        edits = self._asked.edits(state)
         for role, count in edits.items():
             log.warning("somebody has set %s to %d; it stays so until: paceline scale --release %s", role, count, role)
-        self._asked = {role: {own.wanted} for role, own in state.roles.items()}
         if edits:
             self._pins.add(edits)
             await self._pins.read()
-
-    async def _ask(self, state: PlatformState, wanted: dict[Role, int]) -> None:
-        """Remember what this planner is about to ask for, here and for the next planner. Raises RedisError."""
-        for role, count in wanted.items():
-            self._asked[role] = {count, _wanted(state, role)}
-        numbers: dict[Any, Any] = {role: ",".join(map(str, sorted(counts))) for role, counts in self._asked.items()}
-        await self._client.hset(self._asked_key, mapping=numbers)
-
-    async def _read_asked(self) -> dict[Role, set[int]]:
-        """Return what the planner before this one has asked for; nothing if Redis has lost it."""
-        found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._asked_key))
-        return {role: set(map(int, found[role.encode()].split(b","))) for role in ROLES if role.encode() in found}
-
-    @property
-    def _asked_key(self) -> str:
-        return f"paceline:{self._cluster}:planner:asked"
 
     # ---- what people see
 
@@ -246,5 +231,12 @@ class PlannerService:
         self._trouble = what
 
 
-def _wanted(state: PlatformState, role: Role) -> int:
-    return state.roles[role].wanted if role in state.roles else 0
+def _after(action: Action, before: Mapping[Role, int]) -> dict[Role, int]:
+    """Return the numbers of workers after an action, for the roles that it changes."""
+    match action:
+        case Add(role, count) | Drain(role, count):
+            return {role: count}
+        case Flip(_, role, to):
+            return {role: before.get(role, 0) - 1, to: before.get(to, 0) + 1}
+        case Hold():
+            return {}

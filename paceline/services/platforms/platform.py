@@ -22,6 +22,8 @@ class RoleState:
     """Workers whose process or container runs, without those that drain."""
     draining: int = 0
     """Workers that are ending. They are not among `wanted`."""
+    given_up: int = 0
+    """Workers that kept ending, so that the platform wants that many fewer now. A total since the platform's start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,11 @@ class ServePlatform:
         answer = await ask_supervisor(self._socket, {})
         # A process that has ended is started again, so all that are wanted run, or nearly so.
         return PlatformState(
-            {role: RoleState(own["wanted"], own["wanted"], own["draining"]) for role in ROLES if (own := answer[role])}
+            {
+                role: RoleState(own["wanted"], own["wanted"], own["draining"], own["given_up"])
+                for role in ROLES
+                if (own := answer[role])
+            }
         )
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:

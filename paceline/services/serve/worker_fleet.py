@@ -66,6 +66,7 @@ class WorkerFleet:
         self._workers: dict[Role, list[Worker]] = {role: [] for role in get_args(Role)}
         """Oldest first, without workers that drain."""
         self._draining: dict[Role, set[Worker]] = {role: set() for role in get_args(Role)}
+        self._given_up: dict[Role, int] = dict.fromkeys(get_args(Role), 0)
         self._scaling = asyncio.Lock()
         self._first_are_ready = False
 
@@ -135,12 +136,13 @@ class WorkerFleet:
         self._first_are_ready = True
 
     def state(self) -> dict[str, dict[str, int]]:
-        """Return for each role how many workers are wanted, ready and draining."""
+        """Return for each role how many workers are wanted, ready and draining, and how many were given up so far."""
         return {
             role: {
                 "wanted": len(workers),
                 "ready": sum(worker.process.is_ready for worker in workers),
                 "draining": len(self._draining[role]),
+                "given_up": self._given_up[role],
             }
             for role, workers in self._workers.items()
         }
@@ -154,6 +156,7 @@ class WorkerFleet:
             for worker in workers:
                 if worker.process is process and (len(workers) > 1 or role == "encode"):
                     workers.remove(worker)
+                    self._given_up[role] += 1
                     return True
         return False
 

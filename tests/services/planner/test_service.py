@@ -35,13 +35,14 @@ class ToyPlatform:
 
     def __init__(self, decode: int = 1) -> None:
         self.decode = decode
+        self.given_up = 0
         self.calls: list[tuple[Role, int, list[str]]] = []
         self.fails = False
 
     async def state(self) -> PlatformState:
         if self.fails:
             raise UnavailableError("the engine is away")
-        return PlatformState({"decode": RoleState(self.decode, self.decode)})
+        return PlatformState({"decode": RoleState(self.decode, self.decode, given_up=self.given_up)})
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
         self.calls.append((role, wanted, list(victims)))
@@ -163,6 +164,53 @@ async def test_an_edit_at_the_platform_is_a_persons_number_too(bench: Bench) -> 
     await bench.tick(service)
     await bench.tick(service)
     assert (bench.platform.decode, dict(service.report().pinned)) == (4, {"decode": 4})
+
+
+async def test_a_worker_that_the_platform_gave_up_is_nobodys_edit(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    wishes.next = [3]
+    await bench.tick(service)
+    bench.platform.decode, bench.platform.given_up = 2, 1
+    await bench.tick(service)
+    assert not service.report().pinned
+    bench.platform.decode = 1
+    await bench.tick(service)
+    assert dict(service.report().pinned) == {"decode": 1}
+
+
+async def test_half_of_a_decision_is_nobodys_edit(bench: Bench) -> None:
+    bench.platform.decode = 4
+    service, wishes = bench.planner()
+    real, scale = wishes.decide, bench.platform.scale
+
+    def drain_two(report: Report) -> Decision:
+        wishes.decide = real  # type: ignore[method-assign]
+        actions = tuple(Drain("decode", count, "", "a wish") for count in (3, 2))
+        return replace(real(report), actions=actions)
+
+    async def scale_once(role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
+        if wanted == 2:
+            raise TimeoutError
+        await scale(role, wanted, victims)
+
+    wishes.decide = drain_two  # type: ignore[method-assign]
+    bench.platform.scale = scale_once  # type: ignore[method-assign]
+    await bench.tick(service)
+    assert (bench.platform.decode, dict(service.metrics.failures)) == (3, {"platform": 1})
+    await bench.tick(service)
+    assert not service.report().pinned
+
+
+async def test_the_next_planner_knows_when_the_fleet_was_changed(bench: Bench) -> None:
+    (first, wishes), (second, others) = bench.planner("first"), bench.planner("second")
+    wishes.next = [3]
+    await bench.tick(first, second)
+    await first._lease.release()
+    await bench.tick(second)
+    seen = others.reports[-1].roles["decode"]
+    assert seen.grown_seconds is not None
+    assert seen.grown_seconds < 10
+    assert seen.shrunk_seconds is None
 
 
 async def test_a_fleet_that_changed_since_its_report_is_left_alone(bench: Bench) -> None:

@@ -290,10 +290,10 @@ def test_workers_are_added_and_the_youngest_are_drained(start: Start) -> None:
     stack.read_until("Ctrl-C stops")
     added = stack.scale('{"prefill": 3}')
     assert added["prefill"]["wanted"] == 3
-    assert added["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
+    assert added["decode"] == {"wanted": 1, "ready": 1, "draining": 0, "given_up": 0}
     stack.read_until_all("  prefill-1 ", "  prefill-2 ")
-    assert stack.scale("{}")["prefill"] == {"wanted": 3, "ready": 3, "draining": 0}
-    assert stack.scale('{"prefill": 1}')["prefill"] == {"wanted": 1, "ready": 1, "draining": 2}
+    assert stack.scale("{}")["prefill"] == {"wanted": 3, "ready": 3, "draining": 0, "given_up": 0}
+    assert stack.scale('{"prefill": 1}')["prefill"] == {"wanted": 1, "ready": 1, "draining": 2, "given_up": 0}
     stack.read_until_all("  prefill-1    has ended", "  prefill-2    has ended")
     alive = {name for name, pid in stack.pids().items() if psutil.pid_exists(pid)}
     assert alive == {"redis", "kvtransfer", "prefill-0", "decode-0", "gateway"}
@@ -322,7 +322,7 @@ def test_a_scaling_request_that_makes_no_fleet_is_refused(start: Start) -> None:
         ("nonsense", 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'),
     ):
         assert why in stack.scale(request)["error"]
-        assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
+        assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0, "given_up": 0}
 
 
 def test_an_added_worker_that_keeps_ending_is_given_up_and_the_stack_goes_on(start: Start) -> None:
@@ -330,7 +330,7 @@ def test_an_added_worker_that_keeps_ending_is_given_up_and_the_stack_goes_on(sta
     stack.read_until("Ctrl-C stops")
     stack.scale('{"decode": 2}')
     stack.read_until("the stack goes on without it")
-    assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0}
+    assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0, "given_up": 1}
     stack.signal(signal.SIGINT)
     assert stack.end() == 0
     assert stack.leftovers() == []

@@ -1,0 +1,85 @@
+"""What the planners of a cluster have asked the platform for, in Redis, so that the next planner knows it too."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any, NamedTuple, cast
+
+from redis.asyncio import Redis
+
+from paceline.core.planner.reports import ROLES, Role
+from paceline.services.platforms.platform import PlatformState
+
+KEPT_SECONDS = 3600.0
+"""How long the time of a change is remembered. No guard of the planner looks back as far."""
+
+
+class Changes(NamedTuple):
+    """How long ago planners have made a role larger and smaller, in seconds; None if not lately."""
+
+    grown: float | None = None
+    shrunk: float | None = None
+
+
+class Asked:
+    """The numbers of workers that planners have asked for. A number that none of them has asked for is a person's."""
+
+    def __init__(self, client: Redis, cluster: str) -> None:
+        self._client = client
+        self._key = f"paceline:{cluster}:planner:asked"
+        self._numbers: dict[Role, set[int]] = {}
+        """Numbers that the platform may want. After a call that failed, nobody knows whether it wants the old or the
+        new one."""
+        self._given_up: dict[Role, int] = {}
+        """`RoleState.given_up` when the platform was looked at last."""
+
+    async def read(self) -> None:
+        """Take over what the planner before this one has asked for; nothing if Redis has lost it. Raises RedisError."""
+        found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._key))
+        self._numbers = {
+            role: set(map(int, found[role.encode()].split(b","))) for role in ROLES if role.encode() in found
+        }
+
+    async def note(self, before: Mapping[Role, int], after: Mapping[Role, int], pinned: Collection[Role]) -> None:
+        """Remember what a planner is about to ask for. Raises RedisError.
+
+        Args:
+            before: numbers of workers before the change.
+            after: numbers of workers after it, for the roles that change.
+            pinned: roles whose number a person has set, so that a change of it is the person's and not the planner's.
+        """
+        for role, count in after.items():
+            self._numbers[role] = self._numbers.get(role, set()) | {before.get(role, 0), count}
+        numbers: dict[Any, Any] = {role: ",".join(map(str, sorted(counts))) for role, counts in self._numbers.items()}
+        async with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.hset(self._key, mapping=numbers)
+            for role, count in after.items():
+                if role not in pinned and count != before.get(role, 0):
+                    name = "grown" if count > before.get(role, 0) else "shrunk"
+                    pipeline.set(f"{self._key}:{name}:{role}", 1, px=int(KEPT_SECONDS * 1000))
+            await pipeline.execute()
+
+    def edits(self, state: PlatformState) -> dict[Role, int]:
+        """Return the numbers that people have set at the platform itself, and take its present numbers as known.
+
+        A platform that has given workers up wants fewer, which is nobody's edit.
+        """
+        edits: dict[Role, int] = {}
+        for role, own in state.roles.items():
+            lost = max(0, own.given_up - self._given_up.get(role, own.given_up))
+            asked = self._numbers.get(role, {own.wanted})
+            if not any(number - lost <= own.wanted <= number for number in asked):
+                edits[role] = own.wanted
+        self._numbers = {role: {own.wanted} for role, own in state.roles.items()}
+        self._given_up = {role: own.given_up for role, own in state.roles.items()}
+        return edits
+
+    async def changes(self) -> dict[Role, Changes]:
+        """Return when planners have changed each role. Raises RedisError."""
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for role in ROLES:
+                pipeline.pttl(f"{self._key}:grown:{role}")
+                pipeline.pttl(f"{self._key}:shrunk:{role}")
+            left: list[int] = await pipeline.execute()
+        ages = [KEPT_SECONDS - milliseconds / 1000 if milliseconds > 0 else None for milliseconds in left]
+        return {role: Changes(*ages[2 * place : 2 * place + 2]) for place, role in enumerate(ROLES)}
