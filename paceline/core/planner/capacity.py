@@ -156,7 +156,9 @@ def _queue_workers(
         for percentile, limit, service in limits:
             late = max(0.0, math.log(chance / (1 - percentile))) * pause
             # No number of workers computes one prompt faster, so that a limit below its time only bounds the queue.
-            if max(late + service.mean, chance * pause + service.tail) > max(limit, 1.5 * service.tail):
+            # With a few very long prompts, the mean can be above the percentile.
+            shortest = max(service.mean, service.tail)
+            if max(late + service.mean, chance * pause + service.tail) > max(limit, 1.5 * shortest):
                 return False
         return True
 

@@ -12,7 +12,9 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from paceline.core.errors import ConfigError, UnavailableError
@@ -28,6 +30,9 @@ CALL_SECONDS = 20.0
 """Deadline of one call of the engine, in seconds."""
 GRACE_SECONDS = 60
 """Time that a worker has to drain if its service has no stop_grace_period, in seconds."""
+
+THREADS = 256
+"""Calls of the engine at the same time, at most. Each drain takes one until its container has ended."""
 
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
@@ -112,6 +117,8 @@ class ComposePlatform:
         self._ending: dict[str, asyncio.Task[None]] = {}
         """The drains under way, by id of the container."""
         self._acting = asyncio.Lock()
+        # asyncio's own threads are few, so that drains would keep other calls waiting.
+        self._threads = ThreadPoolExecutor(THREADS, "compose")
 
     async def state(self) -> PlatformState:
         """See `Platform.state`. A role without any container, even a stopped one, cannot be scaled."""
@@ -148,6 +155,7 @@ class ComposePlatform:
     async def close(self) -> None:
         """See `Platform.close`. Containers that drain end by themselves."""
         await end_tasks(*self._ending.values())
+        self._threads.shutdown(wait=False)
         await asyncio.to_thread(self._engine.close)
 
     async def _containers(self, role: Role) -> list[Container]:
@@ -178,7 +186,7 @@ class ComposePlatform:
 
     async def _call(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         try:
-            return await asyncio.to_thread(call, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *arguments))
         except self._failure as error:
             raise UnavailableError(f"the docker engine refuses or does not answer: {error}") from error
 

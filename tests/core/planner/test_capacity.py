@@ -56,6 +56,12 @@ def test_prefill_workers_have_room_above_their_work() -> None:
     assert busy < prefill_workers(classes, PREFILL) < 2 * busy
 
 
+def test_a_few_prompts_longer_than_the_objective_do_not_need_every_worker_that_there_is() -> None:
+    lengths = Distribution.of([100.0] * 96 + [100_000.0] * 4)  # the mean takes 0.4 s, and the 95th percentile 0.02 s
+    classes = [Wanted(replace(demand(1.0), prompt_tokens=lengths), Latency(ttft=0.3))]
+    assert prefill_workers(classes, PREFILL) < 50
+
+
 def test_a_tail_of_long_prompts_needs_more_workers_than_its_mean() -> None:
     same = demand(13.0, prompt=2000.0)
     tail = replace(same, prompt_tokens=Distribution.of([1000.0] * 9 + [11_000.0]))
