@@ -96,23 +96,31 @@ class Moves:
         if count <= 0 or self._refuses(self._guards.growing(role), role, "grow"):
             return
         if objectives.budget is not None and (each := objectives.limits(role).devices):
-            leaving = sum(objectives.limits(act.role).devices for act in self.actions if isinstance(act, Drain))
-            used = devices(self.wanted, objectives) + draining_devices(self.outlook.report, objectives) + leaving
-            count = min(count, (objectives.budget - used) // each)
+            count = min(count, (objectives.budget - self._devices_in_use()) // each)
         if count <= 0:
             self._hold(f"{role} has {self.wanted[role]}: needs {self.needs[role].least}, but the budget has no room")
             return
         self.wanted[role] += count
         self.actions.append(Add(role, self.wanted[role], self.needs[role].reason))
 
+    def _devices_in_use(self) -> int:
+        """Return the devices of all workers after the actions so far, those that drain included."""
+        objectives = self.outlook.objectives
+        leaving = sum(objectives.limits(act.role).devices for act in self.actions if isinstance(act, Drain))
+        return devices(self.wanted, objectives) + draining_devices(self.outlook.report, objectives) + leaving
+
     def _can_flip(self, source: Role, role: Role) -> bool:
-        seen = self.outlook.report.roles
+        """Return whether workers of `source` can take the role, and sooner than new ones would come."""
+        seen, budget = self.outlook.report.roles, self.outlook.objectives.budget
+        each = self.outlook.objectives.limits(role).devices
+        is_full = budget is not None and self._devices_in_use() + each > budget
+        start = seen[role].startup_seconds + is_full * seen[source].drain_seconds
         return (
             self.outlook.objectives.flips
             and seen[source].pinned is None
             and seen[role].pinned is None
-            and self.outlook.objectives.limits(source).devices == self.outlook.objectives.limits(role).devices
-            and seen[source].flip_seconds < seen[role].startup_seconds
+            and self.outlook.objectives.limits(source).devices == each
+            and seen[source].flip_seconds < start
             and any(role in each.flips_to for each in self._staying[source])
         )
 

@@ -222,6 +222,8 @@ class RoleState(BaseModel):
     wanted: int
     ready: int
     draining: int
+    given_up: int
+    """Workers that kept ending, so that the supervisor does not start them any more."""
 
 
 class Scale(BaseModel):

@@ -98,6 +98,7 @@ def _state_of(fleet: Fleet) -> dict[str, Any]:
             "wanted": len(own) - own.count("draining"),
             "ready": own.count("ready"),
             "draining": own.count("draining"),
+            "given_up": 0,
         }
         for role, own in states.items()
     }

@@ -93,6 +93,26 @@ def test_a_load_between_two_sizes_does_not_oscillate() -> None:
     assert changes <= 3, seen
 
 
+@pytest.mark.parametrize(("budget", "flips"), [(4, True), (5, False)])
+def test_a_flip_is_compared_with_a_drain_and_a_start_if_the_budget_is_used_up(budget: int, flips: bool) -> None:
+    limits: dict[Role, RoleLimits] = {"prefill": RoleLimits(2, 4), "decode": RoleLimits(1, 4)}
+    planner = Planner(replace(OBJECTIVES, roles=limits, budget=budget))
+    times = RoleReport(0, startup_seconds=3.0, drain_seconds=10.0, flip_seconds=5.0)
+    workers = tuple(
+        WorkerReport(f"w{number}", "decode" if number else "prefill", state_seconds=100.0, flips_to=("prefill",))
+        for number in range(4)
+    )
+
+    def report(at: float) -> Report:
+        roles: dict[Role, RoleReport] = {"prefill": replace(times, wanted=1), "decode": replace(times, wanted=3)}
+        traffic = {"chat": Traffic(5.0, arrivals=1)}
+        return Report(at, "1", workers, roles, traffic)
+
+    actions = [action.kind for decision in run(planner, report, 4) for action in decision.actions]
+    assert ("flip" in actions) is flips
+    assert ("add" in actions) is not flips
+
+
 def test_lost_figures_hold_the_fleet(planner: Planner) -> None:
     decisions = run(planner, lambda at: decode_report(at, 2, 0, traffic_age=60.0), 60, first=20.0)
     assert all(isinstance(decision.actions[0], Hold) for decision in decisions)
