@@ -29,7 +29,12 @@ class PlannerOptions(Options):
         0.1, "the same for the time between two tokens, in seconds; 0 is no objective", GROUP, at_least=0
     )
     objective_share: float = option(
-        0.95, "share of the requests that the planner keeps within their objectives", GROUP, at_least=0.5, at_most=0.999
+        0.95,
+        "share of the requests that the planner keeps within these times; classes of --classes-file have their own "
+        "(percentile)",
+        GROUP,
+        at_least=0.5,
+        at_most=0.999,
     )
     least_prefill: int = _count(1, "least prefill workers that the planner leaves")
     most_prefill: int = _count(8, "most prefill workers that the planner starts")

@@ -32,7 +32,7 @@ async def run(config: PlannerConfig) -> None:
         _replay(Path(config.replay))
         return
     stop = stop_on_signals()
-    planner = Planner(config.objectives(_latencies(config)))
+    planner = Planner(config.objectives(latencies(config)))
     record = RecordFile(Path(config.record), parse_bytes(config.record_size), planner) if config.record else None
     name = unique_name("planner")
     async with AsyncExitStack() as undo:
@@ -84,10 +84,10 @@ async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
     return ServePlatform(config.supervisor_socket)
 
 
-def _latencies(config: PlannerConfig) -> dict[str, Latency]:
+def latencies(config: PlannerConfig) -> dict[str, Latency]:
     """Return the objectives of the classes of --classes-file, and none for batches."""
     found = {
-        name: Latency(each.ttft_seconds, each.itl_seconds, config.objective_share)
+        name: Latency(each.ttft_seconds, each.itl_seconds, each.percentile)
         for name, each in read_classes(config.classes_file).items()
         if name not in (DEFAULT, BACKGROUND) or each.ttft_seconds or each.itl_seconds
     }
