@@ -198,9 +198,9 @@ class AdmissionQueue:
             async with asyncio.timeout(None if most is None else most.seconds) as limit:
                 while turn.refusal is None:
                     await self._wait(turn)
-                    if (turn.aside or self._next() is turn) and (
-                        admitted := await self._ask(turn, attempt)
-                    ) is not None:
+                    if not (turn.aside or self._next() is turn):
+                        continue
+                    if (admitted := await self._ask(turn, attempt)) is not None:
                         limit.reschedule(None)
                         is_served = True
                         return admitted
