@@ -82,10 +82,6 @@ def step(world: World, move: Move) -> str:
         move.act(world, *move.arguments)
     seen, before = report(world), world.before
     world.before = seen
-    complete = not (seen.gateways_lost or seen.traffic_age > world.setup.objectives.stale_seconds)
-    complete &= all(each.age <= world.setup.objectives.stale_seconds for each in seen.workers)
-    if not complete:
-        world.complete_since = (world.tick, world.tick)
     lines = []
     if move.route.startswith("second"):
         lines.append("second: " + _act(world, 1, before if move.route == "second old" and before else seen))
@@ -100,7 +96,7 @@ def step(world: World, move: Move) -> str:
 
 def _act(world: World, which: int, seen: Report, route: str = "") -> str:
     """Let a planner decide, and carry the decision out."""
-    if world.tick - world.heard[which] > 3:
+    if world.tick - world.heard[which] > 3 or not _is_complete(world, seen):
         world.complete_since = _replaced(world.complete_since, which, world.tick)
     world.heard = _replaced(world.heard, which, world.tick)
     decision = decide(world, which, seen)
@@ -110,6 +106,12 @@ def _act(world: World, which: int, seen: Report, route: str = "") -> str:
     elif route != "unapplied":
         _carry_out(world, which, decision)
     return decision.line
+
+
+def _is_complete(world: World, seen: Report) -> bool:
+    stale = world.setup.objectives.stale_seconds
+    fresh = all(each.age <= stale for each in seen.workers)
+    return fresh and seen.traffic_age <= stale and not seen.gateways_lost
 
 
 def _carry_out(world: World, which: int, decision: Any) -> None:

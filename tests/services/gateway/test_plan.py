@@ -46,10 +46,11 @@ def test_what_the_client_says_wins(tokenizer: Tokenizer) -> None:
     assert (sampling.logit_bias, sampling.allowed_token_ids) == ({7: -100}, (1, 2))
 
 
-def test_a_seed_is_kept_or_drawn(tokenizer: Tokenizer) -> None:
-    assert completion(tokenizer, seed=-2).prompts[0].sampling.seed == 2**64 - 2
+def test_a_seed_is_kept_or_follows_from_the_id(tokenizer: Tokenizer) -> None:
+    assert completion(tokenizer, seed=-2).seeded("a").prompts[0].sampling.seed == 2**64 - 2
     for unsaid in (None, -1):
-        assert len({completion(tokenizer, seed=unsaid).prompts[0].sampling.seed for _ in range(5)}) > 1
+        plan = completion(tokenizer, seed=unsaid)
+        assert len({plan.seeded(name).prompts[0].sampling.seed for name in "abcab"}) == 3
 
 
 def test_the_model_s_ends_are_stop_tokens_unless_ignored(tokenizer: Tokenizer) -> None:

@@ -19,7 +19,7 @@ PROMPT = [257, *b"hello", 258]
 async def events(stack: Stack, path: str, **body: Any) -> list[dict[str, Any]]:
     """Return the events of a stream, without [DONE], which must be the last one."""
     async with stack.http.stream("POST", path, json=body) as response:
-        *lines, done = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+        *lines, done = [line.removeprefix("data: ") async for line in response.aiter_lines() if line[:5] == "data:"]
     assert done == "[DONE]"
     return [json.loads(line) for line in lines]
 
