@@ -127,7 +127,7 @@ def lines(found: Found) -> Iterator[str]:
     devices = result.device_seconds / result.seconds if result.seconds else 0.0
     yield scenario.name
     yield (
-        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {result.cost:.2f} "
+        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {result.cost:.3g} "
         f"({result.cost / max(1e-9, result.seconds) * 3600:.2f} an hour)"
     )
     for name, own in sorted(result.classes.items()):
@@ -165,7 +165,7 @@ def compare(apart: Found, together: Found) -> Iterable[str]:
     one, other = apart.result, together.result
     if one.is_met and other.is_met and one.cost and other.cost:
         saved = 1 - one.cost / other.cost
-        what = f"it costs {one.cost:.2f} and the aggregated fleet {other.cost:.2f}, and both meet the objectives"
+        what = f"it costs {one.cost:.3g} and the aggregated fleet {other.cost:.3g}, and both meet the objectives"
         better = saved
     else:
         better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
