@@ -24,7 +24,7 @@ ASIDE_SECONDS = 0.2
 answers come within milliseconds; they take longer if a prefix is fetched to the worker's host first."""
 
 IDLE_SECONDS = (0.2, 0.6)
-"""Seconds between two tries of a patient sequence of the background."""
+"""Seconds between two tries of a patient sequence of the background, or of a request that stands aside."""
 
 T = TypeVar("T")
 
@@ -35,13 +35,13 @@ class _Turn(Entry):
 
     claim: Claim
     demand: Demand = field(default_factory=Demand)
-    gives_up: float = float("inf")
-    """When it is refused if there was no room."""
+    late_after: float = float("inf")
+    """When its objective or its deadline is missed."""
     may_ask: asyncio.Event = field(default_factory=asyncio.Event)
     asks: bool = False
     """Whether it tries to be admitted just now."""
     aside: bool = False
-    """Whether it tries and later requests do not wait for its answer."""
+    """Whether later requests do not wait for it: its answer takes long, or only workers that are gone could take it."""
     refusal: RefusedError | None = None
     """Set if it is refused while it waits."""
 
@@ -170,7 +170,7 @@ class AdmissionQueue:
         now = time.monotonic()
         while True:
             last = self._order.last(lambda other: other.may_be_refused and other.priority > newcomer.priority)
-            if last is None or not self.shedder.is_late(self._order, last, last.gives_up, now):
+            if last is None or not self.shedder.is_late(self._order, last, last.late_after, now):
                 return
             self._refuse(last, "priority")
 
@@ -198,7 +198,9 @@ class AdmissionQueue:
             async with asyncio.timeout(None if most is None else most.seconds) as limit:
                 while turn.refusal is None:
                     await self._wait(turn)
-                    if self._next() is turn and (admitted := await self._ask(turn, attempt)) is not None:
+                    if not (turn.aside or self._next() is turn):
+                        continue
+                    if (admitted := await self._ask(turn, attempt)) is not None:
                         limit.reschedule(None)
                         is_served = True
                         return admitted
@@ -221,7 +223,8 @@ class AdmissionQueue:
         if turn.claim.patient:
             return None
         most = self.shedder.wait_limit(turn.demand, now)
-        turn.gives_up = now + most.seconds
+        if most.reason != "timeout":
+            turn.late_after = now + most.seconds
         self._refuse_late(turn)
         return most
 
@@ -245,14 +248,18 @@ class AdmissionQueue:
             return await attempt()
         finally:
             timer.cancel()
-            turn.asks = turn.aside = False
+            turn.asks, turn.aside = False, turn.claim.first and turn.claim.is_stranded()
+            if turn.aside:
+                self.wake()
 
     def _step_aside(self, turn: _Turn) -> None:
         turn.aside = True
         self.wake()
 
     async def _wait(self, turn: _Turn) -> None:
-        patience = random.uniform(*POLL_SECONDS) if self._next() is turn else None
+        patience: float | None = None
+        if turn.aside or self._next() is turn:
+            patience = random.uniform(*(IDLE_SECONDS if turn.aside else POLL_SECONDS))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 await turn.may_ask.wait()

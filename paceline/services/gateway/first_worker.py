@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from paceline.core.errors import BusyError, UnavailableError
+from paceline.services.gateway.errors import LeavingError
 from paceline.services.gateway.fleet import Fleet
 
 
@@ -21,8 +22,13 @@ class FirstWorker:
         self._fleet = fleet
         self._max_waiting = max_waiting
         self._waiting = 0
+        self._aborted = False
         self.on_wait: Callable[[], object] = lambda: None
         """Called when the first request begins to wait."""
+
+    def abort(self) -> None:
+        """Let all requests here fail with LeavingError, within the time of a refresh of the fleet."""
+        self._aborted = True
 
     async def wait(self, seconds: float) -> None:
         """Return when a decode worker is ready, or when no planner is about to start one.
@@ -33,6 +39,7 @@ class FirstWorker:
         Raises:
             BusyError: too many requests wait.
             UnavailableError: the wait was longer than `seconds`.
+            LeavingError: the gateway ends.
         """
         if not self._fleet.awaits_first_worker:
             return
@@ -45,6 +52,8 @@ class FirstWorker:
             async with asyncio.timeout(seconds):
                 while self._fleet.awaits_first_worker:
                     await self._fleet.refreshed()
+                    if self._aborted:
+                        raise LeavingError
         except TimeoutError:
             raise UnavailableError(f"no worker has started within {seconds:g} seconds; try again later") from None
         finally:

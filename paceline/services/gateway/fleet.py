@@ -51,9 +51,12 @@ class Fleet:
     Args:
         model: the digest of this gateway's model. Workers with another model are shown, but get no requests.
         credentials: what this gateway shows to the members, and wants to see of them.
+        return_seconds: time in which a decode worker that failed may come back.
     """
 
-    def __init__(self, redis: Redis, cluster: str, model: str, credentials: Credentials) -> None:
+    def __init__(
+        self, redis: Redis, cluster: str, model: str, credentials: Credentials, return_seconds: float = 0.0
+    ) -> None:
         self._redis = redis
         self._cluster = cluster
         self.model = model
@@ -80,6 +83,9 @@ class Fleet:
         self._refreshed = asyncio.Event()
         self._longest = 0
         """The longest context of workers that were ready, for a time when none is."""
+        self._return_seconds = return_seconds
+        self._failed_at = float("-inf")
+        """When a ready decode worker failed last, on time.monotonic()."""
 
     async def start(self) -> None:
         """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
@@ -125,7 +131,9 @@ class Fleet:
         return self._workers[worker_id]
 
     def max_model_len(self, decodes: bool = True) -> int:
-        """Return the longest context that a worker takes; 0 if no worker is ready. Workers set aside count, too.
+        """Return the longest context that a worker takes; 0 if no worker is ready and none is expected to be soon.
+
+        Workers set aside count, too. If none is left, the last known length is returned while workers may come back.
 
         Args:
             decodes: whether the work needs a decode worker. If no prefill worker is ready, all work does.
@@ -136,12 +144,17 @@ class Fleet:
         found = max((member.max_model_len for member in workers), default=0)
         if found:
             self._longest = found
-        return found or (self._longest if self.may_be_empty else 0)
+        return found or (self._longest if self.may_be_empty or self._may_return else 0)
 
     @property
     def awaits_first_worker(self) -> bool:
         """Whether no decode worker is ready and a planner starts one for the requests that wait."""
-        return self.may_be_empty and not any(self._is_ready(worker) for worker in self._workers.values())
+        return self.may_be_empty and not self.has_decode_worker
+
+    @property
+    def has_decode_worker(self) -> bool:
+        """Whether a decode worker is ready."""
+        return any(self._is_ready(worker) for worker in self._workers.values())
 
     @property
     def has_planner(self) -> bool:
@@ -153,6 +166,11 @@ class Fleet:
         """Whether a planner scales this fleet that starts decode workers when requests come, and may leave none."""
         plans = (worker.member.plan for worker in self._workers.values() if worker.available)
         return any(plan.leads and not plan.advisory and "decode" in plan.may_be_empty for plan in plans)
+
+    @property
+    def _may_return(self) -> bool:
+        """Whether a decode worker that failed lately may come back. One that drained does not."""
+        return time.monotonic() < self._failed_at + self._return_seconds
 
     def _is_ready(self, worker: RemoteWorker) -> bool:
         member = worker.member
@@ -181,7 +199,7 @@ class Fleet:
     def set_aside(self, worker: RemoteWorker) -> None:
         """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
         if not worker.set_aside:
-            self.ends.note(worker.member.worker_id)
+            self._note_failure(worker)
         worker.set_aside = True
         self._changed.add(worker)
         self._failed_workers.add(worker.member.worker_id)
@@ -260,7 +278,7 @@ class Fleet:
             elif worker is None or member.epoch >= worker.member.epoch:
                 if worker is not None:
                     if worker.member.state != "draining" and not worker.set_aside:
-                        self.ends.note(name)
+                        self._note_failure(worker)
                     self._drop(worker)
                 self._workers[name] = worker = RemoteWorker(member, self._credentials)
                 worker.on_change = partial(self._note_change, worker)
@@ -315,6 +333,13 @@ class Fleet:
             worker.is_untrusted = True
             self.set_aside(worker)
             return False
+
+    def _note_failure(self, worker: RemoteWorker) -> None:
+        """Record that a worker has failed, before it is set aside or replaced."""
+        self.ends.note(worker.member.worker_id)
+        # A worker that ends in order takes itself off the list first.
+        if worker.listed and self._is_ready(worker):
+            self._failed_at = time.monotonic()
 
     def _note_change(self, worker: RemoteWorker) -> None:
         self._changed.add(worker)

@@ -81,7 +81,8 @@ class Gateway:
         self.draining = False
         """Whether new requests are refused."""
         self._redis = connect(config.redis)
-        self.fleet = Fleet(self._redis, config.cluster, model_digest(Path(config.model)), read_credentials(config))
+        digest, credentials = model_digest(Path(config.model)), read_credentials(config)
+        self.fleet = Fleet(self._redis, config.cluster, digest, credentials, return_seconds=config.queue_seconds)
         self._placements = PlacementLog(self._redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
 from paceline.services.gateway.attempt import Generated
+from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.decode_limits import DecodeLimits
 from paceline.services.gateway.queueing.feeding import are_fed, is_fed
@@ -26,15 +27,16 @@ class LoadControl:
 
     Args:
         shedder: gets the times to first token.
-        find: returns a worker by its id; None if it is gone.
+        fleet: the workers.
+        hold_seconds: longest time for which a request is held back although a worker has room, if there are no classes.
         classes: the objectives and weights, by class.
     """
 
-    def __init__(
-        self, shedder: LoadShedder, find: Callable[[str], RemoteWorker | None], classes: Classes = NO_CLASSES
-    ) -> None:
+    def __init__(self, shedder: LoadShedder, fleet: Fleet, hold_seconds: float, classes: Classes = NO_CLASSES) -> None:
         self._shedder = shedder
-        self._find = find
+        self._fleet = fleet
+        # Without classes, a request that a worker has room for must not be refused after a wait for its turn.
+        self._hold_seconds = hold_seconds if classes is NO_CLASSES else float("inf")
         self._classes = classes
         self._limits = DecodeLimits()
         self._answers = UsualAnswers()
@@ -75,6 +77,7 @@ class LoadControl:
             first=again,
             patient=sequence.follows and not again,
             background=sequence.background,
+            is_stranded=lambda: sequence.unreachable_since is not None and self._fleet.has_decode_worker,
             measure=measure,
         )
 
@@ -90,8 +93,14 @@ class LoadControl:
             if not self._limits.has_room(worker_id, worker.candidate(0.0).requests)
         )
 
-    def is_premature(self, need: Need, placement: Placement, snapshot: Iterable[Candidate]) -> bool:
-        """Return whether a prompt has to wait here, because the worker of its placement and all others have enough."""
+    def is_premature(self, need: Need, placement: Placement, snapshot: Iterable[Candidate], waited: float) -> bool:
+        """Return whether a prompt has to wait here, because the worker of its placement and all others have enough.
+
+        Args:
+            waited: seconds since the request began to wait.
+        """
+        if waited > self._hold_seconds:
+            return False
         computing = placement.computing
         self._prefill_rate = computing.load.prefill_tokens_per_second or self._prefill_rate
         left = need.prompt_tokens - max(need.cached.values(), default=0)
@@ -101,7 +110,7 @@ class LoadControl:
 
     def _workers(self, worker_ids: Iterable[str]) -> Iterator[tuple[str, RemoteWorker]]:
         for worker_id in worker_ids:
-            if (worker := self._find(worker_id)) is not None:
+            if (worker := self._fleet.find(worker_id)) is not None:
                 yield worker_id, worker
 
     def hear(self, sequence: SequenceRun, worker: RemoteWorker | None, record: AttemptTrace, event: object) -> None:

@@ -106,6 +106,8 @@ class StreamIds:
         has_finished = delta.finish_reason is not None
         now = self._sent[index] = Position(self._sent[index].tokens + len(delta.tokens), has_finished)
         if now[:2] < received[:2]:
+            if has_finished:
+                raise ApiError(400, f"{HEADER} names more tokens than the answer has: send the same body", param=HEADER)
             return b""
         events = written.split(_END)[:-1]
         if now[:2] == received[:2]:
@@ -117,6 +119,8 @@ class StreamIds:
         )
 
     def _with_id(self, event: bytes, index: int, position: Position) -> bytes:
-        entries = [*map(str, self._sent)]
+        # Until the gathered tokens of another choice have come, the client's position there is the one that it named.
+        both = zip(self._sent, self._received, strict=True)
+        entries = [str(sent if sent[:2] >= received[:2] else received) for sent, received in both]
         entries[index] = str(position)
         return f"id: {','.join(entries)}\n".encode() + event

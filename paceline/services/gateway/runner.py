@@ -60,7 +60,7 @@ class SequenceRunner:
         classes: Classes = NO_CLASSES,
     ) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
-        self._load = LoadControl(self.queue.shedder, fleet.find, classes)
+        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds / 2, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
@@ -87,6 +87,7 @@ class SequenceRunner:
     def abort(self) -> None:
         """End all attempts. Each sequence fails with UnavailableError."""
         self._aborted = True
+        self.first_worker.abort()
         for attempt in list(self._running):
             attempt.close()
         self.queue.wake()
@@ -198,12 +199,13 @@ class SequenceRunner:
         record.tries.append(own)
         deadline = self._patience.begin_attempt(sequence)
         await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        since = time.monotonic()
         claim = self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline)
         try:
             # The queue refuses an ordinary request before its deadline comes.
             async with asyncio.timeout(None if claim.is_ordinary else deadline - time.monotonic()):
                 attempt: AnyAttempt = await self.queue.admit(
-                    lambda: self._try_to_admit(sequence, own, deadline, again), claim
+                    lambda: self._try_to_admit(sequence, own, deadline, again, time.monotonic() - since), claim
                 )
         except TimeoutError:
             raise self._patience.too_late(sequence) from None
@@ -223,9 +225,14 @@ class SequenceRunner:
         return attempt
 
     async def _try_to_admit(
-        self, sequence: SequenceRun, record: AttemptTrace, deadline: float, again: bool
+        self, sequence: SequenceRun, record: AttemptTrace, deadline: float, again: bool, waited: float
     ) -> AnyAttempt | None:
-        """Ask workers in the router's order until they admit an attempt. Returns None if all are full or gone."""
+        """Ask workers in the router's order until they admit an attempt. Returns None if all are full or gone.
+
+        Args:
+            again: whether the sequence had been admitted before.
+            waited: seconds since it began to wait in the queue.
+        """
         kind = KINDS[sequence.kind]
         context_tokens = sequence.context_tokens
         cached = self._cached_tokens(sequence)
@@ -250,7 +257,7 @@ class SequenceRunner:
             placement = self._place(kind, need, snapshot)
             held = FULL if full and placement is None else ""
             may_wait = not again and not sequence.background  # the background has a pace of its own
-            if placement is not None and may_wait and self._load.is_premature(need, placement, snapshot):
+            if placement is not None and may_wait and self._load.is_premature(need, placement, snapshot, waited):
                 placement, held = None, PREMATURE
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:

@@ -144,6 +144,8 @@ class TraceRecorder:
             self._file.close()
 
     def _write(self, ending: Ending) -> None:
+        if self._file.closed:
+            self._rotate()  # it failed the last time
         line = {**ending.fields, "hash_ids": [self._name(link) for link in ending.links]}
         if ending.session:
             line["session"] = self._name(ending.session.encode())
@@ -152,8 +154,12 @@ class TraceRecorder:
             self._file.flush()
         if self._file.tell() > self._most_bytes:
             self._file.close()
+            self._rotate()
+
+    def _rotate(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
             self._path.replace(self._older)
-            self._file = self._open()
+        self._file = self._open()
 
     def _open(self) -> IO[str]:
         # Even without texts, only the owner may read who sends how much and when.

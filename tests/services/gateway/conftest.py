@@ -166,6 +166,9 @@ class Stack:
     async def _is_healthy(self) -> bool:
         return (await self.http.get("/health")).status_code == 200
 
+    async def is_without_workers(self) -> bool:
+        return (await self.http.get("/health")).status_code == 503
+
     async def close(self) -> None:
         for other in self._others:
             await other.close()

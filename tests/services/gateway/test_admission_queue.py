@@ -291,3 +291,15 @@ async def test_who_cannot_have_its_first_token_in_time_leaves_the_line() -> None
     with pytest.raises(RefusedError, match="later than the objective") as caught:
         await line.admit(room.ask("a"), Claim(measure=demand))
     assert (caught.value.reason, len(line)) == ("overload", 0)
+
+
+async def test_a_stranded_request_that_lost_its_worker_does_not_hold_up_others() -> None:
+    line, room, gone = AdmissionQueue(8, 60), Room(), Room()
+    stranded = asyncio.create_task(line.admit(gone.ask("stranded"), Claim(first=True, is_stranded=lambda: True)))
+    while not len(line):
+        await asyncio.sleep(0)
+    room.places = 1
+    async with asyncio.timeout(10):
+        assert await line.admit(room.ask("b")) == "b"
+        gone.places = 1
+        assert await stranded == "stranded"

@@ -10,6 +10,7 @@ import pytest
 from paceline.core.errors import BusyError
 from paceline.proto.fleet_pb2 import PlanReport
 from paceline.services.common.registry import Member
+from paceline.services.gateway.errors import LeavingError
 from paceline.services.gateway.first_worker import FirstWorker
 from tests.services.gateway.conftest import Cluster, Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
@@ -79,4 +80,16 @@ async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
     await cluster.add("d")
     await first
     await place.wait(0)  # there is a worker now
+    await planner.stop()
+
+
+async def test_requests_end_with_the_gateway(cluster: Cluster) -> None:
+    planner = ToyPlanner("decode")
+    await planner.start(cluster._redis_url, cluster.name)
+    await eventually(lambda: cluster.fleet.awaits_first_worker)
+    place = FirstWorker(cluster.fleet, max_waiting=1)
+    waiting = asyncio.create_task(place.wait(20))
+    place.abort()
+    with pytest.raises(LeavingError):
+        await waiting
     await planner.stop()

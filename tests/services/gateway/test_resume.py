@@ -135,6 +135,24 @@ def test_an_id_that_is_none_is_refused(text: str) -> None:
         read_positions(text, 1)
 
 
+def test_an_id_keeps_what_the_client_has_of_other_choices() -> None:
+    """The client may come back again before the second choice's tokens have been gathered."""
+    ids = StreamIds(read_positions("5,7f", 2), 2)
+    event = b"data: x\n\n"
+    assert ids.mark(Delta(0, tokens=[Token(0)] * 5), event) == b""
+    assert ids.mark(Delta(0, tokens=[Token(0)]), event) == b"id: 6,7f\n" + event
+    assert ids.mark(Delta(1, tokens=[Token(0)] * 7), event) == b""
+    assert ids.mark(Delta(1, finish_reason="stop"), event) == b""
+    assert ids.mark(Delta(0, finish_reason="stop"), event) == b"id: 6f,7f\n" + event
+
+
+def test_an_id_past_the_end_of_the_answer_is_refused() -> None:
+    ids = StreamIds(read_positions("9", 1), 1)
+    assert ids.mark(Delta(0, tokens=[Token(0)] * 5), b"data: x\n\n") == b""
+    with pytest.raises(ApiError, match="more tokens than the answer has"):
+        ids.mark(Delta(0, finish_reason="stop"), b"data: x\n\n")
+
+
 # ---- the whole way, with two gateways
 
 

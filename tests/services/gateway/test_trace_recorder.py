@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,20 @@ def test_files_are_bounded_and_an_old_trace_is_kept(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--record-trace .* cannot be written"):
         recorder(tmp_path / "missing" / "trace.jsonl")
+
+
+def test_a_file_that_could_not_be_replaced_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, replace, failed = tmp_path / "trace.jsonl", Path.replace, threading.Event()
+
+    def fail(self: Path, target: Path) -> Path:
+        failed.set()
+        raise PermissionError("no")
+
+    own = recorder(path, size=2)  # each line fills the file
+    monkeypatch.setattr(Path, "replace", fail)
+    own.record(sequence([1]), time.monotonic(), "", "stop")
+    assert failed.wait(10)
+    monkeypatch.setattr(Path, "replace", replace)
+    own.record(sequence([1, 2]), time.monotonic(), "", "stop")
+    own.close()
+    assert [line["input_length"] for line in lines(path.with_name("trace.jsonl.1"))] == [2]

@@ -79,3 +79,19 @@ async def test_a_request_does_not_wait_for_first_workers_for_ever(start_stack: S
     await stack.add("decode", "loading", state="starting")
     await eventually(stack.sees_all)
     assert (await stack.post("/v1/completions", prompt="abc", max_tokens=3)).status_code == 503
+
+
+async def test_a_request_waits_while_failed_workers_come_back(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=1)
+    assert (await stack.post("/v1/completions", prompt="abc", max_tokens=3)).status_code == 200
+    failed = stack.workers.pop("decode-0")
+    await failed._rpc.close(0)
+    first = asyncio.create_task(stack.post("/v1/completions", prompt="abc", max_tokens=3))
+    await eventually(stack.is_without_workers)
+    await failed.leave_redis()
+    await eventually(stack.sees_all)
+    second = asyncio.create_task(stack.post("/v1/completions", prompt="abc", max_tokens=3))
+    await asyncio.sleep(0.3)
+    assert (first.done(), second.done()) == (False, False)
+    await stack.add("decode", "decode-0")
+    assert [(await each).status_code for each in (first, second)] == [200, 200]

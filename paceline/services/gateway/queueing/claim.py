@@ -44,6 +44,9 @@ class Claim:
     background: bool = False
     """Whether nobody waits for it. Then it is never in the queue: it is refused if others wait or if there is no room,
     and its caller tries again later. A patient one tries until there is room."""
+    is_stranded: Callable[[], bool] = lambda: False
+    """Returns whether no worker that is there can ever take it, but others may be served. If it is `first`, they do not
+    wait for it then."""
     measure: Callable[[], Demand] = Demand
     """Returns what it needs. This takes some time, so it is only called if the request has to wait."""
 

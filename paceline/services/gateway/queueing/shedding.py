@@ -87,12 +87,13 @@ class LoadShedder:
     def check(self, order: FairOrder[E], entry: E, demand: Demand, now: float) -> None:
         """Raise RefusedError if a request that has to wait would wait too long.
 
-        A request that comes back as it was told is not refused, and keeps the place of its first arrival among those of
-        its owner.
+        A request without an objective and without a deadline may wait for `queue_seconds`, whatever the forecast says.
+        One that comes back as it was told is not refused, and keeps the place of its first arrival among those of its
+        owner.
         """
         early = self._promises.early(demand.fingerprint, now)
         wait_limit = self.wait_limit(demand, now)
-        if early != 0 and self._is_too_long(order, entry, wait_limit.seconds, now):
+        if early != 0 and self._is_too_long(order, entry, wait_limit, now):
             if early is None:
                 raise self.refusal(order, entry, demand, wait_limit, now)
             seconds = retry_after(early)
@@ -101,7 +102,10 @@ class LoadShedder:
         if (ticket := self._promises.keep(demand.fingerprint)) is not None:
             entry.ticket = ticket
 
-    def _is_too_long(self, order: FairOrder[E], entry: E, most: float, now: float) -> bool:
+    def _is_too_long(self, order: FairOrder[E], entry: E, wait_limit: WaitLimit, now: float) -> bool:
+        most, reason = wait_limit
+        if reason == "timeout":
+            return False  # nothing is lost if it waits, and the forecast may be wrong
         if most <= 0:
             return True
         wait, present = self.wait(order, entry, now), self.wait(order, entry, now, 0.0)

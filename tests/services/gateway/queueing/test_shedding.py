@@ -181,3 +181,14 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
         shedder.check(order, Entry(), demand, 100.0)
     assert caught.value.reason == "deadline"
     shedder.check(order, Entry(), Demand(prompt_seconds=1.0, deadline=102.0), 100.0)
+
+
+def test_without_an_objective_a_request_waits_whatever_the_forecast_says() -> None:
+    shedder, order = LoadShedder(60.0), FairOrder[Entry]()
+    order.add(Entry(work=1e6))
+    shedder.rate.set_waiting(True, 0.0)
+    for at in range(8):
+        shedder.rate.admit(1.0, float(at))
+    with pytest.raises(RefusedError):
+        shedder.check(order, Entry(), Demand(first_token_by=50.0), 8.0)
+    shedder.check(order, Entry(), Demand(), 8.0)
