@@ -23,7 +23,7 @@ def scale(
         targets: e.g. "prefill=3" for a number of workers, "prefill-0=decode" for the new role of one.
         drain: ids of workers that shall end. If nothing is requested, the fleet is only printed.
         release: roles whose number of workers the planner chooses again.
-        wait: seconds to wait until all wanted workers are ready and no worker drains; 0 returns at once.
+        wait: seconds to wait until all wanted workers are ready in their roles and no worker drains; 0 returns at once.
 
     Raises:
         ConfigError: a target cannot be read.
@@ -34,7 +34,7 @@ def scale(
     wanted = _parse(targets) | {name: given for name, given in lists.items() if given}
     state = gateway.fetch("/fleet/scale", wanted or None, SECONDS)
     deadline = time.monotonic() + wait
-    while wait and not _is_settled(state):
+    while wait and not (_is_settled(state) and _have_roles(gateway, wanted.get("flip", {}))):
         if time.monotonic() >= deadline:
             raise UnavailableError(f"after {wait:g} seconds the fleet has not reached its targets: {_describe(state)}")
         time.sleep(POLL_SECONDS)
@@ -57,6 +57,15 @@ def _parse(targets: Sequence[str]) -> dict[str, Any]:
 
 def _is_settled(state: Mapping[str, Any]) -> bool:
     return all(role["ready"] >= role["wanted"] and not role["draining"] for role in state.values())
+
+
+def _have_roles(gateway: GatewayClient, roles: Mapping[str, str]) -> bool:
+    """Return whether workers serve in their new roles. The numbers of workers do not show a change under way."""
+    if not roles:
+        return True
+    workers = gateway.fetch("/fleet", seconds=SECONDS)["workers"]
+    ready = {each["worker_id"]: each["role"] for each in workers if each["state"] == "ready"}
+    return all(ready.get(name) == role for name, role in roles.items())
 
 
 def _describe(state: Mapping[str, Any]) -> str:

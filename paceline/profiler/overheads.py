@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.errors import UnavailableError
 from paceline.core.step_times import Delay
 from paceline.profiler.fit import spread_of
 from paceline.profiler.stack import Answer
@@ -38,8 +39,12 @@ def find_overheads(singles: Sequence[Traced], texts: Sequence[Traced], decode_st
     Args:
         singles, texts: requests that ran alone, with token ids and with texts; at least one of the first.
         decode_step: time of a decode step with one sequence, in seconds.
+
+    Raises UnavailableError if no request ran undisturbed.
     """
     parts = [part for part in map(_parts, singles) if part is not None]
+    if not parts:
+        raise UnavailableError("every request of the profile was moved or retried; profile a stack that stays as it is")
     base = statistics.median(part["asked"] for part in parts)
     spoken = [part for part in map(_parts, texts) if part is not None]
     longest = max(spoken, key=lambda part: part["tokens"], default=None)

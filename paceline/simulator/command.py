@@ -18,7 +18,7 @@ from paceline.simulator.report.content import Report
 from paceline.simulator.report.describe import describe
 from paceline.simulator.result import ClassResult
 from paceline.simulator.scenario import Failure, Scenario
-from paceline.simulator.search import Found, cheapest
+from paceline.simulator.search import Found, MissedError, cheapest
 from paceline.simulator.simulation import simulate
 from paceline.simulator.trace import Trace, TraceRequest
 from paceline.simulator.trace_files import read_trace
@@ -36,9 +36,15 @@ def simulate_fleet(arguments: dict[str, Any]) -> int:
     scenario = _scenario(arguments)
     found = _find(scenario, load, arguments["find"])
     alternatives: list[Found] = []
+    notes: list[str] = []
     if not (arguments["no_compare"] or arguments["planner"] or found.scenario.is_aggregated or not scenario.prefill):
-        alternatives.append(_find(dataclasses.replace(found.scenario, is_aggregated=True), load, arguments["find"]))
-    notes = [note for other in alternatives for note in compare(found, other)]
+        try:
+            other = _find(dataclasses.replace(found.scenario, is_aggregated=True), load, arguments["find"])
+        except MissedError:
+            notes.append("Disaggregation pays for this load: workers that do both miss the objectives, however many.")
+        else:
+            alternatives.append(other)
+            notes.extend(compare(found, other))
     for own in (found, *alternatives):
         print(*lines(own), sep="\n")
         print()
@@ -63,7 +69,11 @@ class _Load:
             raise ConfigError("simulate needs a load: --trace FILE, or --load FILE")
         if not arguments["speed"] > 0:
             raise ConfigError("--speed must be above 0")
+        if arguments["requests"] < 0:
+            raise ConfigError("--requests must be at least 0, which takes all")
         trace = read_trace(file) if described is None else read_load(described).trace()
+        if next(iter(trace), None) is None:
+            raise ConfigError(f"{described} describes no request: raise its seconds or its rate")
         return _Load((file or described).name, trace, arguments["speed"], arguments["requests"])
 
     def requests(self) -> Trace:
@@ -75,6 +85,10 @@ class _Load:
 
 
 def _scenario(arguments: dict[str, Any]) -> Scenario:
+    if arguments["budget"] and not arguments["planner"]:
+        raise ConfigError("--budget is for the planner; add --planner, or leave it out")
+    if arguments["find"] and arguments["planner"]:
+        raise ConfigError("--find searches a fleet that stays as it is; leave out --find or --planner")
     limits = RoleLimits(0, 1_000_000)
     objectives = Objectives(
         default=Latency(arguments["ttft"], arguments["itl"], arguments["share"]),
@@ -111,9 +125,9 @@ def lines(found: Found) -> Iterator[str]:
     """Yield the result in lines of text."""
     scenario, result = found.scenario, found.result
     devices = result.device_seconds / result.seconds if result.seconds else 0.0
-    yield fleet_name(scenario)
+    yield scenario.name
     yield (
-        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {result.cost:.2f} "
+        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {result.cost:.3g} "
         f"({result.cost / max(1e-9, result.seconds) * 3600:.2f} an hour)"
     )
     for name, own in sorted(result.classes.items()):
@@ -136,16 +150,9 @@ def _class_lines(name: str, own: ClassResult, limits: Latency) -> Iterator[str]:
         ("ITL", own.itl, None),
         ("mean ITL", own.mean_itl, limits.itl),
     ):
-        goal = "" if limit is None else f"   objective {limit * 1000:.0f} ms"
+        goal = "" if limit is None else f"   objective {limit * 1000:g} ms"
         values = "  ".join(f"{part} {getattr(times, part) * 1000:8.1f}" for part in ("p50", "p90", "p95", "p99"))
         yield f"    {title:<8}  {values}  ms{goal}"
-
-
-def fleet_name(scenario: Scenario) -> str:
-    """Return the fleet in words."""
-    if scenario.is_aggregated:
-        return f"{scenario.prefill + scenario.decode} workers that compute prompts and decode"
-    return f"{scenario.prefill} prefill and {scenario.decode} decode workers"
 
 
 def compare(apart: Found, together: Found) -> Iterable[str]:
@@ -158,7 +165,7 @@ def compare(apart: Found, together: Found) -> Iterable[str]:
     one, other = apart.result, together.result
     if one.is_met and other.is_met and one.cost and other.cost:
         saved = 1 - one.cost / other.cost
-        what = f"it costs {one.cost:.2f} and the aggregated fleet {other.cost:.2f}, and both meet the objectives"
+        what = f"it costs {one.cost:.3g} and the aggregated fleet {other.cost:.3g}, and both meet the objectives"
         better = saved
     else:
         better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
@@ -177,7 +184,7 @@ def compare(apart: Found, together: Found) -> Iterable[str]:
 
 def _write(arguments: dict[str, Any], load: str, found: list[Found], notes: list[str]) -> None:
     shown = Report(
-        simulations=tuple(describe(fleet_name(own.scenario), load, own.scenario, own.result) for own in found),
+        simulations=tuple(describe(own.scenario.name, load, own.scenario, own.result) for own in found),
         notes=tuple(notes),
     )
     for file, text in ((arguments["json"], shown.to_json), (arguments["html"], lambda: render(shown))):

@@ -54,6 +54,12 @@ class Uniform(_Table):
     least: Positive
     most: Positive
 
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.least > self.most:
+            raise ValueError("least must not be above most")
+        return self
+
     def draw(self, source: random.Random) -> float:
         return source.uniform(self.least, self.most)
 
@@ -64,11 +70,21 @@ class Skewed(_Table):
     median: Positive
     p99: Positive
 
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.median > self.p99:
+            raise ValueError("the median must not be above p99")
+        return self
+
     def draw(self, source: random.Random) -> float:
         return self.median * math.exp(source.gauss(0, math.log(self.p99 / self.median) / _P99))
 
 
 Amount = Positive | Uniform | Skewed
+_AMOUNTS = ("prompt", "answer", "think")
+_AMOUNT_ADVICE = (
+    "give a number above 0, or {least = 100, most = 500}, or {median = 300, p99 = 3000}, in ascending order"
+)
 
 
 def _draw(amount: Amount, source: random.Random) -> float:
@@ -233,9 +249,10 @@ def read_load(path: Path) -> DescribedLoad:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"{path}: {place or 'the load'}: {first['msg']}; docs/operations.md shows an example"
-        ) from None
+        place, message = first["loc"], first["msg"]
+        if place[2:3] and place[2] in _AMOUNTS:  # one error for each way to write it, which would confuse
+            place, message = place[:3], _AMOUNT_ADVICE
+        where = ".".join(map(str, place)) or "the load"
+        raise ConfigError(f"{path}: {where}: {message}; docs/operations.md shows an example") from None
     except ValueError as error:
         raise ConfigError(f"{path} is neither TOML nor JSON that can be read: {error}") from None

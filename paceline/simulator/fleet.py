@@ -14,7 +14,8 @@ from paceline.simulator.host import Host
 from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.series import Yields, ratios_of
-from paceline.simulator.worker import Kit, Role, Worker
+from paceline.simulator.steps import Kit
+from paceline.simulator.worker import Role, Worker
 
 FLIP_SECONDS = 1.0
 """Time in which an idle worker takes its other role. Its weights stay."""
@@ -136,7 +137,7 @@ class SimulatedFleet:
 
     def _flip(self, worker: Worker, to: Role) -> None:
         if worker.state != "gone":
-            self._gateway.forget(worker)
+            self._gateway.known.forget(worker)
             worker.take_role(to)
             self._ready(worker)
 
@@ -148,7 +149,7 @@ class SimulatedFleet:
             worker.state = "gone"
             worker.host.workers.remove(worker)
             del self.workers[worker.name]
-            self._gateway.forget(worker)
+            self._gateway.known.forget(worker)
 
     def _fail(self, share: float) -> None:
         """End a share of all workers at once. Each is started again, if the scenario says so."""
@@ -170,7 +171,7 @@ class SimulatedFleet:
         """Send the heartbeats of a part of the workers."""
         for worker in list(self.workers.values())[part::_SLICES]:
             if worker.state == "ready":
-                self._gateway.hear(worker)
+                self._gateway.known.hear(worker)
         if self._goes_on():
             self._events.after(self._scenario.heartbeat_seconds / _SLICES, self._beat, (part + 1) % _SLICES)
 

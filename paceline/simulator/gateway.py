@@ -7,28 +7,25 @@ the handoff, decoding, the end. A request whose worker ends goes on elsewhere fr
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import random
 from collections.abc import Callable
-from functools import partial
 
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.step_times import Delay, Profile
-from paceline.proto.fleet_pb2 import LoadReport
-from paceline.services.common.registry import Member
-from paceline.services.gateway.candidate_table import CandidateTable
 from paceline.services.gateway.router import Need, Placement, place
-from paceline.services.gateway.worker_calls import RECENT_SECONDS, WorkerCalls
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host
+from paceline.simulator.known_workers import KnownWorkers
 from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.recorder import Recorder
 from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
+from paceline.simulator.steps import Run
 from paceline.simulator.trace import TraceRequest
-from paceline.simulator.worker import Run, Worker
+from paceline.simulator.waiting_queue import WaitingQueue
+from paceline.simulator.worker import Worker
 
 MOST_REFUSALS = 16
 """Workers that refuse a request in a row before it waits. A gateway would ask all others first; in a fleet that is full
@@ -63,21 +60,14 @@ class Gateway:
         seed: int,
         on_over: Callable[[Sequence], None],
     ) -> None:
-        self.table = CandidateTable(RECENT_SECONDS, lambda: events.now)
-        self.workers: dict[str, Worker] = {}
-        self.hosts: dict[int, Host] = {}
-        self._calls: dict[str, WorkerCalls] = {}
+        self.known = KnownWorkers(events, profile.max_model_len)
         self._events, self._profile, self._recorder, self._hints = events, profile, recorder, hints
         self._options = options
         self._block_tokens = block_tokens
         self._random = random.Random(seed)
         self._on_over = on_over
-        self._queue: list[tuple[bool, int, Sequence]] = []
-        self._tickets = 0
-        self._waiting: dict[Sequence, None] = {}
+        self._queue = WaitingQueue()
         self._is_waking = False
-        self._changed: set[Worker] = set()
-        """Workers of which the table does not know the newest figures."""
         self.on_steps: Callable[[Worker, Run], object] = lambda worker, run: None
         """Called after steps of a worker."""
 
@@ -85,27 +75,12 @@ class Gateway:
 
     def join(self, worker: Worker) -> None:
         """Give work to a worker that is ready."""
-        times = worker.kit.times
-        member = Member(
-            worker.name,
-            worker.role,
-            1,
-            "",
-            worker.host.name,
-            layout="kv",
-            max_model_len=self._profile.max_model_len,
-            max_seqs=times.max_seqs,
-        )
-        self.workers[worker.name] = worker
-        self.hosts[worker.host.number] = worker.host
-        calls = self._calls[worker.name] = WorkerCalls(member, lambda: self._events.now)
-        calls.on_change = partial(self._note_change, worker)
-        self._changed.add(worker)
+        self.known.join(worker)
         self._wake()
 
     def drain(self, worker: Worker) -> None:
         """Give a worker nothing new, and move its decoding sequences to others that have room for them."""
-        self.table.remove(worker.name)
+        self.known.withdraw(worker)
         for sequence in list(worker.admitted):
             if sequence.decode is worker and worker.rows.has(sequence):
                 self._leave(sequence)
@@ -113,42 +88,12 @@ class Gateway:
 
     def lose(self, worker: Worker) -> None:
         """Let the requests of a worker that has ended go on elsewhere."""
-        self.table.remove(worker.name)
+        self.known.withdraw(worker)
         for sequence in worker.stop():
             sequence.failed |= {worker.name}
             self._leave(sequence, GRACE_SECONDS)
             self._enter_first(sequence)
-        del self.workers[worker.name], self._calls[worker.name]
-
-    def forget(self, worker: Worker) -> None:
-        """Forget a worker that has nothing to do and ends."""
-        self.table.remove(worker.name)
-        self.workers.pop(worker.name, None)
-        self._calls.pop(worker.name, None)
-
-    def hear(self, worker: Worker) -> None:
-        """Take a worker's heartbeat, with its load."""
-        calls = self._calls[worker.name]
-        load = LoadReport(
-            running=len(worker.admitted),
-            waiting=len(worker.preempted),
-            queued_tokens=worker.queued_tokens,
-            prefill_tokens_per_second=worker.tokens_per_second,
-        )
-        calls.note_current()
-        if load != calls.member.load or calls.unreported or calls.in_flight:
-            calls.update(dataclasses.replace(calls.member, load=load))
-
-    def _note_change(self, worker: Worker) -> None:
-        self._changed.add(worker)
-
-    def _snapshot(self) -> CandidateTable:
-        """Return the workers as the gateway knows them now."""
-        changed, self._changed = self._changed, set()
-        for worker in changed:
-            if worker.state == "ready" and worker.name in self._calls:
-                self.table.put(self._calls[worker.name].candidate(worker.host.fetch_tokens_per_second))
-        return self.table
+        self.known.forget(worker)
 
     # ---- arrival and placement
 
@@ -167,53 +112,42 @@ class Gateway:
     @property
     def waiting(self) -> dict[Sequence, None]:
         """The requests for which no worker has room, in the order in which they began to wait."""
-        return self._waiting
+        return self._queue.waiting
 
     def _enter(self, sequence: Sequence) -> None:
-        if self._waiting or not self._try(sequence):
+        if self.waiting or not self._try(sequence):
             if sequence.is_over:
                 return
-            if len(self._waiting) >= self._options.max_waiting:
+            if len(self.waiting) >= self._options.max_waiting:
                 self._refuse(sequence)
                 return
-            self._wait(sequence, first=False)
+            self._queue.add(sequence, first=False)
             self._events.after(self._options.queue_seconds, self._give_up, sequence)
 
     def _enter_first(self, sequence: Sequence) -> None:
         """Let a request that lost its worker go on before all others."""
-        self._wait(sequence, first=True)
+        self._queue.add(sequence, first=True)
         self._wake()
 
-    def _wait(self, sequence: Sequence, first: bool) -> None:
-        self._tickets += 1
-        self._waiting[sequence] = None
-        heapq.heappush(self._queue, (not first, self._tickets, sequence))
-
     def _give_up(self, sequence: Sequence) -> None:
-        if sequence in self._waiting and sequence.placed < 0:
+        if sequence in self.waiting and sequence.placed < 0:
             self._refuse(sequence)
 
     def _refuse(self, sequence: Sequence) -> None:
-        self._waiting.pop(sequence, None)
+        self._queue.remove(sequence)
         sequence.is_over = True
         self._recorder.refused(sequence)
         self._on_over(sequence)
 
     def _wake(self) -> None:
-        if self._queue and not self._is_waking:
+        if self.waiting and not self._is_waking:
             self._is_waking = True
             self._events.after(0.0, self._serve_queue)
 
     def _serve_queue(self) -> None:
         """Place waiting requests, until one finds no room."""
         self._is_waking = False
-        while self._queue:
-            sequence = self._queue[0][2]
-            if sequence in self._waiting:
-                if not self._try(sequence) and not sequence.is_over:
-                    return
-                self._waiting.pop(sequence, None)
-            heapq.heappop(self._queue)
+        self._queue.serve(lambda sequence: self._try(sequence) or sequence.is_over)
 
     def _try(self, sequence: Sequence) -> bool:
         """Place a request on workers that admit it. Return False if none does."""
@@ -221,7 +155,7 @@ class Gateway:
         sequence.computed = 0
         most = (sequence.context - 1) // self._block_tokens
         found = self._hints.cached_blocks(sequence.block_names(most))
-        cached = {self.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
+        cached = {self.known.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
         refused: frozenset[str] = frozenset()
         while len(refused) < MOST_REFUSALS:
             need = Need(
@@ -232,7 +166,7 @@ class Gateway:
                 failed=sequence.failed,
                 local_tokens=self._options.local_prefill_tokens,
             )
-            placement = place(need, self._snapshot())
+            placement = place(need, self.known.candidates())
             if placement is None:
                 return False
             try:
@@ -252,8 +186,8 @@ class Gateway:
         """Begin an attempt. Return None, or the name of the worker that refuses, or a host and what it really has
         cached."""
         assert placement.decode is not None
-        decode = self.workers[placement.decode.worker_id]
-        prefill = None if placement.prefill is None else self.workers[placement.prefill.worker_id]
+        decode = self.known.workers[placement.decode.worker_id]
+        prefill = None if placement.prefill is None else self.known.workers[placement.prefill.worker_id]
         if not decode.has_room:
             return decode.name
         if prefill is not None and not prefill.has_room:
@@ -270,7 +204,7 @@ class Gateway:
         computing = prefill or decode
         for worker in {decode, computing}:
             worker.admitted[sequence] = None
-            self._calls[worker.name].begin_call(tokens if worker is computing else 0)
+            self.known.calls[worker.name].begin_call(tokens if worker is computing else 0)
         sequence.sent = tokens
         if not placement.source:
             self._start(sequence)
@@ -341,13 +275,13 @@ class Gateway:
             return
         sequence.done += 1
         self._recorder.first_token(sequence, now + self._delay(self._profile.first_token))
-        self._calls[worker.name].computed(sequence.sent)
+        self.known.calls[worker.name].computed(sequence.sent)
         sequence.sent = 0
         decode = sequence.decode
         assert decode is not None
         if worker is not decode:
             worker.admitted.pop(sequence, None)
-            self._calls[worker.name].end_call()
+            self.known.calls[worker.name].end_call()
             self._wake()
         if sequence.left == 0:
             self.ended(decode, sequence)
@@ -451,7 +385,7 @@ class Gateway:
                 worker.preempted.remove(sequence)
             if worker.admitted.pop(sequence, 0) is None or worker.state == "gone":
                 worker.remove(sequence)
-                if (calls := self._calls.get(worker.name)) is not None:
+                if (calls := self.known.calls.get(worker.name)) is not None:
                     if worker is (sequence.prefill or sequence.decode) and sequence.sent:
                         calls.computed(sequence.sent)
                     calls.end_call()

@@ -14,7 +14,8 @@ from paceline.simulator.events import Events
 from paceline.simulator.fleet import FLIP_SECONDS, SimulatedFleet
 from paceline.simulator.gateway import Gateway
 from paceline.simulator.recorder import Recorder
-from paceline.simulator.worker import Role, Run, Worker
+from paceline.simulator.steps import Run
+from paceline.simulator.worker import Role, Worker
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.objectives import Objectives
 from paceline.simulator.sequence import Sequence
-from paceline.simulator.worker import Run, Worker
+from paceline.simulator.steps import Run
+from paceline.simulator.worker import Worker
 
 MINUTE = 60.0
 

@@ -61,12 +61,23 @@ class Scenario:
     is_coalesced: bool = True
     """Whether steps between two changes are one event. The results are the same, but come much sooner."""
 
+    @property
+    def name(self) -> str:
+        """The fleet in words."""
+        if self.is_aggregated:
+            return f"{self.prefill + self.decode} workers that compute prompts and decode"
+        return f"{self.prefill} prefill and {self.decode} decode workers"
+
     def check(self) -> None:
         """Raise ConfigError if there is no such fleet."""
         if self.prefill < 0 or self.decode < 0 or (self.decode < 1 and not (self.is_aggregated and self.prefill)):
             raise ConfigError("a fleet needs at least one decode worker: --decode 1")
         if self.workers_per_host < 1:
             raise ConfigError("--per-host must be at least 1")
+        if self.host_tokens < 0:
+            raise ConfigError("--cache-tokens must be at least 0, which takes the profile's")
+        if not self.gateway.queue_seconds >= 0:
+            raise ConfigError("--queue-seconds must be at least 0")
         if self.hint_seconds <= 0 or self.heartbeat_seconds <= 0:
             raise ConfigError("the times of hints and heartbeats must be above 0")
         self.objectives.check()

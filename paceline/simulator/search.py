@@ -23,6 +23,10 @@ class Found:
     result: Result
 
 
+class MissedError(ConfigError):
+    """No number of workers meets the objectives."""
+
+
 def cheapest(scenario: Scenario, attempt: Try) -> Found:
     """Return the fleet with the fewest workers of each role that meets the objectives.
 
@@ -34,7 +38,7 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
         scenario: fleet to begin with. A role that it has none of stays without workers.
         attempt: a function that simulates a scenario.
 
-    Raises ConfigError if no fleet meets the objectives.
+    Raises MissedError if no fleet meets the objectives.
     """
     known: dict[tuple[int, int], Result] = {}
 
@@ -48,9 +52,9 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
     while not (result := attempted(scenario)).is_met:
         before, good = good, sum(own.good for own in result.classes.values())
         if good <= before or max(scenario.prefill, scenario.decode) * 2 > MOST_WORKERS:
-            raise ConfigError(
-                f"{scenario.prefill} prefill and {scenario.decode} decode workers miss the objectives, and more would "
-                "not help: a single request may take longer than they allow. Leave out --find to see the result"
+            raise MissedError(
+                f"{scenario.name} miss the objectives, and more would not help: a single request may take longer than "
+                "they allow. Leave out --find to see the result"
             )
         scenario = _with(scenario, scenario.prefill * 2, scenario.decode * 2)
     times = scenario.profile.prefill, scenario.profile.decode

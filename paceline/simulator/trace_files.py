@@ -6,6 +6,7 @@ The second is the first with more fields; see `services/gateway/trace_recorder.p
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,8 @@ def _request(entry: dict[str, Any], block_tokens: int) -> TraceRequest | None:
         raise ValueError("input_length must be at least 1")
     if answer < 1:
         return None
+    if not math.isfinite(entry["timestamp"]):
+        raise ValueError("timestamp must be a number of milliseconds")
     # Mooncake names the last block of a prompt even if it is not full. Only full blocks can be shared.
     full = (prompt + answer if "block_tokens" in entry else prompt) // block_tokens
     names = array("Q", entry["hash_ids"][:full])

@@ -82,7 +82,11 @@ def test_a_load_can_be_read_again_and_again(tmp_path: Path) -> None:
         ("seconds = [", "neither TOML nor JSON"),
         ("seconds = 5\narrivals = {}\nrequests = [{prompt = 1, answer = 1}]", "either rate or schedule"),
         ("seconds = 5\narrivals = {rate = 1, burst = 3}\nrequests = [{prompt = 1, answer = 1}]", "burst needs"),
-        ("seconds = 5\narrivals = {rate = 1}\nrequests = [{prompt = 0, answer = 1}]", "requests.0.prompt"),
+        ("seconds = 5\narrivals = {rate = 1}\nrequests = [{prompt = 0, answer = 1}]", "requests.0.prompt: give a"),
+        (
+            "seconds = 5\narrivals = {rate = 1}\nrequests = [{prompt = {median = 9, p99 = 5}, answer = 1}]",
+            "requests.0.prompt: give a number above 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, problem: str) -> None:

@@ -49,6 +49,7 @@ def test_only_full_blocks_of_mooncakes_prompts_are_kept(tmp_path: Path) -> None:
         ({**OURS, "block_tokens": 20, "hash_ids": []}, "blocks of 20 tokens"),
         ({**OURS, "block_tokens": 32, "hash_ids": []}, "blocks of 32 tokens; all must have the same"),
         ({**OURS, "hash_ids": [-1]}, "line 2"),
+        ({**OURS, "timestamp": float("nan"), "hash_ids": []}, "timestamp must be a number"),
         ([1], "line 2 is not an object"),
     ],
 )

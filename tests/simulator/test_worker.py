@@ -18,7 +18,8 @@ from paceline.simulator.events import Events
 from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import Yields, ratios_of
-from paceline.simulator.worker import Kit, Run, Worker
+from paceline.simulator.steps import Kit, Run
+from paceline.simulator.worker import Worker
 from tests.engine.toy_requests import make_request
 from tests.simulator.tiny import UNEVEN, step_times, worker_times
 

@@ -25,6 +25,8 @@ MOST_BYTES = 1 << 30
 """Most bytes of blocks that are copied."""
 MOST_SECONDS = 10.0
 """Longest time that copying takes, in seconds."""
+NAMES_SECONDS = 3.0
+"""Deadline of a host's answer which blocks it has, in seconds. A host that does not answer gets no copies."""
 MOST_HOSTS = 16
 """Most hosts that are asked what they have, and get copies."""
 MOST_CHAINS = 4096
@@ -74,22 +76,24 @@ class Evacuation:
                 self.has_readers = bool(hosts)
                 if not hosts:
                     return 0
-                elsewhere = set[Name]().union(*await asyncio.gather(*(self._names(memory, host) for host in hosts)))
+                answers = await asyncio.gather(*(self._names(memory, host) for host in hosts))
+                known = {host: names for host, names in zip(hosts, answers, strict=True) if names is not None}
+                elsewhere = set[Name]().union(*known.values())
                 most = MOST_BYTES // memory.layout.slot_bytes
                 chains = hot_prefixes(memory.ledger.blocks(), memory.layout, elsewhere, most)[:MOST_CHAINS]
                 # The hottest prefixes go to different hosts, because each of them brings load.
-                parts = [(host, chains[first :: len(hosts)]) for first, host in enumerate(hosts)]
+                parts = [(host, chains[first :: len(known)]) for first, host in enumerate(known)]
                 copied = await asyncio.gather(*(self._copy(memory, host, part) for host, part in parts if part))
         except TimeoutError:
             log.info("copying the hot prefixes was ended after %g s", MOST_SECONDS)
         log.info("other hosts have copied %d blocks of hot prefixes", sum(copied))
         return sum(copied)
 
-    async def _names(self, memory: HostMemory, host: str) -> set[Name]:
-        """Return the names of the blocks that another host has; none if it does not answer."""
+    async def _names(self, memory: HostMemory, host: str) -> set[Name] | None:
+        """Return the names of the blocks that another host has; None if it does not answer."""
         names = set[Name]()
         with memory.channels.to(host) as channel:
-            call = pb_grpc.KVTransferStub(channel).Reusable(pb.ReusableRequest())
+            call = pb_grpc.KVTransferStub(channel).Reusable(pb.ReusableRequest(), timeout=NAMES_SECONDS)
             try:
                 while isinstance(reply := await heeding_cancellation(call.read()), pb.ReusableReply):
                     hashes, group = reply.names.hashes, reply.names.group
@@ -97,6 +101,7 @@ class Evacuation:
                     names |= {(group, hashes[start : start + HASH_BYTES]) for start in starts}
             except grpc.aio.AioRpcError as error:
                 log.warning("%s does not say which blocks it has: %s", host, error.details())
+                return None
             finally:
                 call.cancel()
         return names

@@ -125,6 +125,8 @@ class WorkerFleet:
                 raise ConfigError("no decode worker would be left during the change; add one first")
             for worker, role in changes:
                 await self._flip(worker, role)
+                if worker not in self._workers[worker.role]:
+                    raise ConfigError(f"{worker.name} was given up meanwhile, because its process keeps ending")
                 self._workers[worker.role].remove(worker)
                 self._workers[role].append(worker)
                 worker.role = role

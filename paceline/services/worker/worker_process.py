@@ -156,6 +156,7 @@ class WorkerProcess(Generic[W]):
             await listener.start()
             undo.push_async_callback(listener.close)
             self.socket = str(listener.path)
+        undo.push_async_callback(self._role.stop)  # a change of role must not go on in a worker that failed
         await self._server.set_ready(True)
         self._worker = worker
         self._startup_seconds, self._state_since = process_seconds(), time.monotonic()

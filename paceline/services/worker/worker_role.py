@@ -103,6 +103,7 @@ class WorkerRole:
         """End a change under way, because the worker ends. It stays fenced, in its old role."""
         if self._changing is not None:
             await end_tasks(self._changing)
+        self._next = None
 
     async def _change(self, worker: Changing, role: Role, epoch: int) -> None:
         log.info("drains to change its role from %s to %s", self.name, role)
@@ -112,9 +113,10 @@ class WorkerRole:
                 raise UnavailableError("requests did not end after the time to drain")
             await worker.take_role(role)
             self._earlier.add(self.epoch)
-            self.name, self.epoch, self._next = role, epoch, None
+            self.name, self.epoch = role, epoch
             worker.admission.reopen()
             await self._tell(True)
+            self._next = None  # not before: the next change must not tell of its drain while this one tells of its end
             log.info("serves as %s", role)
         except Exception as error:
             # The worker is fenced and its requests are gone. A new process is the simplest way back to a clean state.

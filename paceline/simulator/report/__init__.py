@@ -23,8 +23,8 @@ def render(report: Report) -> str:
     """Return the page. If the chart library is not installed, it has tables and no charts."""
     charts = {name: content.decode() for name, content in chart_files()}
     modules = "".join(_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in _MODULES)
-    # "</" would end the script in which the data is; in JSON, a slash may be escaped.
-    data = report.to_json().replace("</", "<\\/")
+    # "</script" would end the script in which the data is, and "<!--" would hide its end. In JSON, "<" may be escaped.
+    data = report.to_json().replace("<", "\\u003c")
     parts = {
         "title": html.escape(report.simulations[0].name),
         "style": "".join((charts.get("uplot.min.css", ""), (STATIC / "base.css").read_text(), _read("report.css"))),

@@ -154,7 +154,7 @@ function show(result) {
       results.simulations.map((each, index) => h("option", { value: index, selected: each === result }, each.name))))
     : null;
   main.replaceChildren(
-    ...[h("h1", {}, results.simulations[0].name), results.simulations.length > 1 ? comparison() : null,
+    ...[h("h1", {}, results.simulations[0].name), results.simulations.length > 1 ? comparison() : notes(results.notes),
       h("section", {}, chooser, h("p.lead", {}, `${result.load}, on ${result.fleet}, with the times of ${result.profile}. Simulated: ${clockText(result.seconds)}.`),
         notes(result.notes), figures(result)),
       classes(result),

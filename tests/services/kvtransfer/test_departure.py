@@ -60,11 +60,11 @@ def test_blocks_whose_beginning_is_gone_are_left() -> None:
 
 
 def leaving(two: Pair) -> Departure:
-    """Return the departure of the source, whose other host is the destination."""
+    """Return the departure of the source. Of its two other hosts only the destination answers."""
 
     async def find(fingerprint: str) -> list[str]:
         assert fingerprint == layout().fingerprint
-        return [two.destination.address]
+        return ["127.0.0.1:1", two.destination.address]
 
     two.source.service.departure = Departure(two.source.service.sessions, find, two.source.address)
     return two.source.service.departure

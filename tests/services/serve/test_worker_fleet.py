@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -30,6 +30,7 @@ class Fleet:
         self.drained: list[str] = []
         self.flipped: list[tuple[str, Role]] = []
         self.refusal: Exception | None = None
+        self.during_flip: Callable[[Worker, Role], Awaitable[None]] = lambda worker, role: asyncio.sleep(0)
         self.workers = WorkerFleet(
             lambda worker: cast(ManagedProcess, ToyProcess(worker)),
             lambda process: asyncio.create_task(asyncio.sleep(0)),
@@ -46,6 +47,7 @@ class Fleet:
         if self.refusal is not None:
             raise self.refusal
         self.flipped.append((worker.name, role))
+        await self.during_flip(worker, role)
 
     def wanted(self) -> Mapping[str, int]:
         return {role: state["wanted"] for role, state in self.workers.state().items() if state["wanted"]}
@@ -97,6 +99,18 @@ async def test_a_flip_that_a_worker_refuses_changes_nothing() -> None:
     with pytest.raises(UnavailableError, match="it drains"):
         await own.workers.flip({"decode-0": "prefill"})
     assert own.wanted() == {"prefill": 1, "decode": 2}
+
+
+async def test_a_worker_that_is_given_up_during_its_flip_is_an_error() -> None:
+    own = await fleet(prefill=2, decode=1)
+
+    async def give_up(worker: Worker, role: Role) -> None:
+        assert own.workers.give_up(worker.process)
+
+    own.during_flip = give_up
+    with pytest.raises(ConfigError, match="prefill-0 was given up"):
+        await own.workers.flip({"prefill-0": "decode"})
+    assert own.wanted() == {"prefill": 1, "decode": 1}
 
 
 async def test_the_last_decode_worker_stays_one() -> None:

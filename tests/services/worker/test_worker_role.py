@@ -128,6 +128,8 @@ async def test_a_worker_that_ends_does_not_change_its_role() -> None:
     async with worker.admission.admit():
         role.change(worker, "decode", 0)
         await role.stop()
+        with pytest.raises(DrainingError):
+            role.change(worker, "decode", 0)  # the change that was asked for before never comes
     assert (role.name, worker.taken) == ("prefill", [])
     assert worker.admission.draining
     other, draining, _ = make()

@@ -1,0 +1,83 @@
+"""The workers as the gateway of a simulation knows them: what heartbeats said, and its own calls since."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.common.registry import Member
+from paceline.services.gateway.candidate_table import CandidateTable
+from paceline.services.gateway.worker_calls import RECENT_SECONDS, WorkerCalls
+from paceline.simulator.events import Events
+from paceline.simulator.host import Host
+from paceline.simulator.worker import Worker
+
+
+class KnownWorkers:
+    """Workers that have joined and not ended.
+
+    Args:
+        max_model_len: tokens of the longest context of each worker.
+    """
+
+    def __init__(self, events: Events, max_model_len: int) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.hosts: dict[int, Host] = {}
+        """All hosts on which a worker was, by their numbers."""
+        self.calls: dict[str, WorkerCalls] = {}
+        """The gateway's calls, by the names of the workers."""
+        self._table = CandidateTable(RECENT_SECONDS, lambda: events.now)
+        self._events = events
+        self._max_model_len = max_model_len
+        self._changed: set[Worker] = set()
+        """Workers of which the table does not know the newest figures."""
+
+    def join(self, worker: Worker) -> None:
+        """Note a worker that is ready."""
+        member = Member(
+            worker.name,
+            worker.role,
+            1,
+            "",
+            worker.host.name,
+            layout="kv",
+            max_model_len=self._max_model_len,
+            max_seqs=worker.kit.times.max_seqs,
+        )
+        self.workers[worker.name] = worker
+        self.hosts[worker.host.number] = worker.host
+        calls = self.calls[worker.name] = WorkerCalls(member, lambda: self._events.now)
+        calls.on_change = partial(self._changed.add, worker)
+        self._changed.add(worker)
+
+    def withdraw(self, worker: Worker) -> None:
+        """Give a worker nothing new."""
+        self._table.remove(worker.name)
+
+    def forget(self, worker: Worker) -> None:
+        """Forget a worker that has ended."""
+        self._table.remove(worker.name)
+        self.workers.pop(worker.name, None)
+        self.calls.pop(worker.name, None)
+
+    def hear(self, worker: Worker) -> None:
+        """Take a worker's heartbeat, with its load."""
+        calls = self.calls[worker.name]
+        load = LoadReport(
+            running=len(worker.admitted),
+            waiting=len(worker.preempted),
+            queued_tokens=worker.queued_tokens,
+            prefill_tokens_per_second=worker.tokens_per_second,
+        )
+        calls.note_current()
+        if load != calls.member.load or calls.unreported or calls.in_flight:
+            calls.update(dataclasses.replace(calls.member, load=load))
+
+    def candidates(self) -> CandidateTable:
+        """Return the workers that take work, with their newest figures."""
+        while self._changed:
+            worker = self._changed.pop()
+            if worker.state == "ready" and worker.name in self.calls:
+                self._table.put(self.calls[worker.name].candidate(worker.host.fetch_tokens_per_second))
+        return self._table

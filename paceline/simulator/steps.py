@@ -1,0 +1,80 @@
+"""What the steps of a simulated worker compute, and how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.core.step_times import WorkerTimes
+from paceline.engine.scheduler import TAIL_TOKENS
+from paceline.simulator.sequence import Sequence
+from paceline.simulator.series import Ratios, Yields
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What the workers of one role share."""
+
+    times: WorkerTimes
+    prompts: Ratios
+    decoding: Ratios
+    yields: Yields
+
+
+@dataclass(slots=True)
+class Run:
+    """Steps in a row with the same sequences."""
+
+    begin: float
+    """Instant at which the first step began."""
+    index: int
+    """Number of the first step."""
+    steps: int
+    ratios: Ratios
+    first: float
+    """Seconds of the first step, before its ratio."""
+    growth: float
+    """Seconds by which each step is longer than the one before it."""
+    chunks: list[tuple[Sequence, int]]
+    """Prompts of the step, and how many tokens of each. With any, there is one step."""
+    rows: int
+    """Decoding sequences in each step."""
+    context: float
+    """Tokens that the first step reads for them."""
+    by_group: dict[str, int]
+    """The same by class of requests."""
+    joined: list[Sequence]
+    """Those that decode in these steps for the first time."""
+
+    def seconds(self, steps: int) -> float:
+        """Return the time of the first `steps` steps."""
+        return self.ratios.seconds(self.index, steps, self.first, self.growth)
+
+
+def plan_prompts(waiting: Iterable[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    """Return the prompts of the next step and how many tokens of each, by the rules of `Scheduler.plan`.
+
+    Args:
+        waiting: prompts in the order of their arrival.
+        budget: the most tokens of the step, without those of decoding sequences.
+    """
+    chunks: list[tuple[Sequence, int]] = []
+    room = budget
+    for sequence in waiting:
+        if budget <= 0:
+            break
+        left = sequence.context - sequence.computed
+        if _is_read_elsewhere(sequence) and left > 2 * TAIL_TOKENS:
+            left -= TAIL_TOKENS
+        # Two pieces of about the same size: a small last piece would share its step with the next prompt.
+        length = (left + 1) // 2 if budget < left < 2 * budget else min(left, budget)
+        chunks.append((sequence, length))
+        budget -= length
+        if 2 * budget <= room:
+            break
+    return chunks
+
+
+def _is_read_elsewhere(sequence: Sequence) -> bool:
+    prefill, decode = sequence.prefill, sequence.decode
+    return prefill is not None and decode is not None and prefill.host is not decode.host

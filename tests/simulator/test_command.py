@@ -1,0 +1,58 @@
+"""`paceline simulate` as a person uses it: what it prints, and which options it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.step_times import Curve
+from paceline.simulator.command import simulate_fleet
+from paceline.simulator.options import add_options
+from tests.simulator.tiny import profile, step_times, worker_times
+
+SLOW_PROMPTS = worker_times(step_times(prefill=Curve(points=((0, 0.0), (1000, 10.0)))))
+
+
+def run(folder: Path, *options: str, rate: float = 1.0) -> int:
+    """Run the command with a small load, and a fleet whose decode workers compute prompts slowly."""
+    load = {"seconds": 20, "arrivals": {"rate": rate}, "requests": [{"prompt": 100, "answer": 10}]}
+    (folder / "load.json").write_text(json.dumps(load))
+    (folder / "profile.json").write_text(profile(decode=SLOW_PROMPTS).to_json())
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    files = "--profile", str(folder / "profile.json"), "--load", str(folder / "load.json")
+    return simulate_fleet(vars(parser.parse_args([*files, *options])))
+
+
+def test_a_search_keeps_its_fleet_if_no_aggregated_one_meets_the_objectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "--find", "--ttft", "0.5") == 0
+    printed = capsys.readouterr().out
+    assert "1 prefill and 1 decode workers" in printed
+    assert "Disaggregation pays for this load: workers that do both miss the objectives, however many." in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--requests", "-1"], "--requests must be"),
+        (["--cache-tokens", "-5"], "--cache-tokens must be"),
+        (["--queue-seconds", "-1"], "--queue-seconds must be"),
+        (["--budget", "5"], "add --planner"),
+        (["--find", "--planner"], "leave out --find or --planner"),
+        (["--find", "--ttft", "0.01"], "2 prefill and 2 decode workers miss the objectives"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run(tmp_path, *options)
+
+
+def test_a_load_without_requests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="describes no request"):
+        run(tmp_path, rate=1e-9)
