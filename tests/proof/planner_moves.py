@@ -96,11 +96,12 @@ def step(world: World, move: Move) -> str:
 
 def _act(world: World, which: int, seen: Report, route: str = "") -> str:
     """Let a planner decide, and carry the decision out."""
-    if world.tick - world.heard[which] > 3:
-        world.complete_since = _replaced(world.complete_since, which, world.tick)
-    elif not _is_complete(world, seen):
-        world.complete_since = _replaced(world.complete_since, which, int(seen.at // TICK))
-    world.heard = _replaced(world.heard, which, world.tick)
+    known = world.planners[which].at
+    if known is None or seen.at > known:  # it ignores other reports
+        made = int(seen.at // TICK)
+        if made - world.heard[which] > 3 or not _is_complete(world, seen):
+            world.complete_since = _replaced(world.complete_since, which, made)
+        world.heard = _replaced(world.heard, which, made)
     decision = decide(world, which, seen)
     judge.check_decision(world, which, seen, decision)
     if route == "late":
