@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,15 +68,23 @@ def test_a_profile_is_learned_and_simulates_what_was_recorded(small: Stack, reco
 
 
 def test_a_stack_with_other_requests_is_not_profiled(small: Stack) -> None:
-    stack = ProfiledStack(GatewayClient(small.url))
-    body = {"prompt": "once", "max_tokens": 480, "ignore_eos": True, "n": 8}
+    stack, over = ProfiledStack(GatewayClient(small.url)), threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            body = {"prompt": "once", "max_tokens": 480, "ignore_eos": True, "n": 8}
+            httpx.post(f"{small.url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    def look() -> None:
+        deadline = time.monotonic() + 60  # workers say once a second what they run
+        while time.monotonic() < deadline:
+            stack.facts()
+
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(httpx.post, f"{small.url}/v1/completions", json=body, timeout=60)
-
-        def look() -> None:
-            while not running.done():
-                stack.facts()
-
-        with pytest.raises(UnavailableError, match="profile a stack that does nothing else"):
-            look()
-        running.result().raise_for_status()
+        asking = pool.submit(ask)
+        try:
+            with pytest.raises(UnavailableError, match="profile a stack that does nothing else"):
+                look()
+        finally:
+            over.set()
+        asking.result()
