@@ -177,16 +177,15 @@ def _admit(world: World) -> None:
 
 
 def _reconcile(world: World) -> None:
-    """Start workers until there are as many as wanted, as every platform does."""
+    """Start or drain workers until there are as many as wanted, as every platform does."""
     for role, count in world.wanted.items():
         present = len(world.of(role)) + len(world.of(role, "starting"))
         for _ in range(count - present):
             world.workers += (Worker(f"w{world.names}", role, "starting", left=STARTUP),)
             world.names += 1
         ready = sorted(world.of(role, "starting"), key=lambda each: -each.left) + world.of(role)
-        if role in world.pinned:
-            for worker in ready[: max(0, present - count)]:
-                set_worker(world, worker, replace(worker, state="draining", ticks=0, left=DRAIN))
+        for worker in ready[: max(0, present - count)]:
+            set_worker(world, worker, replace(worker, state="draining", ticks=0, left=DRAIN))
 
 
 def decide(world: World, which: int, seen: Report) -> Decision:
