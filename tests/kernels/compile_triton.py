@@ -1,6 +1,6 @@
 """Compile, for GPUs and without a GPU, every kernel that `TritonKernels` launches for the shapes of known models.
 
-    TRITON_INTERPRET=0 python -m tests.kernels.compile_triton
+    TRITON_INTERPRET=0 python -m tests.kernels.compile_triton [ARCHITECTURE...]
 
 Launches are only recorded, and tensors have shapes but no content. The command prints a line of JSON for each kernel
 and architecture.
@@ -9,6 +9,7 @@ and architecture.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.interface import HeadNorms, Kernels, NormKind
 from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
-ARCHITECTURES = (80, 90)
+ARCHITECTURES = tuple(map(int, sys.argv[1:])) or (80, 90)
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 

@@ -159,6 +159,7 @@ def test_a_recording_keeps_what_its_replays_read() -> None:
     assert read() is not None
 
 
+@pytest.mark.thorough
 def test_sizes_layers_and_caches_have_recordings_of_their_own() -> None:
     world = World()
     recorded: list[Recording] = []

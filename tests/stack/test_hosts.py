@@ -94,7 +94,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
 
 @pytest.mark.parametrize(
     ("victim", "transport"),
-    [("kvtransfer-1", "grpc"), ("kvtransfer-0", "ucx")],
+    [pytest.param("kvtransfer-1", "grpc", marks=pytest.mark.thorough), ("kvtransfer-0", "ucx")],
     indirect=["transport"],
     scope="module",
 )

@@ -116,6 +116,7 @@ async def test_tokens_are_those_of_transformers_in_little_memory_and_when_proces
     assert report.ended >= plan.streams
 
 
+@pytest.mark.thorough
 async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     model: Path, reference: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:

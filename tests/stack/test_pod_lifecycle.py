@@ -10,6 +10,7 @@ from bench.pod_lifecycle import ROLES, run
 
 
 @pytest.mark.stack
+@pytest.mark.thorough
 async def test_no_stream_is_lost_while_every_pod_is_replaced(tmp_path: Path) -> None:
     outcomes, cluster = await run(tmp_path, streams=1, concurrency=4, hurry=10, pods=1)
     assert outcomes.lost == []

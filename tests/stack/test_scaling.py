@@ -55,6 +55,7 @@ async def failures(stack: Stack) -> list[list[str]]:
     return [[each["failure"]["reason"] for each in part["attempts"] if each["failure"]] for part in parts]
 
 
+@pytest.mark.thorough
 @on("default")
 async def test_streams_survive_scaling(stack: Stack, way: Way) -> None:
     undisturbed = await answers(stack.url, way.model, streams(), concurrency=STREAMS)

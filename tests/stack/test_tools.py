@@ -39,12 +39,12 @@ def turn(city: str, weather: str) -> list[dict[str, Any]]:
 
 async def test_calls_of_random_tools_are_valid(stack: Stack) -> None:
     rng = random.Random(1)
-    sets = [random_tools(rng) for _ in range(8)]
+    sets = [random_tools(rng) for _ in range(4)]
     async with httpx.AsyncClient(base_url=stack.url, timeout=300) as client:
         chats = [make_chat(rng, tools, 160) for tools in sets]
         answers, _ = await Asker(client, MODEL, 8, 1).ask("/v1/chat/completions", chats)
     assert [text for tools, answer in zip(sets, answers) if (text := complaint(tools, answer))] == []
-    assert sum(answer.finish_reason == "tool_calls" for answer in answers) >= 4
+    assert sum(answer.finish_reason == "tool_calls" for answer in answers) >= 2
     await stack.settled()
 
 
