@@ -116,7 +116,7 @@ dist: $(READY) ## build a source archive and a manylinux wheel in dist/
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@ls -l dist
 
-test-dist: dist ## build the wheel, install it without a compiler, and serve a model with it
+test-dist: dist $(TEST_READY) ## build the wheel, install it without a compiler, and serve a model with it
 	$(BIN)/pytest -m dist $(ARGS)
 
 docs: $(READY) ## write the reference pages from the code, and build the site in build/site with all links checked
