@@ -26,6 +26,7 @@ from paceline.core.config import (
     PREPARE_OPTIONS,
     GatewayConfig,
     KVTransferConfig,
+    PlannerConfig,
     ServeConfig,
     ServiceConfig,
     WorkerConfig,
@@ -34,7 +35,6 @@ from paceline.core.config_source import RENAMED, load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.options import Options, flag, group_of
 from paceline.core.planner.reports import ROLES
-from paceline.core.planner_config import PlannerConfig
 from paceline.core.progress import StatusLines
 from paceline.run_batch import run_batch
 from paceline.scale import scale

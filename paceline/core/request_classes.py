@@ -19,9 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.core.errors import ConfigError
+from paceline.core.toml_tables import read_entry
 
 DEFAULT = "default"
 """Class of the requests whose key names none."""
@@ -86,12 +87,5 @@ def read_classes(file: str) -> Classes:
 def _request_class(where: str, name: str, table: object) -> RequestClass:
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) is None:
         raise ConfigError(f"{where}: a name has 1 to 64 letters, digits and _.-, and {name!r} has others")
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}: {name} must be the heading of a class, [{name}]; {_ADVICE}")
-    try:
-        entry = _Entry.model_validate({field.replace("-", "_"): value for field, value in table.items()})
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{where}: [{name}] {field}: {first['msg']}; {_ADVICE}") from None
+    entry = read_entry(_Entry, where, name, table, "class", _ADVICE)
     return RequestClass(entry.ttft_seconds, entry.itl_seconds, entry.percentile, entry.weight)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.step_times import Curve, Spread, StepTimes
-from paceline.profiler.stack import StepRow
+from paceline.core.step_record import StepRecord
 
 HELD_OUT = 4
 """Every fourth step is held out of the fit, to say how good it is."""
@@ -126,7 +126,7 @@ def _nonnegative(columns: Floats, y: Floats) -> Floats:
 
 
 def fit_steps(
-    prompts: Sequence[StepRow], decoding: Sequence[StepRow], mixed: Sequence[StepRow]
+    prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], mixed: Sequence[StepRecord]
 ) -> tuple[StepTimes, dict[str, Quality]]:
     """Fit the times of one role's steps.
 
@@ -170,7 +170,7 @@ _READS_SHARE = 0.8
 """Share of a step with one row that is reading weights, if no mixed step was measured."""
 
 
-def with_gaps(rows: Sequence[StepRow]) -> list[StepRow]:
+def with_gaps(rows: Sequence[StepRecord]) -> list[StepRecord]:
     """Return steps with the time that the worker needs between two steps added to each.
 
     This is the median time from the end of a step until the next one begins, if it begins at once.

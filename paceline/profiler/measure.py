@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.profiler.stack import Answer, Facts, ProfiledStack, StepRow
+from paceline.core.step_record import StepRecord
+from paceline.profiler.stack import Answer, Facts, ProfiledStack
 
-Steps = dict[str, list[StepRow]]
+Steps = dict[str, list[StepRecord]]
 """Steps by the role of their workers."""
 
 REPEATS = 6

@@ -14,7 +14,8 @@ from paceline.core.step_times import Drafts, Profile, StepTimes, WorkerTimes
 from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
 from paceline.profiler.overheads import find_overheads
-from paceline.profiler.stack import Facts, ProfiledStack, StepRow
+from paceline.core.step_record import StepRecord
+from paceline.profiler.stack import Facts, ProfiledStack
 from paceline.profiler.turns import find_turns
 
 SCALE_SECONDS = 600.0
@@ -108,7 +109,7 @@ def make_profile(
 def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:
     """Return the step times of a role. What its own workers did not compute is taken from the others."""
 
-    def rows(steps: dict[str, list[StepRow]]) -> list[StepRow]:
+    def rows(steps: dict[str, list[StepRecord]]) -> list[StepRecord]:
         own = steps[role]
         distinct = {row.prompt_tokens or row.sequences for row in own}
         other = steps["prefill" if role == "decode" else "decode"]

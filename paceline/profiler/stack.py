@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from paceline.client import GatewayClient
 from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.step_record import StepRecord
 
 FETCH_SECONDS = 30.0
 """Deadline of a question about the stack. A busy machine answers late."""
@@ -20,19 +21,6 @@ REQUEST_SECONDS = 120.0
 """Deadline of the first token, and of each further one."""
 _IDS = range(20, 250)
 """Token ids of prompts. Every model has more tokens than this, and no prompt finds another one's blocks cached."""
-
-
-class StepRow(NamedTuple):
-    """One step of a worker, as GET /fleet/steps shows it; see `engine/step_log.py`."""
-
-    number: int
-    ended: float
-    seconds: float
-    prompt_tokens: int
-    prompt_pairs: int
-    sequences: int
-    drafts: int
-    context_tokens: int
 
 
 class Answer(NamedTuple):
@@ -108,12 +96,12 @@ class ProfiledStack:
             else 0,
         )
 
-    def new_steps(self) -> dict[str, list[StepRow]]:
+    def new_steps(self) -> dict[str, list[StepRecord]]:
         """Return the steps of all workers since the last call, by role, in the order of their ends."""
-        found: dict[str, list[StepRow]] = {"prefill": [], "decode": []}
+        found: dict[str, list[StepRecord]] = {"prefill": [], "decode": []}
         for worker in self._fetch("/fleet/steps?most=4096")["workers"]:
             name = worker["worker_id"], worker["epoch"]
-            rows = [StepRow(*row) for row in worker["steps"]]
+            rows = [StepRecord(*row) for row in worker["steps"]]
             found[worker["role"]] += [row for row in rows if row.number > self._seen.get(name, -1)]
             if rows:
                 self._seen[name] = rows[-1].number

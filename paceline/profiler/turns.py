@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Sequence
 
 from paceline.core.step_times import StepTimes, Turns
-from paceline.profiler.stack import StepRow
+from paceline.core.step_record import StepRecord
 
 _LEAST_SHARE = 0.2
 """Share of a prompt's step during which decode must have computed, or the step tells nothing about it."""
 
 
 def find_turns(
-    itl_target: float, prompts: Sequence[StepRow], decoding: Sequence[StepRow], prefill: StepTimes, decode: StepTimes
+    itl_target: float, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], prefill: StepTimes, decode: StepTimes
 ) -> Turns:
     """Return how workers take turns.
 
@@ -41,6 +41,6 @@ def find_turns(
     )
 
 
-def _common(one: StepRow, other: StepRow) -> float:
+def _common(one: StepRecord, other: StepRecord) -> float:
     """Return the seconds that two steps have in common."""
     return max(0.0, min(one.ended, other.ended) - max(one.ended - one.seconds, other.ended - other.seconds))

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.profiler.fit import fit, fit_steps, spread_of, with_gaps
-from paceline.profiler.stack import StepRow
+from paceline.core.step_record import StepRecord
 
 
-def prompt_row(tokens: int, before: int, seconds: float) -> StepRow:
-    return StepRow(0, 0.0, seconds, tokens, tokens * before + tokens * (tokens + 1) // 2, 0, 0, 0)
+def prompt_row(tokens: int, before: int, seconds: float) -> StepRecord:
+    return StepRecord(0, 0.0, seconds, tokens, tokens * before + tokens * (tokens + 1) // 2, 0, 0, 0)
 
 
-def decode_row(sequences: int, context: int, seconds: float, number: int = 0, ended: float = 0.0) -> StepRow:
-    return StepRow(number, ended, seconds, 0, 0, sequences, 0, context)
+def decode_row(sequences: int, context: int, seconds: float, number: int = 0, ended: float = 0.0) -> StepRecord:
+    return StepRecord(number, ended, seconds, 0, 0, sequences, 0, context)
 
 
 @settings(max_examples=30, deadline=None)
@@ -54,7 +54,7 @@ def test_steps_of_both_kinds_and_what_a_mixed_step_saves() -> None:
         for rows in (1, 2, 4, 8)
         for context in (50, 100, 1000, 2000)
     ]
-    mixed = StepRow(0, 0.0, 0.013 + 0.01 + 2e-4 * 64 - 0.008, 64, 64 * 65 // 2, 4, 0, 400)
+    mixed = StepRecord(0, 0.0, 0.013 + 0.01 + 2e-4 * 64 - 0.008, 64, 64 * 65 // 2, 4, 0, 400)
     times, quality = fit_steps(prompts, decoding, [mixed])
     assert times.prefill_seconds(128, 128 * 64) == pytest.approx(0.01 + 2e-4 * 128 + 1e-7 * 128 * 64, rel=0.05)
     assert times.decode_seconds(4, 400) == pytest.approx(0.01304, rel=0.01)

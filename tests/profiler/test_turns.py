@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.step_times import Curve, StepTimes
-from paceline.profiler.stack import StepRow
+from paceline.core.step_record import StepRecord
 from paceline.profiler.turns import find_turns
 
 TIMES = StepTimes(prefill=Curve(points=((100, 0.1),)), decode=Curve(points=((1, 0.01),)))
 
 
-def prompt(begin: float, seconds: float) -> StepRow:
-    return StepRow(0, begin + seconds, seconds, 100, 0, 0, 0, 0)
+def prompt(begin: float, seconds: float) -> StepRecord:
+    return StepRecord(0, begin + seconds, seconds, 100, 0, 0, 0, 0)
 
 
-def decoding(begin: float, seconds: float) -> StepRow:
-    return StepRow(0, begin + seconds, seconds, 0, 0, 1, 0, 0)
+def decoding(begin: float, seconds: float) -> StepRecord:
+    return StepRecord(0, begin + seconds, seconds, 0, 0, 1, 0, 0)
 
 
 def test_overlap_and_slowdown_are_those_of_the_steps() -> None:

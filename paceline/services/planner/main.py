@@ -8,11 +8,11 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from paceline.core.config import PlannerConfig
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import parse_bytes
 from paceline.core.planner.objectives import Latency
 from paceline.core.planner.planner import Planner
-from paceline.core.planner_config import PlannerConfig
 from paceline.core.request_classes import BACKGROUND, DEFAULT, read_classes
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -87,18 +86,17 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -
         recorder(tmp_path / "missing" / "trace.jsonl")
 
 
-def test_a_file_that_could_not_be_replaced_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, replace, failed = tmp_path / "trace.jsonl", Path.replace, threading.Event()
-
-    def fail(self: Path, target: Path) -> Path:
-        failed.set()
-        raise PermissionError("no")
-
+def test_a_file_that_could_not_be_replaced_is_tried_again(tmp_path: Path) -> None:
+    path, older = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.1"
     own = recorder(path, size=2)  # each line fills the file
-    monkeypatch.setattr(Path, "replace", fail)
+    (older / "in the way").mkdir(parents=True)
     own.record(sequence([1]), time.monotonic(), "", "stop")
-    assert failed.wait(10)
-    monkeypatch.setattr(Path, "replace", replace)
+    deadline = time.monotonic() + 10
+    while not own.dropped:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (older / "in the way").rmdir()
+    older.rmdir()
     own.record(sequence([1, 2]), time.monotonic(), "", "stop")
     own.close()
-    assert [line["input_length"] for line in lines(path.with_name("trace.jsonl.1"))] == [2]
+    assert [line["input_length"] for line in lines(older)] == [2]

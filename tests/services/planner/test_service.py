@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from paceline.core.config import PlannerConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.planner.actions import Add, Decision, Drain, Hold
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
-from paceline.core.planner_config import PlannerConfig
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect

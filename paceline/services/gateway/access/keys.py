@@ -20,10 +20,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.core.errors import ConfigError
 from paceline.core.request_classes import DEFAULT
+from paceline.core.toml_tables import read_entry
 from paceline.services.common.secret import digest_of, read_private
 
 _MOST_BYTES = 4 << 20
@@ -116,17 +117,9 @@ def check_classes(keys: Sequence[Key], classes: Container[str]) -> None:
 
 
 def _key(file: str, name: str, table: Any) -> Key:
-    where = f"--api-keys-file {file}: [{name}]"
-    if not isinstance(table, dict):
-        raise ConfigError(f"--api-keys-file {file}: {name} must be the heading of a key, [{name}]; {_ADVICE}")
-    try:
-        entry = _Entry.model_validate({field.replace("-", "_"): value for field, value in table.items()})
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{where} {field}: {first['msg']}; {_ADVICE}") from None
+    entry = read_entry(_Entry, f"--api-keys-file {file}", name, table, "key", _ADVICE)
     if (entry.key is None) == (entry.sha256 is None):
-        raise ConfigError(f"{where} needs either key or sha256; {_ADVICE}")
+        raise ConfigError(f"--api-keys-file {file}: [{name}] needs either key or sha256; {_ADVICE}")
     digest = digest_of(entry.key) if entry.key is not None else bytes.fromhex(entry.sha256 or "")
     limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
     return Key(name, digest, entry.role, entry.priority, limits, entry.request_class)

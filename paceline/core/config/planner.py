@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from paceline.core.config import GatewayConfig, ServiceConfig
+from paceline.core.config.gateway import GatewayConfig
+from paceline.core.config.planner_options import GROUP, PlannerOptions
+from paceline.core.config.service import ServiceConfig
 from paceline.core.options import option, same_option
-from paceline.core.planner_options import GROUP, PlannerOptions
 
 PlatformName = Literal["serve", "compose", "kubernetes"]
 

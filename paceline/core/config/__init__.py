@@ -1,0 +1,47 @@
+"""Options of all services: one class for each service. Each field is a flag and a key of the TOML file."""
+
+from paceline.core.config.checks import check_all_or_none, check_http, check_model_code, check_step_size, has_pools
+from paceline.core.config.gateway import GatewayConfig
+from paceline.core.config.kvtransfer import KVTransferConfig
+from paceline.core.config.planner import PlannerConfig, PlatformName
+from paceline.core.config.serve import PREPARE_OPTIONS, ServeConfig
+from paceline.core.config.service import (
+    GIB,
+    KV_TOKENS,
+    DType,
+    GenerationConfig,
+    KVPool,
+    LogLevel,
+    ModelImpl,
+    Quantization,
+    RouterMode,
+    ServiceConfig,
+    TransportChoice,
+)
+from paceline.core.config.worker import WorkerConfig
+
+__all__ = [
+    "GIB",
+    "KV_TOKENS",
+    "PREPARE_OPTIONS",
+    "DType",
+    "GatewayConfig",
+    "GenerationConfig",
+    "KVPool",
+    "KVTransferConfig",
+    "LogLevel",
+    "ModelImpl",
+    "PlannerConfig",
+    "PlatformName",
+    "Quantization",
+    "RouterMode",
+    "ServeConfig",
+    "ServiceConfig",
+    "TransportChoice",
+    "WorkerConfig",
+    "check_all_or_none",
+    "check_http",
+    "check_model_code",
+    "check_step_size",
+    "has_pools",
+]

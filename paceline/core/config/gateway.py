@@ -1,0 +1,302 @@
+"""Options of the gateway."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from paceline.core.config.checks import check_http
+from paceline.core.config.service import GenerationConfig, RouterMode, ServiceConfig
+from paceline.core.options import Size, option
+
+
+class GatewayConfig(ServiceConfig):
+    """Options of the HTTP API."""
+
+    port: int = option(8000, "port to listen on", "network", at_least=0, at_most=65535)
+    model: str = option("", "Hugging Face folder of the model; its tokenizer and chat template are read", "model")
+    served_model_name: str = option(
+        "", "name of the model in the API; default: org/name of the hub, or the last part of MODEL", "model"
+    )
+    chat_template: str = option("", "file with a Jinja chat template, if the model's folder has none", "model")
+    generation_config: GenerationConfig = option(
+        "auto",
+        "sampling parameters of requests that leave them out. auto: those of the model's generation_config.json. none: "
+        "OpenAI's defaults. Tokens that end an answer are read from the file either way",
+        "model",
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls: a form by name, none, or auto for the form that the chat template shows",
+        "model",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks its reasoning: a form by name, none, or auto for the form that the chat template shows",
+        "model",
+    )
+    score_tokens: str = option(
+        "",
+        "the two tokens whose probabilities at the end of a prompt give a score of /score and /rerank, separated by a "
+        "comma: the one that says that a document fits its query, then the other. Default: yes,no, as Qwen3-Reranker "
+        "answers. Both must be single tokens of the model. A score is the probability of the first one among the two",
+        "model",
+    )
+    score_template: str = option(
+        "",
+        "file with a Jinja template for the prompt of a query and a document, which are messages with these roles, as "
+        "in vLLM's score templates; the request's instruction is a message with the role system. Default: the chat "
+        "template if it has these roles; if not, the words of Qwen3-Reranker in the model's chat template",
+        "model",
+    )
+    max_logprobs: int = option(
+        20,
+        "most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary",
+        "limits",
+        at_least=-1,
+    )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        "logprobs name tokens by id, as token_id:7, because several tokens may have the same text; a request may say "
+        "otherwise",
+        "model",
+    )
+    enable_force_include_usage: bool = option(
+        False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
+    )
+    store: str = option(
+        "",
+        "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
+        "which several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
+        "store",
+        is_secret=True,
+    )
+    stored_responses: int = option(
+        10_000,
+        "responses that are kept for each API key; the ones that were used longest ago make room",
+        "store",
+        at_least=1,
+    )
+    stored_responses_size: Size = option("256MiB", "size of all responses that are kept for each API key", "store")
+    stored_responses_seconds: float = option(
+        30 * 86400.0, "a response is kept for this many seconds after its last use", "store", at_least=1
+    )
+    stored_files: int = option(
+        1000, "files that each API key may have; an upload that is one too many is refused", "store", at_least=1
+    )
+    stored_files_size: Size = option("2GiB", "size of all files that each API key may have", "store")
+    stored_files_seconds: float = option(
+        30 * 86400.0,
+        "a file that does not say when it expires is deleted after this many seconds, and a batch this many seconds "
+        "after its end",
+        "store",
+        at_least=1,
+    )
+    max_file_size: Size = option("200MiB", "largest file that may be uploaded", "store")
+    max_batch_lines: int = option(50_000, "requests in one batch", "store", at_least=1)
+    max_batches: int = option(
+        100,
+        "batches of each API key that may run or wait at the same time; a further one is refused",
+        "store",
+        at_least=1,
+    )
+    uds: str = option(
+        "",
+        "path of a Unix socket to listen on, instead of --host and --port; only this user may connect to it",
+        "network",
+    )
+    root_path: str = option(
+        "",
+        "path, such as /llm, below which a proxy offers this API; requests may have it or have lost it on their way",
+        "network",
+    )
+    ssl_certfile: str = option(
+        "",
+        "PEM file with the certificate for HTTPS, and any intermediate ones below it; it is read again when it "
+        "changes. Default: HTTP in the clear",
+        "network",
+    )
+    ssl_keyfile: str = option("", "PEM file with the private key of --ssl-certfile", "network")
+    ssl_ca_certs: str = option(
+        "", "PEM file with the certificates of the authorities that sign clients' certificates", "network"
+    )
+    ssl_cert_reqs: int = option(
+        0,
+        "whether HTTPS clients show a certificate: 0 none, 1 a client may show one, 2 each client must; one that is "
+        "shown must be signed by an authority in --ssl-ca-certs",
+        "network",
+        at_least=0,
+        at_most=2,
+    )
+    api_key: str = option(
+        "",
+        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
+        "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
+        "network",
+        is_secret=True,
+    )
+    admin_key: str = option(
+        "",
+        "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
+        "scaling and requests of others are for processes of this machine only",
+        "network",
+        is_secret=True,
+    )
+    api_keys_file: str = option(
+        "",
+        "TOML file with a table for each key: its sha256 (paceline key makes both), role, priority and limits. Only "
+        "its owner may be able to read it. It is read again when it changes",
+        "network",
+    )
+    classes_file: str = option(
+        "",
+        "TOML file with a table for each class of requests: its objectives (ttft_seconds, itl_seconds), and the "
+        "weight of its keys in the queue. A key of --api-keys-file names its class; all other requests have the class "
+        "default",
+        "limits",
+    )
+    record_trace: str = option(
+        "",
+        "file to which a line is written for each request that ends: when it came, its lengths, hashes of its blocks, "
+        "but no text. paceline simulate reads it",
+        "logs",
+    )
+    record_trace_size: Size = option(
+        "256MiB", "size of the file of --record-trace and of the older one, FILE.1, together", "logs"
+    )
+    allowed_origins: str = option(
+        "",
+        "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
+        "https://chat.example.com; * allows all. Default: none but the gateway's own",
+        "network",
+    )
+    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "network")
+    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "network")
+    allow_credentials: bool = option(
+        False, "these pages may use a key that the browser itself keeps; needs named origins", "network"
+    )
+    max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
+    max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
+    queue_seconds: float = option(
+        60.0,
+        "a request that has waited this many seconds for a worker gets 429, or 503 if no worker could be reached",
+        "limits",
+        at_least=0.1,
+    )
+    request_seconds: float = option(
+        1800.0, "a request that takes more than this many seconds from arrival to end fails", "limits", at_least=0.1
+    )
+    stall_seconds: float = option(
+        120.0,
+        "a worker that has sent nothing for this many seconds counts as failed, and its requests move to another "
+        "worker. A worker sends nothing during a step that takes more than a second, so this must be longer than the "
+        "longest step (see --max-batched-tokens)",
+        "limits",
+        at_least=0.1,
+    )
+    router_mode: RouterMode = option(
+        "kv",
+        "how the gateway chooses workers. kv: by their cached prefixes, queues and load, and the time to transfer "
+        "blocks. round-robin: each worker in turn",
+        "cluster",
+    )
+    local_prefill_tokens: int = option(
+        32,
+        "a decode worker may compute a prompt itself if at most this many uncached prompt tokens, those of waiting "
+        "prompts included, then wait there, and if this costs less than a prefill worker; the delay of the requests "
+        "that it decodes counts. 0 sends all prompts to prefill workers, if there are any",
+        "limits",
+        at_least=0,
+    )
+    allowed_media_domains: str = option(
+        "",
+        "servers from which images, videos and audio may be fetched, as names separated by commas; .example.com allows "
+        "all names below example.com, none allows no server. Default: every server with a public address",
+        "media",
+    )
+    allow_private_media: bool = option(
+        False,
+        "media may be fetched from servers with private addresses, this machine included, and from every port; without "
+        "it only from public addresses and from ports 80, 443, 8080 and 8443. With it, a client can read whatever the "
+        "servers in your network answer to a GET",
+        "media",
+    )
+    allowed_local_media_path: str = option(
+        "", "folder whose files clients may name as file: URLs; default: no file: URL is allowed", "media"
+    )
+    limit_mm_per_prompt: str = option(
+        "",
+        'how many items of each kind a request may have, as JSON, such as {"image": 4, "video": 1, "audio": 0}; a kind '
+        "that is left out is limited by --max-media-items alone",
+        "media",
+    )
+    mm_processor_kwargs: str = option(
+        "",
+        'options of the model\'s preprocessing, as JSON, for requests without their own, such as {"max_soft_tokens": '
+        '560}, the most tokens that Gemma 4 sees of an image, or {"max_pixels": 1048576} for Qwen 3-VL',
+        "media",
+    )
+    media_cache_size: Size = option(
+        "256MiB",
+        "memory for preprocessed media that clients have named by a uuid, so that they need not send them again",
+        "media",
+    )
+    max_media_items: int = option(64, "images, videos and audio clips in one request", "media", at_least=0)
+    max_media_size: Size = option("64MiB", "largest file of an image, a video or an audio clip", "media")
+    media_memory: Size = option(
+        "2GiB",
+        "memory for media that are being fetched and decoded, and for what is kept of them until their requests end. "
+        "One request may use half of it. The items that the processes decode may use the other half, each an equal "
+        "share of it. A request that finds it full gets 429",
+        "media",
+    )
+    max_image_pixels: int = option(
+        64 << 20, "largest image, and largest frame of a video, in pixels", "media", at_least=1
+    )
+    max_video_seconds: float = option(600.0, "longest video in seconds", "media", at_least=0.1)
+    max_audio_seconds: float = option(1800.0, "longest audio clip in seconds", "media", at_least=0.1)
+    image_fetch_seconds: float = option(
+        5.0, "an image must have arrived this many seconds after the gateway began to fetch it", "media", at_least=0.1
+    )
+    video_fetch_seconds: float = option(
+        30.0, "a video must have arrived this many seconds after the gateway began to fetch it", "media", at_least=0.1
+    )
+    audio_fetch_seconds: float = option(
+        10.0,
+        "an audio clip must have arrived this many seconds after the gateway began to fetch it",
+        "media",
+        at_least=0.1,
+    )
+    media_decode_seconds: float = option(
+        30.0,
+        "an item that is not decoded after this many seconds is refused. It may wait as long for a process; then its "
+        "request gets 429",
+        "media",
+        at_least=0.1,
+    )
+    media_processes: int = option(
+        2,
+        "processes that decode media, one item at a time each; they start when the first item comes. Videos and audio "
+        "leave one of them free for images, if there are two or more",
+        "media",
+        at_least=1,
+    )
+    vllm_metric_names: bool = option(
+        False,
+        "/metrics also has vLLM's names for what vLLM measures, too (vllm:num_requests_running …), so that dashboards "
+        "and autoscalers that were made for vLLM work unchanged",
+        "logs",
+    )
+    supervisor_socket: str = option("", "Unix socket of the supervisor, which adds and removes workers", "network")
+    max_attempts: int = option(
+        5,
+        "a request is given up after this many failures at one step for a reason of its own: a worker answers with "
+        "an error and goes on, or workers end where this request runs and nowhere else. Otherwise it goes on until its "
+        "deadline (--request-seconds)",
+        "limits",
+        at_least=1,
+    )
+
+    @model_validator(mode="after")
+    def _check_http(self) -> GatewayConfig:
+        check_http(self)
+        return self

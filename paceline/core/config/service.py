@@ -1,0 +1,102 @@
+"""Options of every service, and the types of options that several services have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, model_validator
+
+from paceline.core.config.checks import check_all_or_none
+from paceline.core.errors import ConfigError
+from paceline.core.options import Options, option
+from paceline.core.telemetry import LogFormat
+
+GIB = 1 << 30
+
+KV_TOKENS = 24 * 1024
+"""Tokens for which KV memory of the size "auto" has room."""
+
+Quantization = Literal["none", "int8", "gguf"]
+"""Format of a model's matrices in memory."""
+KVPool = Literal["auto", "arena", "device"]
+"""Memory that holds the KV blocks with which a worker computes."""
+RouterMode = Literal["kv", "round-robin"]
+"""The gateway's rule for choosing workers."""
+TransportChoice = Literal["auto", "ucx", "grpc"]
+"""The transport that copies KV blocks between hosts."""
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(str.lower)]
+"""The lowest severity of messages that are logged."""
+GenerationConfig = Literal["auto", "none"]
+"""The source of the sampling parameters that a request leaves out."""
+ModelImpl = Literal["auto", "native", "transformers"]
+"""The code that computes a model: the files of `paceline/models`, or the model's own code in `transformers`."""
+DType = Literal["auto", "bfloat16", "float32"]
+"""Data type of weights, activations and KV blocks."""
+
+
+class ServiceConfig(Options):
+    """Options of every service."""
+
+    cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
+    redis: str = option(
+        "redis://127.0.0.1:6379/0",
+        "URL of the Redis by which services find each other; with TLS: "
+        "rediss://USER:PASSWORD@HOST:PORT/0?ssl_ca_certs=FILE",
+        "cluster",
+        is_secret=True,
+    )
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
+    port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)
+    auth_token_file: str = option(
+        "",
+        "file with the secret that all services of the cluster share (paceline token FILE makes one); "
+        "without it, this service accepts calls from everybody who can connect to it",
+        "network",
+    )
+    advertise: str = option(
+        "",
+        "address by which other services reach this one; default: --host, or this machine's own if that is 0.0.0.0",
+        "network",
+    )
+    cluster_certfile: str = option(
+        "",
+        "PEM file with this service's certificate for TLS between services, and any intermediate ones below it. Its "
+        "subject alternative names must include the address at which others reach this service, unless "
+        "--cluster-cert-name is given. Both sides of a connection show and check certificates. All services of a "
+        "cluster must have these options, or none; the files are read again when they change. HTTP clients get the "
+        "certificate of --ssl-certfile",
+        "cluster",
+    )
+    cluster_keyfile: str = option("", "PEM file with the private key of --cluster-certfile", "cluster")
+    cluster_ca_certs: str = option(
+        "",
+        "PEM file with the certificates of the authorities that sign the certificates of the cluster's services; every "
+        "certificate that they sign lets its owner in, so take an authority of your own for each cluster",
+        "cluster",
+    )
+    cluster_cert_name: str = option(
+        "",
+        "name that the certificates of all services have, for services whose addresses are not known beforehand, such "
+        "as containers; default: a service's certificate must have the address by which it is called",
+        "cluster",
+    )
+    log_level: LogLevel = option("info", "lowest severity of messages that are logged", "logs")
+    log_format: LogFormat = option("text", "format of log lines: text for people, json for machines", "logs")
+    drain_seconds: float = option(
+        30.0,
+        "after SIGTERM or Ctrl-C, this service takes no new requests and waits this many seconds for running ones; "
+        "then it ends those that still run",
+        "limits",
+        at_least=0,
+        at_most=86400,
+    )
+    ready_fd: int = option(
+        -1, "open file descriptor; this service writes its address there when it is ready", "network"
+    )
+
+    @model_validator(mode="after")
+    def _check_cluster_files(self) -> Self:
+        check_all_or_none(self, "cluster_certfile", "cluster_keyfile", "cluster_ca_certs")
+        if self.cluster_cert_name and not self.cluster_certfile:
+            raise ConfigError("--cluster-cert-name needs --cluster-certfile")
+        return self

@@ -1,0 +1,114 @@
+"""Options of prefill, decode and encode workers."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from paceline.core.config.checks import check_model_code, check_step_size
+from paceline.core.config.service import DType, KVPool, ModelImpl, Quantization, ServiceConfig
+from paceline.core.options import AutoSize, option
+from paceline.core.speculative import speculative_help
+
+
+class WorkerConfig(ServiceConfig):
+    """Options of a prefill, decode or encode worker."""
+
+    model: str = option("", "Hugging Face folder of the model", "model")
+    dtype: DType = option("auto", "type of weights, activations and KV; auto takes the checkpoint's", "model")
+    packed_dir: str = option(
+        "",
+        "folder in which the workers of a host share one copy of the packed weights; default: each worker has its own "
+        "copy in memory. Quantized weights are not shared",
+        "model",
+    )
+    quantization: Quantization = option(
+        "none",
+        "format of the model's matrices in memory. none: the type of --dtype. int8: blocks of signed bytes, to which "
+        "the matrices are rounded. gguf: the blocks of the GGUF file from which the model was converted",
+        "model",
+    )
+    model_impl: ModelImpl = option(
+        "auto",
+        "code that computes the model. native: Paceline's own, which is faster and has the architectures that are "
+        "native in docs/architectures.md. transformers: the model's code in the package transformers, with Paceline's "
+        "attention and matrix products. auto: native if it has the model's architecture, else transformers",
+        "model",
+    )
+    trust_remote_code: bool = option(
+        False,
+        "with --model-impl auto or transformers: run the Python code in the model's folder if its config.json names "
+        "such code (auto_map). It can do whatever the user of this process can do. Native models never need it",
+        "model",
+    )
+    max_model_len: int = option(
+        0,
+        "longest context in tokens (prompt and output); 0 takes the model's limit, or less if the KV memory is too "
+        "small for it",
+        "model",
+        at_least=0,
+    )
+    kvtransfer_address: str = option("127.0.0.1:7300", "address of this host's kvtransfer service", "network")
+    worker_id: str = option("", "unique name of this worker; default: a generated name", "cluster")
+    max_seqs: int = option(
+        64,
+        "sequences that one worker runs at the same time; further ones wait in the gateway's queue",
+        "limits",
+        at_least=1,
+    )
+    max_batched_tokens: int = option(
+        512,
+        "tokens that one step computes at most, over all sequences; longer prompts take several steps, but an image "
+        "whose tokens see each other is computed in one step",
+        "limits",
+        at_least=1,
+    )
+    device: str = option("cpu", "torch device to compute on: cpu, cuda, or cuda:1 for the second GPU", "compute")
+    kv_pool: KVPool = option(
+        "auto",
+        "memory that holds the KV blocks of running requests. arena: the worker reads and writes blocks directly in "
+        "the memory that all workers of the host share (--kv-memory of kvtransfer). device: the worker has a pool of "
+        "its own on its device and copies blocks between the pool and the shared memory; if the pool is full, requests "
+        "are swapped out to the shared memory. auto: arena on a CPU, device on a GPU",
+        "memory",
+    )
+    kv_pool_memory: AutoSize = option(
+        "auto",
+        "size of the worker's own pool, e.g. 4GiB; auto has room for 24,576 tokens or the longest context, whichever "
+        "is more",
+        "memory",
+    )
+    kernels: str = option(
+        "auto",
+        "kernels to compute with. native: C++, for CPUs. reference: plain torch, slow. triton: for GPUs. "
+        "triton-invariant: triton, but a result does not depend on the other requests of a step. auto: native on a "
+        "CPU, triton on a GPU, reference if these are not available",
+        "compute",
+    )
+    threads: int = option(0, "CPU threads; 0 takes all cores that the worker may use", "compute", at_least=0)
+    itl_target_ms: float = option(
+        0.0,
+        "intended time between two tokens of a running request, in milliseconds. It matters only while prompts wait "
+        "and prefill and decode workers share the cores of a host: prefill gets the part of this time that a decode "
+        "step leaves. A lower target makes running requests faster and first tokens later. 0 follows the machine: 28 "
+        "ms, or two and a half decode steps if that is longer",
+        "compute",
+        at_least=0,
+    )
+    async_scheduling: bool = option(
+        True,
+        "plan and launch the next step while the present one computes, so that the device does not wait between "
+        "steps. Tokens are the same either way; turn it off only to compare or to debug",
+        "compute",
+    )
+    speculative_config: str = option(
+        "",
+        "JSON object that turns on speculative decoding, which drafts tokens and verifies several in one step, e.g. "
+        '{"method": "ngram", "num_speculative_tokens": 4}\n' + speculative_help(),
+        "compute",
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> WorkerConfig:
+        check_step_size(self.max_batched_tokens, self.max_seqs)
+        check_model_code(self)
+        return self

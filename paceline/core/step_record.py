@@ -1,0 +1,25 @@
+"""What a worker tells about one of its steps: its engine notes it, and `paceline profile` learns from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class StepRecord(NamedTuple):
+    """One step: what it computed, and how long it took."""
+
+    number: int
+    """Number of the step among all steps of the engine, from 0."""
+    ended: float
+    """When its result was known, in seconds on the worker's monotonic clock. It only tells how far steps are apart."""
+    seconds: float
+    prompt_tokens: int
+    """Tokens of prompts that it computed."""
+    prompt_pairs: int
+    """Sum over these tokens of the tokens that each of them attends to, itself included."""
+    sequences: int
+    """Sequences that got a token after their prompt."""
+    drafts: int
+    """Drafts that were verified for them."""
+    context_tokens: int
+    """Sum over these sequences of the tokens that each of them attends to."""
