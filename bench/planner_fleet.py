@@ -167,7 +167,7 @@ class Fleet:
 
     def _join(self, worker: Worker, request: Request) -> None:
         self._advance(worker)
-        worker.running.add(request)
+        worker.running[request] = None
         request.decode, request.joined = worker, round(worker.steps)
         worker.base += request.prompt + request.done - request.joined
         request.gaps.append((HANDOFF, 1))
@@ -175,7 +175,7 @@ class Fleet:
 
     def _take_out(self, worker: Worker, request: Request) -> None:
         """End a request's stay on a worker, and keep the times between its tokens."""
-        worker.running.remove(request)
+        del worker.running[request]
         worker.base -= request.prompt + request.done - request.joined
         request.done += round(worker.steps) - request.joined
         for before, count, seconds in reversed(worker.history):

@@ -36,7 +36,7 @@ class Worker:
     is_busy: bool = False
     reserved: int = 0
     """Requests that have a place here while their prompt is computed."""
-    running: set[Request] = field(default_factory=set)
+    running: dict[Request, None] = field(default_factory=dict)
     base: int = 0
     """Sum of contexts of running requests, less the worker's steps for each of them."""
     steps: float = 0.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.step_times import Curve, Spread, StepTimes
 from paceline.core.step_record import StepRecord
+from paceline.core.step_times import Curve, Spread, StepTimes
 
 HELD_OUT = 4
 """Every fourth step is held out of the fit, to say how good it is."""

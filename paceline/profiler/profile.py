@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
+from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Drafts, Profile, StepTimes, WorkerTimes
 from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
 from paceline.profiler.overheads import find_overheads
-from paceline.core.step_record import StepRecord
 from paceline.profiler.stack import Facts, ProfiledStack
 from paceline.profiler.turns import find_turns
 

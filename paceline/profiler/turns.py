@@ -5,15 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from paceline.core.step_times import StepTimes, Turns
 from paceline.core.step_record import StepRecord
+from paceline.core.step_times import StepTimes, Turns
 
 _LEAST_SHARE = 0.2
 """Share of a prompt's step during which decode must have computed, or the step tells nothing about it."""
 
 
 def find_turns(
-    itl_target: float, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], prefill: StepTimes, decode: StepTimes
+    itl_target: float,
+    prompts: Sequence[StepRecord],
+    decoding: Sequence[StepRecord],
+    prefill: StepTimes,
+    decode: StepTimes,
 ) -> Turns:
     """Return how workers take turns.
 

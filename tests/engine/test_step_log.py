@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from paceline.core.step_record import StepRecord
 from paceline.core.types import Key, Token
 from paceline.engine.step import Chunk, ChunkResult, Step, StepResult
-from paceline.core.step_record import StepRecord
 from paceline.engine.step_log import StepLog
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.profiler.fit import fit, fit_steps, spread_of, with_gaps
 from paceline.core.step_record import StepRecord
+from paceline.profiler.fit import fit, fit_steps, spread_of, with_gaps
 
 
 def prompt_row(tokens: int, before: int, seconds: float) -> StepRecord:

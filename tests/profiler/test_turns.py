@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.step_times import Curve, StepTimes
 from paceline.core.step_record import StepRecord
+from paceline.core.step_times import Curve, StepTimes
 from paceline.profiler.turns import find_turns
 
 TIMES = StepTimes(prefill=Curve(points=((100, 0.1),)), decode=Curve(points=((1, 0.01),)))

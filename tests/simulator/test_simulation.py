@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
-from paceline.core.planner.objectives import Latency, Objectives
+from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.step_times import Curve, Delay, Turns
 from paceline.simulator.command import compare
@@ -140,6 +140,22 @@ def test_the_planners_actions_take_their_time(monkeypatch: pytest.MonkeyPatch) -
     assert [decision.line for decision in result.decisions] == ["more", "flip", "less"]
     assert seen >= {(1, 1), (1, 2), (2, 1), (1, 1)}
     assert [level.decode for level in result.levels if level.at in (60.0, 70.0, 90.0)] == [1, 2, 1]
+
+
+def test_the_planner_follows_a_load_that_one_worker_of_each_role_cannot_serve() -> None:
+    """Prompts of 400 tokens take 0.4 s and come four times a second."""
+    limits = RoleLimits(1, 8)
+    objectives = Objectives(roles={"prefill": limits, "decode": limits}, default=Latency(ttft=3.0, itl=0.1))
+    requests = [TraceRequest(0.25 * number, 400, 20) for number in range(1600)]
+    _, result = run(requests, plans=True, objectives=objectives)
+    (only,) = result.classes.values()
+    assert (only.finished, only.refused) == (1600, 0)
+    assert max(level.prefill for level in result.levels) > 2
+    last = result.levels[-1]
+    assert 2 <= last.prefill < 8
+    assert 2 <= last.decode < 8
+    # Each role has grown to its size and shrunk to it, and has come to rest.
+    assert result.decisions[-1].at < 300
 
 
 requests_of = st.lists(

@@ -71,23 +71,38 @@ def encode_workers(classes: Sequence[Wanted], times: StepTimes, scale: float = 1
     return _queue_workers(rates, services, limits)
 
 
-def decode_workers(classes: Sequence[Wanted], times: StepTimes, places: Places, scale: float = 1.0) -> float:
-    """Return the number of decode workers that this load times `scale` needs."""
+def decode_workers(
+    classes: Sequence[Wanted], times: StepTimes, prompts: StepTimes | None, places: Places, scale: float = 1.0
+) -> float:
+    """Return the number of decode workers that this load times `scale` needs.
+
+    Args:
+        prompts: step times of prefill workers, if they are known. A request has its place on a decode worker while its
+            prompt is computed.
+    """
     active = [each for each in classes if each.demand.work("decode") > 0]
     tokens = scale * math.fsum(each.demand.work("decode") for each in active)
     if not tokens:
         return 0
     context = math.fsum(each.demand.work("decode") * mean_context(each.demand) for each in active) * scale / tokens
     most = sequences_per_worker([each.latency for each in active], times, places, context)
+    reserved = 0.0 if prompts is None else scale * math.fsum(_computing(each, prompts) for each in active)
     share = max(each.latency.percentile for each in active)
     # Requests that run at the same time are about Poisson distributed, so that many workers even them out.
     spread = NormalDist().inv_cdf(share)
 
     def enough(workers: int) -> bool:
         running = _running(tokens / workers, times, context)
-        return running + spread * math.sqrt(running / workers) <= most
+        taken = running + reserved / workers
+        in_places = taken + spread * math.sqrt(taken / workers) <= places.max_seqs * _FULL
+        return in_places and running + spread * math.sqrt(running / workers) <= most
 
     return _least(enough)
+
+
+def _computing(wanted: Wanted, times: StepTimes) -> float:
+    """Return how many prompts of a class are computed at the same time, on average."""
+    return wanted.demand.rate * _Service.of_prompts(wanted.demand, times, wanted.latency.percentile).mean
 
 
 def sequences_per_worker(latencies: Sequence[Latency], times: StepTimes, places: Places, context: float) -> float:

@@ -117,7 +117,7 @@ def _by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlo
         return capacity.prefill_workers(classes, times, scale)
     if role == "encode":
         return capacity.encode_workers(classes, times, scale)
-    return capacity.decode_workers(classes, times, _places(outlook), scale)
+    return capacity.decode_workers(classes, times, outlook.state.role("prefill").times, _places(outlook), scale)
 
 
 def _by_queue(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook) -> tuple[float, str]:

@@ -42,12 +42,12 @@ def test_more_load_never_needs_fewer_workers(rate: float, more: float) -> None:
     few, many = [Wanted(demand(rate), LATENCY)], [Wanted(demand(rate * more), LATENCY)]
     assert prefill_workers(few, PREFILL) <= prefill_workers(many, PREFILL)
     assert encode_workers(few, PREFILL) <= encode_workers(many, PREFILL)
-    assert decode_workers(few, DECODE, PLACES) <= decode_workers(many, DECODE, PLACES)
+    assert decode_workers(few, DECODE, PREFILL, PLACES) <= decode_workers(many, DECODE, PREFILL, PLACES)
 
 
 def test_no_load_needs_no_worker() -> None:
     nothing = [Wanted(demand(0.0), LATENCY)]
-    assert prefill_workers(nothing, PREFILL) == decode_workers(nothing, DECODE, PLACES) == 0
+    assert prefill_workers(nothing, PREFILL) == decode_workers(nothing, DECODE, PREFILL, PLACES) == 0
 
 
 def test_prefill_workers_have_room_above_their_work() -> None:
@@ -87,7 +87,7 @@ def test_steps_are_kept_short_enough() -> None:
 
 def test_decode_workers_hold_their_requests() -> None:
     rate, answer = 30.0, 200.0
-    workers = decode_workers([Wanted(demand(rate, answer=answer), LATENCY)], DECODE, PLACES)
+    workers = decode_workers([Wanted(demand(rate, answer=answer), LATENCY)], DECODE, None, PLACES)
     per_worker = rate * answer / workers  # tokens per second
     running = per_worker * DECODE.fixed / (1 - per_worker * (DECODE.per_token + 1100 * DECODE.per_context))
     assert 0 < running < 64
@@ -96,3 +96,11 @@ def test_decode_workers_hold_their_requests() -> None:
 
 def test_an_objective_that_nobody_can_keep_asks_for_no_endless_fleet() -> None:
     assert prefill_workers([Wanted(demand(5.0, prompt=50_000.0), Latency(ttft=0.01))], PREFILL) < 100
+
+
+def test_places_are_taken_while_prompts_are_computed() -> None:
+    classes = [Wanted(demand(10.0, prompt=10_000.0, answer=2.0), LATENCY)]
+    few = Places(8, 0.0)
+    busy = 10 * PREFILL.seconds(10_000, 0)  # prompts that are computed at the same time
+    assert decode_workers(classes, DECODE, None, few) == 1
+    assert decode_workers(classes, DECODE, PREFILL, few) > busy / 8
