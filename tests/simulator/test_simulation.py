@@ -16,7 +16,7 @@ from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.step_times import Curve, Delay, Turns
-from paceline.simulator.command import compare
+from paceline.simulator.answers import on_disaggregation
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.result import Result
 from paceline.simulator.scenario import Failure, Scenario
@@ -268,9 +268,9 @@ def test_the_comparison_says_what_pays() -> None:
     apart = Found(scenario, simulate(scenario, Trace(BLOCK, requests)))
     alike = dataclasses.replace(scenario, is_aggregated=True)
     together = Found(alike, simulate(alike, Trace(BLOCK, requests)))
-    (told,) = compare(apart, together)
+    told = on_disaggregation(apart, together)
     assert told.startswith("Disaggregation ")
-    (swapped,) = compare(together, apart)
+    swapped = on_disaggregation(together, apart)
     assert ("does not pay" in told) == (" pays " in swapped)
 
 
