@@ -126,6 +126,7 @@ _METAVARS = {
     "classes_file": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
+    "models_file": "FILE",
     "record_trace": "FILE",
     "root_path": "PATH",
     "ssl_ca_certs": "FILE",
@@ -374,7 +375,7 @@ def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
 def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig | ServeConfig:
     config = load_config(SERVICES[name].config, name, file, flags)
     model = getattr(config, "model", None)
-    if model == "":
+    if model == "" and not getattr(config, "models_file", ""):
         raise ConfigError(f"{name} needs a model: paceline {name} MODEL")
     if model and name != "serve" and not Path(model).is_dir():
         raise ConfigError(f"{name} takes the folder of a model; run: paceline prepare {model}, which prints the folder")

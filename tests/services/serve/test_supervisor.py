@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from paceline.services.common.secret import read_secret
-from paceline.services.serve.supervisor import GRACE_SECONDS
+from paceline.services.serve.processes import GRACE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -71,12 +71,12 @@ class Stack:
     def addresses(self) -> dict[str, str]:
         return {match[1]: match[2] for match in re.finditer(r"^  (\S+) +pid \d+ +(\S+)", self.text, re.MULTILINE)}
 
-    def scale(self, request: str) -> dict[str, Any]:
+    def scale(self, request: str, fleet: int = 0) -> dict[str, Any]:
         """Send one line to the supervisor, as the gateway does."""
         (folder,) = {Path(path).parent for path in re.findall(r"unix://(\S+)", self.text)}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(WAIT)
-            connection.connect(str(folder / "scale.sock"))
+            connection.connect(str(folder / f"scale-{fleet}.sock"))
             connection.sendall(request.encode() + b"\n")
             with connection.makefile() as answers:
                 answer = json.loads(answers.readline())
