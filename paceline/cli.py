@@ -190,6 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--live-progress", action="store_true", help=argparse.SUPPRESS)
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
     _add_gateway(watch)
+    _add_fleet(watch)
     watch.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates [%(default)s]"
     )
@@ -223,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="role that the planner may scale again; with a planner, ROLE=N stays until then",
     )
     _add_gateway(resize)
+    _add_fleet(resize)
     resize.add_argument(
         "--wait",
         type=float,
@@ -272,6 +274,7 @@ def _add_profile(commands: Any) -> None:
         "--no-scale", action="store_true", help="do not start and drain one more decode worker to measure these times"
     )
     _add_gateway(learn)
+    _add_fleet(learn)
 
 
 def _add_gateway(
@@ -292,6 +295,16 @@ def _add_gateway(
         default="",
         metavar="KEY",
         help="key to send; by default the first one in $PACELINE_ADMIN_KEY, else in $PACELINE_API_KEY",
+    )
+
+
+def _add_fleet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="",
+        dest="fleet",
+        metavar="NAME",
+        help="model whose fleet is meant, if the gateway serves several",
     )
 
 
@@ -356,7 +369,7 @@ def _api_key(arguments: dict[str, Any]) -> str:
 
 
 def _gateway(arguments: dict[str, Any]) -> GatewayClient:
-    return GatewayClient(arguments["url"], _api_key(arguments), arguments["ssl_ca_certs"])
+    return GatewayClient(arguments["url"], _api_key(arguments), arguments["ssl_ca_certs"], arguments.get("fleet", ""))
 
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:

@@ -54,10 +54,8 @@ def make_api(gateway: Gateway) -> APIRouter:
     @router.get("/v1/models", response_model=None, responses=answers(ModelList))
     async def list_models() -> dict[str, Any]:
         # A model is listed once a worker has loaded it. It stays listed, because workers come and go.
-        return {
-            "object": "list",
-            "data": [card(each) for each in gateway.models.values() if each.fleet.has_served.is_set()],
-        }
+        served = [card(model) for model in gateway.models.values() if model.fleet.has_served.is_set()]
+        return {"object": "list", "data": served}
 
     @router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))
     async def get_model(model: str) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from fastapi import Request
 from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.chat_prompt import media_of, render_chat
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.media.prompt import Prompt
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
 from paceline.services.gateway.streaming import until_disconnect
-from paceline.services.model.media.expansion import Expansions
-from paceline.services.model.media.prompt import Prompt
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from paceline.services.gateway.streaming import (
     until_disconnect,
 )
 from paceline.services.gateway.token_schemas import TokensRequest
-from paceline.services.model.traces import RequestTrace
+from paceline.services.gateway.traces import RequestTrace
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -69,9 +69,16 @@ def start(model: ModelFleet, plan: Plan, request: Request, is_streamed: bool) ->
     if request.state.client_chose_id:
         # Clients reuse ids, above all when they retry, but workers need a unique id.
         request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
-    path, arrived = request.url.path, request.state.arrived
-    ids_of_trace = request.state.request_id, request_id
-    trace = RequestTrace.of(plan, *ids_of_trace, path, arrived, is_streamed, caller.owner, model.name)
+    trace = RequestTrace.of(
+        plan,
+        request.state.request_id,
+        request_id,
+        request.url.path,
+        request.state.arrived,
+        is_streamed,
+        caller.owner,
+        model.name,
+    )
     model.metrics.observe_params(plan)
     return Generation(
         plan,

@@ -20,7 +20,7 @@ from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel, plan_scores
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.schemas import NamedRequest
-from paceline.services.model.scoring import probability
+from paceline.services.gateway.scoring import probability
 
 Json = dict[str, Any]
 
