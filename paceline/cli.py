@@ -140,6 +140,7 @@ _METAVARS = {
     "record": "FILE",
     "replay": "FILE",
     "docker_socket": "PATH",
+    "compose_prefix": "TEXT",
     "compose_project": "NAME",
     "redis": "URL",
     "speculative_config": "JSON",

@@ -73,7 +73,9 @@ async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
     if config.platform == "compose":
         from paceline.services.platforms.compose import open_compose
 
-        return await asyncio.to_thread(open_compose, config.docker_socket, config.compose_project)
+        return await asyncio.to_thread(
+            open_compose, config.docker_socket, config.compose_project, config.compose_prefix
+        )
     from paceline.services.platforms.serve import ServePlatform
 
     if not config.supervisor_socket:
