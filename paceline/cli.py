@@ -389,7 +389,11 @@ def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
 def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig | ServeConfig:
     config = load_config(SERVICES[name].config, name, file, flags)
     model = getattr(config, "model", None)
-    if model == "" and not getattr(config, "models_file", ""):
+    if getattr(config, "models_file", ""):
+        if "model" in flags:
+            raise ConfigError("MODEL and --models-file exclude each other: the file names the models")
+        return config
+    if model == "":
         raise ConfigError(f"{name} needs a model: paceline {name} MODEL")
     if model and name != "serve" and not Path(model).is_dir():
         raise ConfigError(f"{name} takes the folder of a model; run: paceline prepare {model}, which prints the folder")

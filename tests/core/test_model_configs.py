@@ -61,7 +61,6 @@ def test_a_file_that_makes_no_sense_is_refused_with_the_reason(file: Path, text:
 @pytest.mark.parametrize(
     ("config", "options", "told"),
     [
-        (GatewayConfig, {"model": "/a"}, "MODEL and --models-file exclude each other"),
         (ServeConfig, {"served_model_name": "a"}, "--served-model-name and --models-file exclude each other"),
         (GatewayConfig, {"record_trace": "t.jsonl"}, "two models have --record-trace t.jsonl"),
         (ServeConfig, {"record": "r.jsonl", "planner": True}, "two models have --record r.jsonl"),
@@ -73,6 +72,12 @@ def test_what_only_one_model_can_have_is_in_its_table(
     file.write_text(TWO)
     with pytest.raises(ConfigError, match=told):
         model_configs(config(models_file=str(file), **options))
+
+
+def test_a_model_of_a_shared_file_is_for_other_services(file: Path) -> None:
+    file.write_text(TWO)
+    config = GatewayConfig(models_file=str(file), model="/of-the-workers")
+    assert [each.model for each in model_configs(config)] == ["/a", "/b"]
 
 
 def test_a_file_that_is_not_there_is_told() -> None:

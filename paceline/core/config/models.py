@@ -55,17 +55,16 @@ def own_options(service: type[GatewayConfig] | type[ServeConfig]) -> list[str]:
 def model_configs(config: Config) -> list[Config]:
     """Return one config for each model: the options of `config`, overridden by those of the model's table.
 
-    Without --models-file there is one model, whose config is `config`. If the table of a gateway's model names no
+    Without --models-file there is one model, whose config is `config`. With it, `model` of `config` is for other
+    services that share a TOML file with this one, and does not count. If the table of a gateway's model names no
     cluster, this is the cluster of `config`, a hyphen, and the model's name.
 
     Raises ConfigError if the file cannot be read or is not valid.
     """
     if not config.models_file:
         return [config]
-    for name in ("model", "served_model_name"):
-        if name in config.model_fields_set and getattr(config, name):
-            what = "MODEL" if name == "model" else flag(name)
-            raise ConfigError(f"{what} and --models-file exclude each other: the file names the models")
+    if config.served_model_name:
+        raise ConfigError("--served-model-name and --models-file exclude each other: the file names the models")
     where = f"--models-file {config.models_file}"
     try:
         tables = tomllib.loads(Path(config.models_file).read_text("utf-8"))
