@@ -116,19 +116,19 @@ class Gateway:
 
     def find(self, name: str | None) -> ModelFleet:
         """Return a model by its name; the only one needs no name. Raises ApiError if it is not served here."""
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is not None and (model := self.models.get(name)) is not None:
+            return model
         served = ", ".join(map(repr, self.models))
         if name is None:
-            if len(self.models) == 1:
-                return next(iter(self.models.values()))
             raise ApiError(400, f"this server serves several models; say which one: {served}", param="model")
-        if (model := self.models.get(name)) is None:
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist here; this server serves {served}",
-                param="model",
-                code="model_not_found",
-            )
-        return model
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist here; this server serves {served}",
+            param="model",
+            code="model_not_found",
+        )
 
     def named(self, name: str | None) -> list[ModelFleet]:
         """Return the model with this name, or all models without a name. Raises ApiError if it is not served here."""
