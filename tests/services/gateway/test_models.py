@@ -227,3 +227,25 @@ async def test_the_console_shows_the_model_that_is_chosen(models: Models) -> Non
             data = await anext(text async for text in answer.aiter_lines() if text.startswith("data: "))
             first = json.loads(data.removeprefix("data: "))
         assert (first["model"], first["models"]) == (shown, [ONE, TWO])
+
+
+async def test_gateways_meet_in_the_fleets_of_all_models(models: Models) -> None:
+    other = await models.stack.another_gateway()
+
+    async def gateways() -> list[str]:
+        fleet = (await other.http.get("/fleet")).json()
+        return [each["model_name"] for each in fleet["workers"] if each["role"] == "gateway"]
+
+    async def all_are_known() -> bool:
+        return await gateways() == [ONE, ONE, TWO, TWO]
+
+    await eventually(all_are_known)
+
+
+async def test_a_stream_goes_on_at_another_gateway(models: Models) -> None:
+    other = await models.stack.another_gateway()
+    body = {"model": TWO, "prompt": "x", "max_tokens": 6, "stream": True}
+    headers = {"X-Request-Id": "mine", "Last-Event-ID": "4"}
+    answer = await other.http.post("/v1/completions", json=body, headers=headers)
+    chunks = [json.loads(text) for text in answer.text.splitlines() if (text := text.removeprefix("data: "))[:1] == "{"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == "22"
