@@ -247,5 +247,6 @@ async def test_a_stream_goes_on_at_another_gateway(models: Models) -> None:
     body = {"model": TWO, "prompt": "x", "max_tokens": 6, "stream": True}
     headers = {"X-Request-Id": "mine", "Last-Event-ID": "4"}
     answer = await other.http.post("/v1/completions", json=body, headers=headers)
-    chunks = [json.loads(text) for text in answer.text.splitlines() if (text := text.removeprefix("data: "))[:1] == "{"]
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(event) for event in events]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == "22"
