@@ -43,7 +43,7 @@ def test_each_fleet_has_its_sizes_and_its_planner(file: Path) -> None:
         ("", "names no model"),
         ("model = 'a'", "must be the heading of a model's table"),
         ("[a", "not valid TOML"),
-        ("[a]\nprefill = 1", "needs a model"),
+        ("[a]\nmax-logprobs = 1", "needs a model"),
         ('[a]\nmodel = "x"\nport = 1', "--port holds for all models"),
         ('[a]\nmodel = "x"\nmodels-file = "y"', "--models-file holds for all models"),
         ('[a]\nmodel = "x"\nfoo = 1', "there is no such option"),

@@ -169,8 +169,7 @@ class ModelFleet:
 
     def waiting_requests(self) -> int:
         """Return how many sequences wait for a worker, at all gateways. What others say is up to a second old."""
-        members = (worker.member for worker in self.fleet.workers())
-        others = (each for each in members if each.role == "gateway" and each.worker_id != self._shared.gateway_id)
+        others = (each for each in self.fleet.gateways if each.worker_id != self._shared.gateway_id)
         return len(self.runner.queue) + sum(other.load.waiting for other in others)
 
     async def pin(self, numbers: Mapping[Role, int], release: Sequence[Role]) -> None:

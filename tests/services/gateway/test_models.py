@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.model_folder import model_digest
-from paceline.services.common.registry import Role
+from paceline.services.common.registry import Role, connect, read_members
 from tests.services.gateway.batch_api.conftest import content, ended, line, submit
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_model import write_toy_model
@@ -32,13 +33,13 @@ class Models:
         self.http = stack.http
         self.workers: list[ToyWorker] = []
         self._folders = folders
-        self._clusters = clusters
+        self.clusters = clusters
 
     async def add(self, model: str, role: Role = "decode", **options: Any) -> ToyWorker:
         digest = model_digest(self._folders[model])
         worker = ToyWorker(role, f"{role}-0", text=TEXTS[model], model=digest, **options)
         self.workers.append(worker)
-        return await worker.start(self.stack.redis_url, self._clusters[model])
+        return await worker.start(self.stack.redis_url, self.clusters[model])
 
     async def complete(self, model: str, **options: Any) -> httpx.Response:
         body = {"prompt": "x", "max_tokens": 5, **options}
@@ -230,16 +231,12 @@ async def test_the_console_shows_the_model_that_is_chosen(models: Models) -> Non
 
 
 async def test_gateways_meet_in_the_fleets_of_all_models(models: Models) -> None:
-    other = await models.stack.another_gateway()
-
-    async def gateways() -> list[str]:
-        fleet = (await other.http.get("/fleet")).json()
-        return [each["model_name"] for each in fleet["workers"] if each["role"] == "gateway"]
-
-    async def all_are_known() -> bool:
-        return await gateways() == [ONE, ONE, TWO, TWO]
-
-    await eventually(all_are_known)
+    await models.stack.another_gateway()
+    async with contextlib.aclosing(connect(models.stack.redis_url)) as redis:
+        found = [await read_members(redis, models.clusters[name]) for name in (ONE, TWO)]
+    names = [{each.worker_id for each in members if each.role == "gateway"} for members in found]
+    assert names[0] == names[1]
+    assert len(names[0]) == 2
 
 
 async def test_a_stream_goes_on_at_another_gateway(models: Models) -> None:
