@@ -114,8 +114,9 @@ class Supervisor:
         settings.write_text(gateway_settings(self._config, models, redis, secret))
         self._gateway = self._processes.service("gateway", f"--config={settings}")
         await self._processes.start(self._gateway, lambda _, error: self._broken.put_nowait(error))
-        address, *_ = await asyncio.gather(self._gateway.ready(), *(stack.ready() for stack in self._stacks))
+        await asyncio.gather(self._gateway.ready(), *(stack.ready() for stack in self._stacks))
         names = [served_name(config) for config in self._models]
+        address = self._gateway.address
         await welcome.wait_until_serving(self._config, address, names)
         numerics = await welcome.numerics_in_use(redis, [stack.cluster for stack in self._stacks])
         first = self._stacks[0]
