@@ -294,6 +294,8 @@ class Fleet:
             before = facts_of(worker.member)
             worker.update(member)
             if facts_of(worker.member) != before:
+                if worker.member.state == "draining":
+                    log.info("%s %s drains", member.role, member.worker_id)
                 self._note_standing(worker)
         elif member.epoch >= worker.member.epoch:
             if worker.member.state != "draining" and not worker.set_aside:
