@@ -1,4 +1,4 @@
-"""Measure the control plane of a large fleet: a real Redis, real gateways, and stand-in workers that speak the protocol.
+"""Measure the control plane of a large fleet: a real Redis, real gateways, and stand-ins that speak the real protocol.
 
     python -m bench.control_plane ~/.cache/paceline/smollm2-135m-instruct --workers 2000 --json /tmp/control-plane.json
 
@@ -32,7 +32,6 @@ import redis.asyncio
 
 from bench.control_plane_parts import GatewayProcess, Stage, placement_seconds
 from bench.load import Outcome, Server, new_file, percentile, table
-from bench.stand_in_fleet import StandInFleet
 from bench.systems import ending_on_sigterm
 from bench.workloads import FIRST_ID, Request, Workload
 
@@ -103,7 +102,7 @@ class ControlPlane:
         return self.report
 
     async def _join_all(self) -> None:
-        """Start all stand-ins, and wait until every gateway knows them and has closed the connections of first checks."""
+        """Start all stand-ins, and wait until every gateway knows them and has closed idle connections."""
         stage, report = self._stage, self.report
         report.memory = {f"{name}, empty": use for name, use in stage.memory().items()}
         began, before = time.monotonic(), stage.cpu_seconds()

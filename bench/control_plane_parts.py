@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -54,7 +55,9 @@ class GatewayProcess:
     async def wait_for(self, text: str, times: int, seconds: float) -> None:
         """Wait until so many messages contain a text. Raises TimeoutError."""
         async with asyncio.timeout(seconds):
-            while self.count(text) < times:
+            while True:
+                if self.count(text) >= times:
+                    return
                 await asyncio.sleep(0.1)
 
     async def moment_of(self, name: str, text: str, seconds: float) -> float:
@@ -120,7 +123,7 @@ class Stage:
     async def start_workers(self, workers: int, blocks: int) -> None:
         """Start so many workers. Every second process reaches Redis through the gate."""
         begins = [workers * number // self._processes for number in range(self._processes + 1)]
-        counts = [end - begin for begin, end in zip(begins, begins[1:])]
+        counts = [end - begin for begin, end in itertools.pairwise(begins)]
         self.fleets = [
             await self._start(f"{chr(ord('a') + number)}-", count, blocks, is_gated=number % 2 == 1)
             for number, count in enumerate(counts)
