@@ -33,8 +33,10 @@ import redis.asyncio
 from bench.control_plane_parts import GatewayProcess, Stage, placement_seconds
 from bench.load import Outcome, Server, new_file, percentile, table
 from bench.systems import ending_on_sigterm
-from bench.workloads import FIRST_ID, Request, Workload
+from bench.workloads import Request, Workload
 
+FIRST_ID, IDS = 1000, 10_000
+"""First id and number of the token ids of prompts. Answers begin with the first one, too."""
 SHARED_TOKENS, OWN_TOKENS, ANSWER_TOKENS = 768, 256, 16
 PROMPTS = 20
 """Number of beginnings of SHARED_TOKENS that requests share."""
@@ -69,10 +71,10 @@ def requests(rate: float, seconds: float, seed: int) -> tuple[Request, ...]:
     """Return requests that arrive at random, and share the beginnings of their prompts."""
     draw = random.Random(seed)
     shared = random.Random("shared")
-    beginnings = [tuple(shared.choices(range(FIRST_ID, FIRST_ID + 10_000), k=SHARED_TOKENS)) for _ in range(PROMPTS)]
+    beginnings = [tuple(shared.choices(range(FIRST_ID, FIRST_ID + IDS), k=SHARED_TOKENS)) for _ in range(PROMPTS)]
     found, at = [], 0.0
     while (at := at + draw.expovariate(rate)) < seconds:
-        own = tuple(draw.choices(range(FIRST_ID, FIRST_ID + 10_000), k=OWN_TOKENS))
+        own = tuple(draw.choices(range(FIRST_ID, FIRST_ID + IDS), k=OWN_TOKENS))
         found.append(Request(draw.choice(beginnings) + own, ANSWER_TOKENS, at=at))
     return tuple(found)
 
@@ -223,7 +225,7 @@ def _failed(outcomes: Sequence[Outcome]) -> int:
 async def run(options: argparse.Namespace) -> Report:
     """Start everything, measure, and end everything."""
     with tempfile.TemporaryDirectory() as folder:
-        async with Stage.open(Path(folder), options.model, options.gateways, options.processes) as stage:
+        async with Stage.open(Path(folder), options.model, options.gateways, options.processes, FIRST_ID) as stage:
             return await ControlPlane(stage, options).measure()
 
 

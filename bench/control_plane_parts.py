@@ -85,10 +85,11 @@ class GatewayProcess:
 class Stage:
     """Redis, gateways, and processes with stand-in workers, which end with the `async with` statement."""
 
-    def __init__(self, folder: Path, model: Path, processes: int) -> None:
+    def __init__(self, folder: Path, model: Path, processes: int, first_id: int) -> None:
         self._folder = folder
         self._model = model
         self._processes = processes
+        self._first_id = first_id
         self._port = free_port()
         self.redis_url = f"redis://127.0.0.1:{self._port}/0"
         self.gate = Gate(self._port)
@@ -100,9 +101,11 @@ class Stage:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, folder: Path, model: Path, gateways: int, processes: int) -> AsyncIterator[Stage]:
+    async def open(
+        cls, folder: Path, model: Path, gateways: int, processes: int, first_id: int
+    ) -> AsyncIterator[Stage]:
         raise_file_limit()
-        stage = cls(folder, model, processes)
+        stage = cls(folder, model, processes, first_id)
         try:
             await stage.start_redis()
             stage._gated_url = f"redis://127.0.0.1:{await stage.gate.start()}/0"
@@ -141,7 +144,12 @@ class Stage:
     async def _start(self, prefix: str, workers: int, blocks: int, is_gated: bool) -> StandInFleet:
         url = self._gated_url if is_gated else self.redis_url
         options = (f"--redis={url}", f"--cluster={CLUSTER}", f"--model={model_digest(self._model)}")
-        counts = (f"--workers={workers}", f"--blocks={blocks}", f"--per-host={PER_HOST}")
+        counts = (
+            f"--workers={workers}",
+            f"--blocks={blocks}",
+            f"--per-host={PER_HOST}",
+            f"--first-id={self._first_id}",
+        )
         return await StandInFleet.start(*options, f"--prefix={prefix}", *counts)
 
     async def _close(self) -> None:

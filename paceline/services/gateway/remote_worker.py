@@ -37,8 +37,8 @@ class RemoteWorker(WorkerCalls):
         self.probe: asyncio.Task[None] | None = None
         self._probe_at = 0.0
         """Before this instant, it gets no health check; on time.monotonic()."""
-        self._pause = 0.0
-        """Time since the last health check but one, if the last one succeeded."""
+        self.probe_pause = 0.0
+        """Time from its last health check to the next one, in seconds; 0 if the last one failed."""
         self.gone = False
         self.refuses_us = False
         """Whether the member refuses our secret. It gets no more calls, because only a restart can change this."""
@@ -105,17 +105,17 @@ class RemoteWorker(WorkerCalls):
         if listed:
             self.note_current()
         elif self.listed:
-            self._probe_at = self._pause = 0.0
+            self._probe_at = self.probe_pause = 0.0
         self.listed = listed
 
     def note_health(self, serves: bool) -> None:
         """Record the result of a health check, or a failure that is as good as one."""
         if serves:
             # A member that Redis does not list and that answers goes on to do so, as when it has lost Redis.
-            self._pause = min(2 * self._pause or PROBE_SECONDS[0], MOST_PROBE_SECONDS)
-            self._probe_at = time.monotonic() + self._pause * random.uniform(0.8, 1.2)
+            self.probe_pause = min(2 * self.probe_pause or PROBE_SECONDS[0], MOST_PROBE_SECONDS)
+            self._probe_at = time.monotonic() + self.probe_pause * random.uniform(0.8, 1.2)
         else:
-            self._pause = 0.0
+            self.probe_pause = 0.0
             self._probe_at = time.monotonic() + random.uniform(*PROBE_SECONDS)
 
     async def close(self) -> None:
