@@ -83,7 +83,7 @@ class HealthChecks:
             return False
         try:
             async with self._free:
-                return await is_serving(worker.channel, worker.member.worker_id)
+                return not worker.gone and await is_serving(worker.channel, worker.member.worker_id)
         except RefusedError as error:
             if not worker.refuses_us:
                 log.error("%s gets no requests: %s", worker, error)
