@@ -30,14 +30,6 @@ async def test_no_request_fails_whatever_happens_to_redis(tmp_path: Path, monkey
     monkeypatch.setattr(control_plane, "CHANGES", 1)
     small = ["--workers=16", "--processes=2", "--blocks=10", "--rate=5"]
     short = ["--seconds=1", "--settle=0", "--fault-seconds=4"]
-        "--workers=16",
-        "--processes=2",
-        "--blocks=10",
-        "--rate=5",
-        "--seconds=1",
-        "--settle=0",
-        "--fault-seconds=4",
-    ]
     report = await control_plane.run(control_plane.parse([str(write_toy_model(tmp_path / "toy")), *small, *short]))
     assert report.failed == 0
     assert {name: fault["members given up"] for name, fault in report.faults.items()} == dict.fromkeys(
