@@ -13,23 +13,19 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Set
-from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.avoid import Avoided
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_feed import MemberFeed, News
 from paceline.services.common.registry import Member
 from paceline.services.common.tasks import end_tasks
-from paceline.services.common.wire_version import mismatch
 from paceline.services.gateway.candidate_table import CandidateTable
 from paceline.services.gateway.ends import Ends
-from paceline.services.gateway.fleet_summary import FleetSummary, facts_of, serves
-from paceline.services.gateway.health_checks import HealthChecks
+from paceline.services.gateway.fleet_summary import FleetSummary, serves
+from paceline.services.gateway.members import Members
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.router import Link
 from paceline.services.gateway.worker_calls import RECENT_SECONDS
@@ -37,8 +33,6 @@ from paceline.services.gateway.worker_calls import RECENT_SECONDS
 REFRESH_SECONDS = 0.5
 LINK_SECONDS = (10.0, 20.0)
 """The shortest and longest time before a failed link between hosts is used again, in seconds."""
-MEASURED_BYTES = 16 << 20
-"""Bytes that a host must have fetched before its rate counts as measured."""
 
 log = logging.getLogger(__name__)
 
@@ -55,23 +49,23 @@ class Fleet:
     def __init__(
         self, redis: Redis, cluster: str, model: str, credentials: Credentials, return_seconds: float = 0.0
     ) -> None:
-        self._feed = MemberFeed(redis, cluster)
         self.model = model
         self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
-        self._credentials = credentials
-        self._workers: dict[str, RemoteWorker] = {}
-        self._hosts: dict[str, RemoteWorker] = {}
-        """The kvtransfer services, by host id."""
-        self._gateways: dict[str, Member] = {}
+        self._members = Members(
+            redis,
+            cluster,
+            model,
+            credentials,
+            on_figures=self._note_change,
+            on_standing=self._note_standing,
+            on_failure=self._note_failure,
+        )
+        self._workers = self._members.workers
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self._checks = HealthChecks(self._note_failure, self._note_standing, self._remove)
         self._table = CandidateTable(RECENT_SECONDS, time.monotonic)
         self._changed: set[RemoteWorker] = set()
         """Workers of which the table does not know the newest figures."""
-        self._fetch_speeds: dict[str, float] = {}
-        self._with_new_speed: set[str] = set()
-        """Ids of hosts with a speed that the table does not know."""
         self._summary: FleetSummary | None = None
         """None if it has to be made again."""
         self.ends = Ends()
@@ -95,7 +89,7 @@ class Fleet:
 
     async def close(self) -> None:
         await end_tasks(*self._tasks)
-        await self._checks.close()
+        await self._members.close()
         await asyncio.gather(*self._closing, *(worker.close() for worker in self._workers.values()))
 
     def workers(self) -> list[RemoteWorker]:
@@ -109,26 +103,26 @@ class Fleet:
     @property
     def gateways(self) -> list[Member]:
         """The gateways of the cluster that were heard lately, this one included."""
-        return list(self._gateways.values())
+        return list(self._members.gateways.values())
 
     def snapshot(self) -> CandidateTable:
         """Return the members of this gateway's model that may get new work, as they are now."""
         changed, self._changed = self._changed, set()
         for worker in changed:
             if not worker.gone and worker.available and worker.member.model == self.model:
-                self._table.put(worker.candidate(self._fetch_speeds.get(worker.member.host_id, 0.0)))
+                self._table.put(worker.candidate(self._members.fetch_speed(worker.member.host_id)))
             elif self._workers.get(worker.member.worker_id) in (worker, None):
                 self._table.remove(worker.member.worker_id)
         return self._table
 
     def hosts(self) -> list[RemoteWorker]:
         """Return the kvtransfer services that this gateway understands, sorted by name."""
-        hosts = (host for host in self._hosts.values() if host.is_compatible)
+        hosts = (host for host in self._members.hosts.values() if host.is_compatible)
         return sorted(hosts, key=lambda host: host.member.worker_id)
 
     def host(self, host_id: str) -> RemoteWorker | None:
         """Return the kvtransfer service of a host; None if it is not known."""
-        host = self._hosts.get(host_id)
+        host = self._members.hosts.get(host_id)
         return host if host is not None and host.is_compatible else None
 
     def hosts_of(self, worker_ids: Iterable[str]) -> set[str]:
@@ -199,7 +193,7 @@ class Fleet:
 
     def set_aside(self, worker: RemoteWorker) -> None:
         """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
-        self._checks.set_aside(worker)
+        self._members.set_aside(worker)
 
     def avoid_link(self, link: Link) -> None:
         """Send no blocks over a link between hosts for a while."""
@@ -244,7 +238,7 @@ class Fleet:
 
     async def _refresh(self) -> None:
         try:
-            await self._feed.read(self._take)
+            await self._members.read(self._see)
             if not self.redis_answers:
                 log.info("Redis answers again")
             self.redis_answers = True
@@ -252,100 +246,17 @@ class Fleet:
             if self.redis_answers:
                 log.warning("Redis does not answer (%s); routing uses the last known state", error)
             self.redis_answers = False
-        self._look_at_members()
-        self.snapshot().settle()  # so that requests find it up to date
+        self._members.look()
+        self.snapshot().settle()  # so that the next request need not do it
         self.on_refresh()
         refreshed, self._refreshed = self._refreshed, asyncio.Event()
         refreshed.set()
 
-    def _look_at_members(self) -> None:
-        """Notice what changes with time alone, and send health checks to members that are in doubt."""
-        moved, self._with_new_speed = self._with_new_speed, set()
-        for worker in self._workers.values():
-            worker.look()
-            if worker.member.host_id in moved:
-                self._changed.add(worker)
-            self._checks.look(worker)
-
-    # ---- news of members
-
-    def _take(self, news: News) -> None:
-        for member in news.changed:
-            if member.role == "gateway":
-                self._gateways[member.worker_id] = member
-            else:
-                self._note(member)
-        for name in news.heard:
-            if (worker := self._workers.get(name)) is not None:
-                worker.note_listed(True)
-        for name in news.unlisted:
-            if (worker := self._workers.get(name)) is not None:
-                worker.note_listed(False)
-            elif self._gateways.pop(name, None) is not None:
-                self._feed.forget(name)
+    def _see(self) -> None:
+        """Take up what a part of the news has changed."""
         self.snapshot()
-
-    def _note(self, member: Member) -> None:
-        """Take what a member says of itself. It may be new, or a new process with the name of an earlier one."""
-        worker = self._workers.get(member.worker_id)
-        if worker is None:
-            worker = self._join(member)
-        elif (member.epoch, member.address) == (worker.member.epoch, worker.member.address):
-            before = facts_of(worker.member)
-            worker.update(member)
-            if facts_of(worker.member) != before:
-                if worker.member.state == "draining":
-                    log.info("%s %s drains", member.role, member.worker_id)
-                self._note_standing(worker)
-        elif member.epoch >= worker.member.epoch:
-            if worker.member.state != "draining" and not worker.set_aside:
-                self._note_failure(worker)
-            self._drop(worker)
-            worker = self._join(member)
-        else:
-            return  # a late heartbeat of a process that has ended
-        if member.role == "kvtransfer":
-            self._note_speed(member.host_id, _fetch_speed(member.host))
-        elif serves(worker, self.model):
+        if not self.has_served.is_set() and (self.summary.max_model_len or self.summary.max_computing_len):
             self.has_served.set()
-
-    def _join(self, member: Member) -> RemoteWorker:
-        self._workers[member.worker_id] = worker = RemoteWorker(member, self._credentials)
-        worker.on_change = partial(self._note_change, worker)
-        if member.role == "kvtransfer":
-            self._hosts[member.host_id] = worker
-        self._note_standing(worker)
-        self._checks.begin(worker)
-        log.info("%s %s joined at %s", member.role, member.worker_id, member.address)
-        if problem := mismatch(str(worker), member.wire):
-            log.error("%s gets no calls: %s", worker, problem)
-        elif member.role in ("prefill", "decode", "encode") and member.model != self.model:
-            why = "config.json or tokenizer.json of its model differ from this gateway's"
-            log.warning("%s %s gets no requests: %s", member.role, member.worker_id, why)
-        return worker
-
-    def _drop(self, worker: RemoteWorker) -> None:
-        host_id = worker.member.host_id
-        if self._hosts.get(host_id) is worker:
-            del self._hosts[host_id]
-            self._fetch_speeds.pop(host_id, None)
-            self._with_new_speed.add(host_id)
-        worker.gone = True
-        self._note_standing(worker)
-        self._close_when_idle(worker)
-
-    def _note_speed(self, host_id: str, tokens_per_second: float) -> None:
-        if self._fetch_speeds.get(host_id, 0.0) != tokens_per_second:
-            self._fetch_speeds[host_id] = tokens_per_second
-            self._with_new_speed.add(host_id)
-
-    # ---- the standing of members
-
-    def _remove(self, worker: RemoteWorker) -> None:
-        """Remove a member that has ended."""
-        self._feed.forget(worker.member.worker_id)
-        del self._workers[worker.member.worker_id]
-        self._drop(worker)
 
     def _note_failure(self, worker: RemoteWorker) -> None:
         """Record that a worker has failed, before it is set aside or replaced."""
@@ -361,19 +272,14 @@ class Fleet:
             self._summary = None
 
     def _note_standing(self, worker: RemoteWorker) -> None:
-        """Note that what the whole fleet can do may have changed with a worker."""
+        """Note that what the whole fleet can do may have changed with a worker, or that the worker has gone."""
         self._changed.add(worker)
         self._summary = None
+        self._close_when_idle(worker)
 
     def _close_when_idle(self, worker: RemoteWorker) -> None:
         if worker.gone and not worker.is_called:
             _spawn(worker.close(), self._closing)
-
-
-def _fetch_speed(report: HostReport) -> float:
-    """Return the tokens per second that a host fetches from other hosts; 0 if it has fetched too little to measure."""
-    moved, seconds, token = report.fetched_bytes, report.fetch_seconds, report.token_bytes
-    return moved / token / seconds if moved >= MEASURED_BYTES and seconds > 0 and token > 0 else 0.0
 
 
 def _spawn(coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
