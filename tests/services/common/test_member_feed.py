@@ -24,8 +24,12 @@ from paceline.services.common.registry import (
 )
 
 
-def member(name: str, running: int = 0, **options: bool) -> Member:
-    return Member(name, "decode", 1, "127.0.0.1:1", "h", load=LoadReport(running=running), **options)  # type: ignore[arg-type]
+def member(name: str, running: int = 0, beats: bool = True) -> Member:
+    """Return a member as it is read from Redis."""
+    written = Member(name, "decode", 1, "127.0.0.1:1", "h", load=LoadReport(running=running), beats=beats)
+    found = Member.from_bytes(written.to_bytes())
+    assert found is not None
+    return found
 
 
 class Desk:
@@ -149,7 +153,7 @@ async def test_a_redis_whose_clock_is_behind_is_followed(desk: Desk, monkeypatch
 async def test_members_of_earlier_releases_are_read_each_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     await desk.write(member("d"))
     await desk.read()
-    old = dataclasses.replace(member("old"), beats=False)
+    old = member("old", beats=False)
     await desk.write_as_before(old)
     monkeypatch.setattr(desk.feed, "_scan_at", 0.0)
     assert await desk.read() == News(changed=[old], heard=["old"])
