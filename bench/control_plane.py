@@ -153,10 +153,9 @@ class ControlPlane:
         for number in range(CHANGES):
             name = f"new-{number}"
             await self._note("joined", name, "joined at", fleet.tell(f"add {name} decode"))
-            leaving = time.time()
-            removing = asyncio.create_task(fleet.tell(f"remove {name}"))
-            await self._note("drains", name, "drains", _at(leaving))
-            await self._note("left", name, "is gone", removing)
+            left = await fleet.tell(f"remove {name}")
+            await self._note("left: no more requests", name, "does not answer", _at(left))
+            await self._note("left: gone", name, "is gone", _at(left))
         for number in range(CHANGES):
             victim = await stage.start_victim(f"victim-{number}-")
             name = f"victim-{number}-0000"
