@@ -10,7 +10,9 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.step_times import Delay, Profile
 from paceline.services.gateway.router import Need, Placement, place
 from paceline.services.kvtransfer.lease import TRANSFER
@@ -18,7 +20,6 @@ from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host
 from paceline.simulator.known_workers import KnownWorkers
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.recorder import Recorder
 from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
@@ -54,7 +55,7 @@ class Gateway:
         events: Events,
         profile: Profile,
         block_tokens: int,
-        hints: PrefixHints,
+        hints: BlockHolders,
         recorder: Recorder,
         options: GatewayOptions,
         seed: int,
@@ -149,12 +150,17 @@ class Gateway:
         self._is_waking = False
         self._queue.serve(lambda sequence: self._try(sequence) or sequence.is_over)
 
+    def _cached_blocks(self, sequence: Sequence, most: int) -> dict[int, int]:
+        """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
+        found = self._hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
+        return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
+
     def _try(self, sequence: Sequence) -> bool:
         """Place a request on workers that admit it. Return False if none does."""
         sequence.context = sequence.prompt_tokens + sequence.done
         sequence.computed = 0
         most = (sequence.context - 1) // self._block_tokens
-        found = self._hints.cached_blocks(sequence.block_names(most))
+        found = self._cached_blocks(sequence, most)
         cached = {self.known.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
         refused: frozenset[str] = frozenset()
         while len(refused) < MOST_REFUSALS:
@@ -214,7 +220,7 @@ class Gateway:
         """Have a prefix brought to the computing worker's host before the attempt goes on."""
         host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
         blocks = placement.cached_tokens // self._block_tokens
-        here = self._hints.cached_blocks(sequence.block_names(blocks)).get(host.number, 0)
+        here = self._cached_blocks(sequence, blocks).get(host.number, 0)
         at = host.receive((blocks - here) * self._block_tokens, self._events.now)
         self._events.at(at, self._fetched, sequence, sequence.attempt, host, blocks)
 

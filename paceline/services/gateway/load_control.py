@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
 from paceline.services.gateway.attempt import Generated
@@ -136,6 +136,6 @@ class LoadControl:
         """Measure a sequence that has ended with its whole answer."""
         self._answers.note(sequence.owner, len(sequence.generated))
 
-    def keep(self, worker_ids: set[str]) -> None:
+    def keep(self, worker_ids: Set[str]) -> None:
         """Forget what was measured of all other workers."""
         self._limits.keep(worker_ids)

@@ -12,7 +12,7 @@ import uvicorn
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
-from paceline.core.machine import give_back_large_memory
+from paceline.core.machine import give_back_large_memory, raise_file_limit
 from paceline.services.common.lifecycle import announce_ready, start_unless_stopped, stop_on_signals
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_models
@@ -38,6 +38,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
     """
     stop = stop or stop_on_signals()
     give_back_large_memory()  # files of media, and what is decoded of them, are large
+    raise_file_limit()  # each worker is a connection, and so is each client
     with listen(config) as listener:
         models = await start_unless_stopped(asyncio.to_thread(load_models, config), stop)
         gateway = Gateway(config, models, listener.address)

@@ -27,6 +27,7 @@ from paceline.services.gateway.vllm_metrics import FIRST_TOKEN_BOUNDS, LATENCY_B
 _SHORT = tuple(sorted({0.001, 0.0025, 0.005, 0.02, 0.04, 0.06, 0.08, *TOKEN_BOUNDS}))
 _FIRST = tuple(sorted({*_SHORT, *FIRST_TOKEN_BOUNDS}))
 _LONG = tuple(sorted({0.01, 0.025, 0.05, 0.1, 0.25, *LATENCY_BOUNDS}))
+_PLACING = (0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.005, 0.01, 0.05)
 _KINDS = {
     fleet_pb2.METRIC_KIND_COUNTER: "counter",
     fleet_pb2.METRIC_KIND_GAUGE: "gauge",
@@ -109,6 +110,8 @@ class Metrics:
         help = "From the first token until the decode worker knows of the prompt's blocks"
         self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
+        help = "CPU time of a search for the workers of an attempt"
+        runner.on_placed = seconds("placement_cpu", help, _PLACING).observe
         self._fleet = _FleetCollector(model, workers)
         self.registry.register(self._fleet)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import paceline
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.console.history import BIN_SECONDS, BINS, COLUMNS, Cell, History
+from paceline.services.gateway.console.history import BIN_SECONDS, BINS, COLUMNS, Cell, Counters, History, Service
 from paceline.services.gateway.console.snapshot import counters_of, describe_fleet, levels_of
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.runner import SequenceRunner
@@ -27,6 +27,9 @@ RECENT_SECONDS = 300
 """The latest part of the history, whose percentiles are shown beside those of the hour."""
 _BEHIND = 16
 """Events that a slow viewer may be behind. Then its stream ends, and its browser opens a new one."""
+
+_PART = 100
+"""Members whose figures are read at a time, so that those of a large fleet do not hold up streams."""
 
 Json = dict[str, Any]
 
@@ -99,7 +102,11 @@ class Feed:
             with _logged_errors():
                 members, queue = self._fleet.workers(), self._runner.queue
                 levels = levels_of(members, self._runner.sequences.count - len(queue), len(queue))
-                self._history.sample(time.monotonic(), levels, counters_of(members))
+                counters: dict[Service, Counters] = {}
+                for start in range(0, len(members), _PART):
+                    counters |= counters_of(members[start : start + _PART])
+                    await asyncio.sleep(0)
+                self._history.sample(time.monotonic(), levels, counters)
                 changed = self._history.take_changed()
                 if self._viewers:
                     self._publish(event(self._history_part(changed), "rows"))
