@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.core.step_times import WorkerTimes
 from paceline.engine.scheduler import TAIL_TOKENS
 from paceline.simulator.sequence import Sequence
@@ -49,6 +52,10 @@ class Run:
     def seconds(self, steps: int) -> float:
         """Return the time of the first `steps` steps."""
         return self.ratios.seconds(self.index, steps, self.first, self.growth)
+
+    def durations(self) -> NDArray[np.float64]:
+        """Return the time of each step."""
+        return (self.first + self.growth * np.arange(self.steps)) * self.ratios.values(self.index, self.steps)
 
 
 def plan_prompts(waiting: Iterable[Sequence], budget: int) -> list[tuple[Sequence, int]]:
