@@ -182,13 +182,13 @@ class Recorder:
         for group, rows in run.by_group.items():
             if rows:
                 own = self.of(group).itl
-                own.add(first, rows - joined.get(group, 0))
+                own.add(run.waited + first, rows - joined.get(group, 0))
                 if run.steps > 1:
                     own.add_all(_durations(run), rows)
                 if more:
                     own.add(0.0, rows * run.steps * more)
                 if self._watches:
-                    self.recent[group].itl.add(run.seconds(run.steps) / run.steps, rows * run.steps)
+                    self.recent[group].itl.add((run.waited + run.seconds(run.steps)) / run.steps, rows * run.steps)
 
     def _gap(self, sequence: Sequence, at: float) -> None:
         self.of(sequence.group).itl.add(at - sequence.last_token)

@@ -45,6 +45,8 @@ class Run:
     """The same by class of requests."""
     joined: list[Sequence]
     """Those that decode in these steps for the first time."""
+    waited: float
+    """Seconds from the end of the step before until the first one began. The other rows waited as long for a token."""
 
     def seconds(self, steps: int) -> float:
         """Return the time of the first `steps` steps."""

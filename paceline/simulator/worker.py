@@ -89,6 +89,8 @@ class Worker:
         """Seconds of the step that are left while it is paused."""
         self._is_paused = False
         self._resumed = self._paused = 0.0
+        self._ended = 0.0
+        """Instant at which the newest steps ended."""
         self.take_role(role)
 
     def take_role(self, role: Role) -> None:
@@ -146,7 +148,7 @@ class Worker:
             self.rows.advance(over)
             first = run.first + over * run.growth
             context = run.context + over * run.rows * self.kit.yields.mean
-            run = Run(end, run.index + over, 1, run.ratios, first, 0.0, [], run.rows, context, run.by_group, [])
+            run = Run(end, run.index + over, 1, run.ratios, first, 0.0, [], run.rows, context, run.by_group, [], 0.0)
         run.steps = 1
         self._run = run
         self._schedule(run)
@@ -242,7 +244,8 @@ class Worker:
                 steps = min([self.rows.steps_until_due(), *(first - self.rows.step for first in coming)])
         ratios = self.kit.prompts if chunks else self.kit.decoding
         groups = dict(self.rows.by_group) if rows else {}
-        return Run(self._events.now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined)
+        now, waited = self._events.now, self._events.now - self._ended
+        return Run(now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined, waited)
 
     def _schedule(self, run: Run) -> None:
         """Have the run ended in time; an earlier call of this counts no more."""
@@ -256,6 +259,7 @@ class Worker:
         if version != self._version or run is None:
             return
         self._run, self._is_ending = None, True
+        self._ended = self._events.now
         self._note(run, run.steps)
         due = self.rows.advance(run.steps)
         if self._cores is not None:
