@@ -15,8 +15,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
+from paceline.core.request_classes import NO_CLASSES, RequestClass
 from paceline.core.step_times import Curve, Delay, Turns
-from paceline.simulator.command import compare
+from paceline.simulator.answers import on_disaggregation
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.result import Result
 from paceline.simulator.scenario import Failure, Scenario
@@ -97,6 +98,32 @@ def test_requests_wait_in_order_and_are_refused_when_they_waited_too_long() -> N
     (only,) = result.classes.values()
     assert (only.finished, only.refused) == (2, 1)
     assert only.queued.p99 == pytest.approx(0.010 + 10 * 0.011 - 0.001)
+
+
+def test_requests_that_would_miss_their_objective_are_refused_and_the_urgent_come_first() -> None:
+    """A prompt takes 0.1 s, and 20 of each kind come in a second: twice as many as can be computed."""
+    classes = {**NO_CLASSES, "chat": RequestClass(ttft_seconds=1.0)}
+    requests = [
+        TraceRequest(0.05 * number, 100, 2, (), "chat", owner=("a", "b")[number % 2], priority=number % 2)
+        for number in range(200)
+    ]
+    _, result = run(requests, gateway=GatewayOptions(classes=classes))
+    (only,) = result.classes.values()
+    assert set(only.refusals) <= {"overload", "priority"}
+    assert only.finished + only.refused == 200
+    assert 90 <= only.finished <= 110
+    assert only.ttft.p95 <= 1.0
+
+
+def test_keys_share_a_full_fleet_and_refused_clients_come_back() -> None:
+    """One key sends 40 requests at once, and another one then 5. They are served in turn."""
+    slow = worker_times(max_seqs=1)
+    greedy = [TraceRequest(0.0, 100, 2, (), "greedy", owner="a") for _ in range(40)]
+    modest = [TraceRequest(0.01, 100, 2, (), "modest", owner="b") for _ in range(5)]
+    options = GatewayOptions(max_waiting=30, retries=9)
+    _, result = run([*greedy, *modest], profile=profile(slow, slow), gateway=options)
+    assert {name: own.finished for name, own in result.classes.items()} == {"greedy": 40, "modest": 5}
+    assert result.classes["modest"].seconds.p99 < 2.0 < result.classes["greedy"].seconds.p50
 
 
 def test_workers_that_fail_lose_no_request() -> None:
@@ -268,9 +295,9 @@ def test_the_comparison_says_what_pays() -> None:
     apart = Found(scenario, simulate(scenario, Trace(BLOCK, requests)))
     alike = dataclasses.replace(scenario, is_aggregated=True)
     together = Found(alike, simulate(alike, Trace(BLOCK, requests)))
-    (told,) = compare(apart, together)
+    told = on_disaggregation(apart, together)
     assert told.startswith("Disaggregation ")
-    (swapped,) = compare(together, apart)
+    swapped = on_disaggregation(together, apart)
     assert ("does not pay" in told) == (" pays " in swapped)
 
 

@@ -60,7 +60,7 @@ class SequenceRunner:
         classes: Classes = NO_CLASSES,
     ) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
-        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds / 2, classes)
+        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
@@ -164,7 +164,7 @@ class SequenceRunner:
             self.queue.wake()
 
     def _follow_fleet(self) -> None:
-        self._load.keep({worker.member.worker_id for worker in self._fleet.workers()})
+        self._load.control.keep({worker.member.worker_id for worker in self._fleet.workers()})
         self._leave_draining_workers()
 
     def _leave_draining_workers(self) -> None:
@@ -237,7 +237,7 @@ class SequenceRunner:
         context_tokens = sequence.context_tokens
         cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
-        full = frozenset() if again else self._load.full_workers()
+        full = frozenset() if again else self._load.control.full_workers()
         busy = False
         while True:
             self._check_can_go_on(sequence)
@@ -257,7 +257,11 @@ class SequenceRunner:
             placement = self._place(kind, need, snapshot)
             held = FULL if full and placement is None else ""
             may_wait = not again and not sequence.background  # the background has a pace of its own
-            if placement is not None and may_wait and self._load.is_premature(need, placement, snapshot, waited):
+            if (
+                placement is not None
+                and may_wait
+                and self._load.control.is_premature(need, placement, snapshot, waited)
+            ):
                 placement, held = None, PREMATURE
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:

@@ -1,0 +1,82 @@
+"""The steps under way of a simulated worker, and the event at their end, which moves if they are cut or paused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.simulator.events import Events
+from paceline.simulator.steps import Run
+
+
+class RunClock:
+    """At most one run at a time.
+
+    Args:
+        ended: called with a run whose time is over.
+    """
+
+    def __init__(self, events: Events, ended: Callable[[Run], object]) -> None:
+        self.run: Run | None = None
+        """The steps under way."""
+        self._events, self._ended = events, ended
+        self._version = 0
+        """Grows with every change of the end, so that events of earlier ends are ignored."""
+        self._left = 0.0
+        """Seconds of the step that are left while it is paused."""
+        self._is_paused = False
+        self._resumed = self._paused = 0.0
+
+    def begin(self, run: Run) -> None:
+        """Let steps begin. They replace those that are under way."""
+        self.run = run
+        self._resumed = self._events.now
+        self._end_after(max(0.0, run.begin + run.seconds(run.steps) - self._events.now))
+
+    def cut(self, steps: int) -> None:
+        """End the run after its first steps; nothing changes if it has no more."""
+        run = self.run
+        if run is not None and steps < run.steps:
+            run.steps = steps
+            self.begin(run)
+
+    def steps_begun(self) -> int:
+        """Return how many steps of the run have begun."""
+        run = self.run
+        if run is None or run.steps == 1 or self._is_paused:
+            return 0 if run is None else run.steps
+        passed = self._events.now - run.begin
+        return max(1, run.ratios.steps_within(passed, run.index, run.steps, run.first, run.growth))
+
+    def stop(self) -> None:
+        """Forget the run."""
+        self._version += 1
+        self.run, self._is_paused = None, False
+
+    def pause(self) -> None:
+        """Stop in the middle of a step."""
+        if self.run is not None and not self._is_paused:
+            self._is_paused = True
+            self._left = max(0.0, self._left - (self._events.now - self._resumed))
+            self._paused = self._events.now
+            self._version += 1
+
+    def resume(self, overlap: float) -> None:
+        """Go on with the step.
+
+        Args:
+            overlap: share of the pause in which it went on all the same.
+        """
+        if self.run is not None and self._is_paused:
+            self._is_paused = False
+            self._resumed = self._events.now
+            self._end_after(max(0.0, self._left - overlap * (self._events.now - self._paused)))
+
+    def _end_after(self, seconds: float) -> None:
+        self._version += 1
+        self._left = seconds
+        self._events.after(seconds, self._end, self._version)
+
+    def _end(self, version: int) -> None:
+        if version == self._version and self.run is not None:
+            run, self.run = self.run, None
+            self._ended(run)
