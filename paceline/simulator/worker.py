@@ -269,8 +269,9 @@ class Worker:
         self.steps += steps
         self.busy_seconds += seconds
         prompts = sum(tokens for _, tokens in run.chunks)
-        if prompts >= MEASURED_TOKENS and seconds > 0:
-            speed, known = (prompts + run.rows) / seconds, self.tokens_per_second
+        taken = self._events.now - run.begin  # pauses count, as in a real worker
+        if prompts >= MEASURED_TOKENS and taken > 0:
+            speed, known = (prompts + run.rows) / taken, self.tokens_per_second
             self.tokens_per_second = speed if known == 0 else known + (speed - known) / 8
         if steps != run.steps:
             run = dataclasses.replace(run, steps=steps)
