@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import statistics
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -18,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from paceline.core.errors import ConfigError
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=1)]
@@ -159,8 +161,11 @@ class WorkerTimes(_Value):
     max_batched_tokens: Tokens = 2048
     drafts: Drafts = Drafts()
     planned_steps: int = Field(default=1, ge=0, le=1)
-    """Steps after the one under way that are planned already, so that work which comes now is not in them. 0 if the
-    worker takes turns on shared cores, because it then plans each step just before the step begins."""
+    """Steps after the one under way that are planned already, so that work which comes now is not in them. 0 for a
+    decode worker that takes turns on shared cores, because it then plans each step just before the step begins."""
+    arrival: Seconds = 0.0
+    """Seconds by which a prompt that is being computed takes longer with each further request that arrives, because
+    the services that admit the request use the same cores."""
     join: Delay = Delay()
     """Time from the message that begins a prompt on a worker, or hands one over to it, until a step can include it."""
     startup: Seconds = 60.0
@@ -181,17 +186,33 @@ class Turns(_Value):
     """Prefill gets what a decode step leaves of this time."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
-    overlap: Chance = 0.0
-    """How fast prefill computes during a decode step, compared with the time that is its own. Decode leaves the cores
-    idle while it chooses tokens."""
-    slowdown: float = Field(default=1.0, ge=1)
-    """How much longer a decode step takes while prefill has work, because it waits for prefill's operation to end."""
+    overlap: float = Field(default=0.0, ge=-1, le=1)
+    """Seconds of prefill's work that are done during each second of a decode step. Positive if decode leaves the cores
+    idle while it chooses tokens. Negative if the tokens of a step cost prefill more than the step itself, because they
+    go to clients over the same cores during prefill's time."""
+    decode: Curve | None = None
+    """Seconds by the number of rows of a decode step while prefill has work, without attention to contexts. It is
+    longer than without prefill, because it waits until prefill's operation ends. None: as without prefill."""
+    decode_spread: Spread = Spread()
+    """Distribution of the ratio to this time."""
+    late: Delay = Delay()
+    """Time from the end of prefill's turn until the next decode step begins."""
+    admit: Delay = Delay()
+    """How much later a prompt is on its worker while decode workers of the same cores have work."""
+
+    def left_to_prefill(self, recent: Collection[float]) -> float:
+        """Return the seconds that a decode worker leaves to prefill after a step.
+
+        Args:
+            recent: seconds of its last `core.turns.STEPS` steps; at least one.
+        """
+        return max(self.itl_target - max(recent), self.least_share * statistics.median(recent))
 
 
 class Profile(_Value):
     """Everything that was measured of a stack on one machine."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     machine: str
     """Name of the machine, such as its processor or its GPU."""
     model: str

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 from paceline.core.step_record import StepRecord
 from paceline.core.step_times import StepTimes, Turns
+from paceline.core.turns import STEPS
+from paceline.profiler.fit import delay_of, fit
 
 _LEAST_SHARE = 0.2
 """Share of a prompt's step during which decode must have computed, or the step tells nothing about it."""
+_WHOLE = 0.9
+"""Share of the time between two decode steps during which prefill must have computed, so that it was prefill's turn."""
+_LEAST_STEPS = 8
+"""Least number of steps from which times are fitted."""
 
 
 def find_turns(
@@ -27,22 +35,36 @@ def find_turns(
         prefill, decode: how long such steps take alone.
     """
     turns = Turns(itl_target=itl_target, least_share=0.5) if itl_target else Turns()
-    progress, longer = [], []
+    progress = []
     for row in prompts:
         taken = sum(_common(row, other) for other in decoding)
         if taken >= _LEAST_SHARE * row.seconds:
             alone = prefill.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2)
             # What is not computed in the time that is left was computed while decode computed.
             progress.append((alone - (row.seconds - taken)) / taken)
-    for row in decoding:
-        if sum(_common(row, other) for other in prompts) > 0.5 * row.seconds:
-            longer.append(row.seconds / decode.decode_seconds(row.sequences + row.drafts, row.context_tokens))
-    return turns.model_copy(
-        update={
-            "overlap": min(1.0, max(0.0, statistics.median(progress))) if progress else 0.0,
-            "slowdown": max(1.0, statistics.median(longer)) if longer else 1.0,
-        }
-    )
+    found: dict[str, object] = {}
+    if progress:
+        found["overlap"] = min(1.0, max(-1.0, statistics.median(progress)))
+    if late := list(_lateness(turns, prompts, decoding)):
+        found["late"] = delay_of(late)
+    crowded = [row for row in decoding if sum(_common(row, other) for other in prompts) > 0.5 * row.seconds]
+    if len(crowded) >= _LEAST_STEPS:
+        read = [decode.decode_context * row.context_tokens for row in crowded]
+        rest = [max(1e-6, row.seconds - own) for row, own in zip(crowded, read)]
+        fitted = fit([row.sequences + row.drafts for row in crowded], [0.0] * len(crowded), rest)
+        found |= {"decode": fitted.curve, "decode_spread": fitted.spread}
+    return turns.model_copy(update=found)
+
+
+def _lateness(turns: Turns, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]) -> Iterator[float]:
+    """Yield for each turn of prefill how much longer it was than `core/turns.py` says."""
+    recent: deque[float] = deque(maxlen=STEPS)
+    for before, after in itertools.pairwise(decoding):
+        recent.append(before.seconds)
+        gap = after.ended - after.seconds - before.ended
+        turn = after._replace(ended=before.ended + gap, seconds=gap)
+        if after.number == before.number + 1 and sum(_common(turn, other) for other in prompts) > _WHOLE * gap > 0:
+            yield max(0.0, gap - turns.left_to_prefill(recent))
 
 
 def _common(one: StepRecord, other: StepRecord) -> float:

@@ -221,7 +221,10 @@ class Attempts:
         computing = sequence.prefill or sequence.decode
         assert computing is not None
         self._recorder.started(sequence, self._events.now)
+        computing.delay(computing.kit.times.arrival)
         delay = self._delay(self._profile.admit) + self._delay(computing.kit.times.join)
+        if computing.is_crowded and self._profile.turns is not None:
+            delay += self._delay(self._profile.turns.admit)
         self._events.after(delay, self._compute, sequence, sequence.attempt)
 
     def _compute(self, sequence: Sequence, attempt: int) -> None:

@@ -60,11 +60,20 @@ class RunClock:
             self._paused = self._events.now
             self._version += 1
 
+    def delay(self, seconds: float) -> None:
+        """Let the step under way take longer; it must be a single one."""
+        if self._is_paused:
+            self._left += seconds
+        elif self.run is not None:
+            left = max(0.0, self._left - (self._events.now - self._resumed))
+            self._resumed = self._events.now
+            self._end_after(left + seconds)
+
     def resume(self, overlap: float) -> None:
         """Go on with the step.
 
         Args:
-            overlap: share of the pause in which it went on all the same.
+            overlap: share of the pause in which it went on all the same. Below 0, the pause cost more than its time.
         """
         if self.run is not None and self._is_paused:
             self._is_paused = False

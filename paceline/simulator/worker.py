@@ -212,6 +212,7 @@ class Worker:
         if not chunks and not rows:
             return None
         steps, context = 1, self.rows.context
+        ratios = self.kit.prompts if chunks else self.kit.decoding
         index = self.rows.step + self._offset
         if chunks:
             tokens = sum(count for _, count in chunks)
@@ -220,13 +221,13 @@ class Worker:
             growth = 0.0
         else:
             first = times.steps.decode_seconds(rows * (1 + drafts), context, rows * drafts)
-            if self._cores is not None and self._cores.is_wanted(self):
-                first *= self._cores.turns.slowdown
             growth = times.steps.decode_context * self.rows.growth
-            if self._is_coalesced and (self._cores is None or not self._cores.is_wanted(self)):
+            if self._cores is not None and self._cores.is_wanted(self):
+                first = self._cores.decode_seconds(first, rows * (1 + drafts), times.steps.decode_context * context)
+                ratios = self._cores.decode_ratios
+            elif self._is_coalesced:
                 coming = [first for first, _ in self._joining.values()] + list(self._prompts.values())
                 steps = min([self.rows.steps_until_due(), *(first - self.rows.step for first in coming)])
-        ratios = self.kit.prompts if chunks else self.kit.decoding
         groups = dict(self.rows.by_group) if rows else {}
         now = self._events.now
         waited = now - self._ended if rows > len(joined) else 0.0
@@ -279,6 +280,11 @@ class Worker:
 
     # ---- shared cores
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether this is a prefill worker on whose cores others decode."""
+        return self.role == "prefill" and self._cores is not None and self._cores.decodes
+
     def wake(self) -> None:
         """Begin the next steps, if it is this worker's turn now."""
         self._begin()
@@ -291,6 +297,11 @@ class Worker:
         """Go on with the step."""
         assert self._cores is not None
         self._clock.resume(self._cores.turns.overlap)
+
+    def delay(self, seconds: float) -> None:
+        """Let the prompts of the step under way take longer. Nothing changes if it has none."""
+        if (run := self._clock.run) is not None and run.chunks:
+            self._clock.delay(seconds)
 
     def cut(self) -> None:
         """End the run with the step under way, because another worker waits for its turn."""

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler.overheads import find_overheads
+from paceline.core.step_record import StepRecord
+from paceline.core.step_times import Curve, StepTimes
+from paceline.profiler.overheads import find_admit, find_arrival, find_overheads
 from paceline.profiler.stack import Answer
 
 
@@ -40,3 +42,20 @@ def test_what_a_trace_tells_is_split_into_delays() -> None:
 def test_without_prefill_workers_nothing_is_handed_over() -> None:
     found = find_overheads([traced(16, handed_over=False)], [], 0.010)
     assert found.handoff.seconds == found.decode_join.seconds == found.gateway.per_token == 0
+
+
+def test_prompts_begin_later_while_others_decode() -> None:
+    alone, crowded = [traced(64)] * 3, [traced(64, asked=asked) for asked in (5.0, 26.0, 36.0)]
+    found = find_admit(alone, crowded, 0.010)
+    # 24 ms later, of which 5 ms are the wait for the turn
+    assert found.at(0, 0.5) == pytest.approx(0.019)
+    assert (found.at(0, 0.0), found.at(0, 1.0)) == pytest.approx((0.0, 0.029))
+    assert find_admit(alone, [], 0.010).seconds == 0
+
+
+def test_an_arrival_costs_what_prompts_at_the_same_time_take_longer() -> None:
+    times = StepTimes(prefill=Curve(points=((0, 0.0), (100, 0.1))), decode=Curve(points=((1, 0.01),)))
+    rows = [StepRecord(number, 0.12 + 0.13 * number, 0.12, 100, 5050, 0, 0, 0) for number in range(4)]
+    # They take 0.51 s instead of 0.4 s, and three came meanwhile.
+    assert find_arrival([(4, rows)], times) == pytest.approx(0.11 / 3)
+    assert find_arrival([(1, rows[:1]), (4, [])], times) == 0
