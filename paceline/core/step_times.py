@@ -191,8 +191,11 @@ class Turns(_Value):
     idle while it chooses tokens. Negative if the tokens of a step cost prefill more than the step itself, because they
     go to clients over the same cores during prefill's time."""
     decode: Curve | None = None
-    """Seconds by the number of rows of a decode step while prefill has work, without attention to contexts. It is
-    longer than without prefill, because it waits until prefill's operation ends. None: as without prefill."""
+    """Seconds by the number of rows of a decode step while prefill has work, without attention to contexts. None: as
+    without prefill."""
+    decode_per_token: Seconds = 0.0
+    """Seconds by which such a step is longer for each token of prefill's step, because it waits until prefill's
+    operation ends."""
     decode_spread: Spread = Spread()
     """Distribution of the ratio to this time."""
     late: Delay = Delay()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,8 @@ from paceline.profiler.stack import Answer, Facts, ProfiledStack
 
 Steps = dict[str, list[StepRecord]]
 """Steps by the role of their workers."""
+Traced = tuple[Answer, Mapping[str, Any]]
+"""A request and its trace."""
 
 REPEATS = 6
 LONGEST_PROMPT = 4096
@@ -39,9 +41,9 @@ _ARRIVALS = 8
 _ARRIVING_TOKENS = 128
 """Prompts at the same time, and tokens of each."""
 _BESIDE = (1, 4, 12)
-_BESIDE_TOKENS = 256
+_BESIDE_TOKENS = (128, 512)
 _MOST_BESIDE = 24
-"""Requests that are answered while prompts come, tokens of each prompt, and the most prompts."""
+"""Requests that are answered while prompts come, lengths of the prompts, which alternate, and the most prompts."""
 _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch from their tower of old grey stone "
 
 
@@ -49,20 +51,20 @@ _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch fr
 class Measured:
     """Everything that was measured."""
 
-    singles: list[tuple[Answer, dict[str, Any]]] = field(default_factory=list)
+    singles: list[Traced] = field(default_factory=list)
     """Requests that ran alone, with their traces."""
-    texts: list[tuple[Answer, dict[str, Any]]] = field(default_factory=list)
+    texts: list[Traced] = field(default_factory=list)
     prompts: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which prompts were computed while nothing else ran."""
     decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which a fixed number of requests were answered."""
     mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps that did both."""
-    arrivals: list[tuple[int, Steps]] = field(default_factory=list)
-    """Numbers of prompts that came at the same time, and the steps that computed them."""
+    arrivals: list[tuple[list[Traced], Steps]] = field(default_factory=list)
+    """Requests that came at the same time, and the steps that computed their prompts."""
     beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of prompts that were computed while a fixed number of requests were answered."""
-    crowded: list[tuple[Answer, dict[str, Any]]] = field(default_factory=list)
+    crowded: list[Traced] = field(default_factory=list)
     """The requests of these prompts, with their traces."""
 
 
@@ -112,9 +114,7 @@ def _until_slow(sizes: Iterable[int], tell: Callable[[str], None]) -> Iterator[i
             return
 
 
-def _single(
-    stack: ProfiledStack, prompt: list[int] | str, tokens: int = _SINGLE_TOKENS
-) -> tuple[Answer, dict[str, Any]]:
+def _single(stack: ProfiledStack, prompt: list[int] | str, tokens: int = _SINGLE_TOKENS) -> Traced:
     answer = stack.ask(prompt, tokens)
     return answer, stack.trace(answer)
 
@@ -159,21 +159,24 @@ def _arrivals(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callabl
     length = min(_ARRIVING_TOKENS, facts.max_batched_tokens, facts.max_model_len // 2)
     tell(f"{count} prompts of {length} tokens at the same time")
     for _ in range(REPEATS // 2):
-        stack.ask_together([stack.prompt(length) for _ in range(count)], 1)
-        found.arrivals.append((count, stack.new_steps()))
+        answers = stack.ask_together([stack.prompt(length) for _ in range(count)], 1)
+        found.arrivals.append(([(answer, stack.trace(answer)) for answer in answers], stack.new_steps()))
 
 
 def _beside(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
     counts = sorted({count for count in _BESIDE if count < facts.max_seqs})
-    length = min(_BESIDE_TOKENS, facts.max_batched_tokens, facts.max_model_len // 2)
-    tell(f"prompts of {length} tokens while {', '.join(map(str, counts))} requests are answered")
+    longest = min(facts.max_batched_tokens, facts.max_model_len // 2)
+    lengths = [min(length, longest) for length in _BESIDE_TOKENS]
+    tell(
+        f"prompts of {' and '.join(map(str, lengths))} tokens while {', '.join(map(str, counts))} requests are answered"
+    )
     for count in _until_slow(counts, tell):
         with ThreadPoolExecutor(1) as pool:
             tokens = min(4 * ANSWER_TOKENS, facts.max_model_len - 32)
             running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(count)], tokens)
             crowded = []
             while not running.done() and len(crowded) < _MOST_BESIDE:
-                crowded.append(_single(stack, stack.prompt(length), 1))
+                crowded.append(_single(stack, stack.prompt(lengths[len(crowded) % 2]), 1))
             running.result()
             found.crowded += crowded[1:]  # the first one came together with these requests
         for role, rows in stack.new_steps().items():

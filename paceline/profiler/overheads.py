@@ -8,7 +8,7 @@ sum matters to a request that runs alone.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Delay, StepTimes
 from paceline.profiler.fit import delay_of
-from paceline.profiler.stack import Answer
-
-Traced = tuple[Answer, Mapping[str, Any]]
+from paceline.profiler.measure import Traced
 
 
 @dataclass(frozen=True, slots=True)

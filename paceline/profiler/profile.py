@@ -124,7 +124,7 @@ def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes) -> f
     if facts.workers[role] > 1:
         return 0.0
     return find_arrival(
-        [(count, [row for row in own[role] if row.prompt_tokens]) for count, own in measured.arrivals], steps
+        [(len(own), [row for row in rows[role] if row.prompt_tokens]) for own, rows in measured.arrivals], steps
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from paceline.core.step_record import StepRecord
 from paceline.core.step_times import StepTimes, Turns
 from paceline.core.turns import STEPS
-from paceline.profiler.fit import delay_of, fit
+from paceline.profiler.fit import Fit, delay_of, fit
 
 _LEAST_SHARE = 0.2
 """Share of a prompt's step during which decode must have computed, or the step tells nothing about it."""
@@ -47,13 +47,21 @@ def find_turns(
         found["overlap"] = min(1.0, max(-1.0, statistics.median(progress)))
     if late := list(_lateness(turns, prompts, decoding)):
         found["late"] = delay_of(late)
-    crowded = [row for row in decoding if sum(_common(row, other) for other in prompts) > 0.5 * row.seconds]
-    if len(crowded) >= _LEAST_STEPS:
-        read = [decode.decode_context * row.context_tokens for row in crowded]
-        rest = [max(1e-6, row.seconds - own) for row, own in zip(crowded, read)]
-        fitted = fit([row.sequences + row.drafts for row in crowded], [0.0] * len(crowded), rest)
-        found |= {"decode": fitted.curve, "decode_spread": fitted.spread}
+    if fitted := _crowded_steps(prompts, decoding, decode):
+        found |= {"decode": fitted.curve, "decode_per_token": fitted.slope, "decode_spread": fitted.spread}
     return turns.model_copy(update=found)
+
+
+def _crowded_steps(prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], decode: StepTimes) -> Fit | None:
+    """Return the times of decode steps while prefill has work, by rows and by tokens of prefill's step."""
+    rows, tokens, seconds = [], [], []
+    for row in decoding:
+        common, beside = max(((_common(row, other), other.prompt_tokens) for other in prompts), default=(0.0, 0))
+        if common > 0.5 * row.seconds:
+            rows.append(row.sequences + row.drafts)
+            tokens.append(beside)
+            seconds.append(max(1e-6, row.seconds - decode.decode_context * row.context_tokens))
+    return fit(rows, tokens, seconds) if len(rows) >= _LEAST_STEPS else None
 
 
 def _lateness(turns: Turns, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]) -> Iterator[float]:

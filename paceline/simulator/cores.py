@@ -67,7 +67,10 @@ class Cores:
             rows: sequences and their drafts.
             reading: seconds of `alone` for attention to contexts.
         """
-        return alone if self.turns.decode is None else max(alone, self.turns.decode.at(rows) + reading)
+        if self.turns.decode is None:
+            return alone
+        tokens = max(own.step_tokens for own in self._of("prefill"))
+        return max(alone, self.turns.decode.at(rows) + self.turns.decode_per_token * tokens + reading)
 
     def may_begin(self, worker: Worker) -> bool:
         """Return whether a worker may begin a step now. If not, it is woken when it may."""

@@ -281,6 +281,12 @@ class Worker:
     # ---- shared cores
 
     @property
+    def step_tokens(self) -> int:
+        """Prompt tokens of the step under way."""
+        run = self._clock.run
+        return 0 if run is None else sum(tokens for _, tokens in run.chunks)
+
+    @property
     def is_crowded(self) -> bool:
         """Whether this is a prefill worker on whose cores others decode."""
         return self.role == "prefill" and self._cores is not None and self._cores.decodes

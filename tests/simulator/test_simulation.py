@@ -102,7 +102,8 @@ def test_shared_cores_take_turns() -> None:
         ({"late": Delay(seconds=0.0055)}, 0.060 + 5.5 * 0.011),
         ({"overlap": 0.25}, 0.060 * 16.5 / 8.25),
         ({"overlap": -0.25}, 0.060 * 16.5 / 2.75),
-        ({"decode": Curve(points=((1, 0.022),))}, 0.060 + 5.5 * 0.022),
+        # The time that decode leaves grows with the median of its recent steps, so the first four steps leave less.
+        ({"decode": Curve(points=((1, 0.022),))}, 0.060 + 7.5 * 0.022),
     ],
 )
 def test_what_prefill_and_decode_cost_each_other_on_shared_cores(fields: dict[str, Any], seconds: float) -> None:
