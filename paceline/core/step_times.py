@@ -202,6 +202,9 @@ class Turns(_Value):
     """Time from the end of prefill's turn until the next decode step begins."""
     admit: Delay = Delay()
     """How much later a prompt is on its worker while decode workers of the same cores have work."""
+    admission: Seconds = 0.0
+    """Seconds of an admission that are work on these cores. It takes as much longer for each other admission at the
+    same time."""
 
     def left_to_prefill(self, recent: Collection[float]) -> float:
         """Return the seconds that a decode worker leaves to prefill after a step.

@@ -84,6 +84,22 @@ def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: 
     return delay_of([max(0.0, each - usual) for each in more])
 
 
+def find_admission(alone: Sequence[Traced], arrivals: Sequence[Sequence[Traced]]) -> float:
+    """Return by how many seconds an admission takes longer for each other one at the same time.
+
+    Args:
+        alone: requests that came alone.
+        arrivals: groups of requests that came at the same time.
+    """
+    usual = [part["admitted"] for part in map(_parts, alone) if part]
+    longer = []
+    for group in arrivals:
+        admitted = [part["admitted"] for part in map(_parts, group) if part]
+        if usual and len(admitted) > 1:
+            longer.append(max(0.0, statistics.median(admitted) - statistics.median(usual)) / (len(admitted) - 1))
+    return statistics.median(longer) if longer else 0.0
+
+
 def find_arrival(arrivals: Sequence[tuple[int, Sequence[StepRecord]]], steps: StepTimes) -> float:
     """Return the seconds by which a prompt takes longer with each further request that arrives.
 

@@ -15,7 +15,7 @@ from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
 from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
-from paceline.profiler.overheads import find_admit, find_arrival, find_overheads
+from paceline.profiler.overheads import find_admission, find_admit, find_arrival, find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack
 from paceline.profiler.turns import find_turns
 
@@ -113,10 +113,12 @@ def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTim
     prompts = [row for row in measured.beside["prefill"] if row.prompt_tokens]
     decoding = [row for row in measured.beside["decode"] if row.sequences and not row.prompt_tokens]
     found = find_turns(facts.itl_target_seconds, prompts, decoding, prefill, decode)
-    if not prompts or not decoding:
-        return found
-    step = statistics.median(row.seconds for row in decoding)
-    return found.model_copy(update={"admit": find_admit(measured.singles, measured.crowded, step)})
+    singles = measured.singles
+    own: dict[str, object] = {"admission": find_admission(singles, [group for group, _ in measured.arrivals])}
+    if prompts and decoding:
+        step = statistics.median(row.seconds for row in decoding)
+        own["admit"] = find_admit(singles, measured.crowded, step)
+    return found.model_copy(update=own)
 
 
 def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes) -> float:

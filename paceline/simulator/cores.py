@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.core.step_times import Turns
 from paceline.core.turns import STEPS
 from paceline.simulator.events import Events
 from paceline.simulator.series import ratios_of
+from paceline.simulator.sharing import Sharing
 
 if TYPE_CHECKING:
     from paceline.simulator.worker import Worker
@@ -33,6 +34,7 @@ class Cores:
         self._events = events
         self.decode_ratios = ratios_of(turns.decode_spread, seed)
         """Ratios of the times of decode steps while prefill has work."""
+        self._admissions = Sharing(events)
         self._random = random.Random(seed)
         self._workers: list[Worker] = []
         self._recent: deque[float] = deque(maxlen=STEPS)
@@ -54,6 +56,13 @@ class Cores:
         """Return whether a prefill worker waits for this decode worker's turn to end."""
         return worker.role == "decode" and any(own.has_work for own in self._of("prefill"))
 
+    def admit(self, done: Callable[[], object]) -> None:
+        """Do the work of an admission, which takes longer while others are admitted, too. Then call `done`."""
+        if self.turns.admission:
+            self._admissions.add(self.turns.admission, done)
+        else:
+            done()
+
     @property
     def decodes(self) -> bool:
         """Whether a decode worker has work."""
@@ -69,14 +78,14 @@ class Cores:
         """
         if self.turns.decode is None:
             return alone
-        tokens = max(own.step_tokens for own in self._of("prefill"))
+        tokens = max(own.clock.prompt_tokens for own in self._of("prefill"))
         return max(alone, self.turns.decode.at(rows) + self.turns.decode_per_token * tokens + reading)
 
     def may_begin(self, worker: Worker) -> bool:
         """Return whether a worker may begin a step now. If not, it is woken when it may."""
         if worker.role == "prefill":
             for own in self._of("decode"):
-                own.cut()
+                own.clock.cut(own.clock.steps_begun())
             return not self._decode_computes() or self._events.now < self._until
         return not (self._events.now < self._until and self.is_wanted(worker))
 
@@ -84,7 +93,7 @@ class Cores:
         """Note that a worker has begun a step."""
         if worker.role == "decode":
             for own in self._of("prefill"):
-                own.pause()
+                own.clock.pause()
 
     def ended(self, worker: Worker, seconds: Sequence[float]) -> None:
         """Note that a worker's steps have ended, of which the last ones took these times."""
@@ -119,7 +128,7 @@ class Cores:
 
     def _give_to_prefill(self) -> None:
         for own in self._of("prefill"):
-            own.resume()
+            own.clock.resume(self.turns.overlap)
             own.wake()
 
     def _of(self, role: str) -> list[Worker]:

@@ -60,11 +60,16 @@ class RunClock:
             self._paused = self._events.now
             self._version += 1
 
-    def delay(self, seconds: float) -> None:
-        """Let the step under way take longer; it must be a single one."""
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of the step under way."""
+        return 0 if self.run is None else sum(tokens for _, tokens in self.run.chunks)
+
+    def delay_prompts(self, seconds: float) -> None:
+        """Let a step with prompts that is under way take longer."""
         if self._is_paused:
             self._left += seconds
-        elif self.run is not None:
+        elif self.run is not None and self.run.chunks:
             left = max(0.0, self._left - (self._events.now - self._resumed))
             self._resumed = self._events.now
             self._end_after(left + seconds)

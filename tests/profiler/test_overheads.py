@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Curve, StepTimes
-from paceline.profiler.overheads import find_admit, find_arrival, find_overheads
+from paceline.profiler.overheads import find_admission, find_admit, find_arrival, find_overheads
 from paceline.profiler.stack import Answer
 
 
@@ -51,6 +51,12 @@ def test_prompts_begin_later_while_others_decode() -> None:
     assert found.at(0, 0.5) == pytest.approx(0.019)
     assert (found.at(0, 0.0), found.at(0, 1.0)) == pytest.approx((0.0, 0.029))
     assert find_admit(alone, [], 0.010).seconds == 0
+
+
+def test_admissions_at_the_same_time_take_longer() -> None:
+    group = [traced(64, asked=asked) for asked in (5.0, 8.0, 20.0)]  # admitted after 8, 11 and 23 ms instead of 5
+    assert find_admission([traced(64)] * 3, [group, [traced(64)]]) == pytest.approx(0.003)
+    assert find_admission([], [group]) == find_admission([traced(64)], []) == 0
 
 
 def test_an_arrival_costs_what_prompts_at_the_same_time_take_longer() -> None:
