@@ -27,6 +27,10 @@ Tokens = Annotated[int, Field(ge=1)]
 Chance = Annotated[float, Field(ge=0, le=1)]
 
 
+_LEAST_SPEED = 0.1
+"""Least speed of prefill in its turns, however busy the cores are."""
+
+
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -165,7 +169,7 @@ class WorkerTimes(_Value):
     decode worker that takes turns on shared cores, because it then plans each step just before the step begins."""
     arrival: Seconds = 0.0
     """Seconds by which a prompt that is being computed takes longer with each further request that arrives, because
-    the services that admit the request use the same cores."""
+    the services that admit the request and hand it over use the same cores."""
     join: Delay = Delay()
     """Time from the message that begins a prompt on a worker, or hands one over to it, until a step can include it."""
     startup: Seconds = 60.0
@@ -186,10 +190,10 @@ class Turns(_Value):
     """Prefill gets what a decode step leaves of this time."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
-    overlap: float = Field(default=0.0, ge=-1, le=1)
-    """Seconds of prefill's work that are done during each second of a decode step. Positive if decode leaves the cores
-    idle while it chooses tokens. Negative if the tokens of a step cost prefill more than the step itself, because they
-    go to clients over the same cores during prefill's time."""
+    prefill_speed: Curve = Curve(points=((1, 1.0),))
+    """Seconds of prefill's work that are done in each second that is its own, by the number of rows that decode. More
+    than 1 if prefill also computes while decode leaves the cores idle. Less than 1 if tokens on their way to clients
+    use the cores, too."""
     decode: Curve | None = None
     """Seconds by the number of rows of a decode step while prefill has work, without attention to contexts. None: as
     without prefill."""
@@ -205,6 +209,11 @@ class Turns(_Value):
     admission: Seconds = 0.0
     """Seconds of an admission that are work on these cores. It takes as much longer for each other admission at the
     same time."""
+
+    def speed_of_prefill(self, rows: int) -> float:
+        """Return how fast prefill computes in its turns while so many rows decode; 1 if there are none."""
+        points = self.prefill_speed.points
+        return max(_LEAST_SPEED, self.prefill_speed.at(min(rows, points[-1][0]))) if rows else 1.0
 
     def left_to_prefill(self, recent: Collection[float]) -> float:
         """Return the seconds that a decode worker leaves to prefill after a step.

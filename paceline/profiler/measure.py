@@ -4,7 +4,7 @@
     texts      single requests with texts, which the gateway has to tokenize
     batches    1, 2, 4, … requests at the same time, up to what the workers run at once
     contexts   4 requests at the same time with long prompts
-    arrivals   several prompts at the same time, whose answers end with the first token
+    arrivals   several short prompts and answers at the same time
     beside     prompts that arrive while 1, 4 and 12 requests are being answered
 
 On a laptop all of them take about two minutes, and on a GPU a few seconds. On a slower machine, a phase leaves out
@@ -38,8 +38,9 @@ SLOW_SECONDS = 20.0
 """If the requests of one size take longer than this, larger sizes are left out."""
 _SINGLE_TOKENS = 12
 _ARRIVALS = 8
-_ARRIVING_TOKENS = 128
-"""Prompts at the same time, and tokens of each."""
+_ARRIVING_TOKENS = 48
+"""Requests at the same time, and tokens of each prompt. The gateway holds back none of them, and a prefill worker
+computes each."""
 _BESIDE = (1, 4, 12)
 _BESIDE_TOKENS = (128, 512)
 _MOST_BESIDE = 24
@@ -157,9 +158,11 @@ def _keep_full(found: Measured, steps: Steps, least: int) -> None:
 def _arrivals(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
     count = min(_ARRIVALS, facts.max_seqs)
     length = min(_ARRIVING_TOKENS, facts.max_batched_tokens, facts.max_model_len // 2)
-    tell(f"{count} prompts of {length} tokens at the same time")
-    for _ in range(REPEATS // 2):
-        answers = stack.ask_together([stack.prompt(length) for _ in range(count)], 1)
+    # A second token comes after a handoff, if there is one.
+    tokens = 2 if facts.workers["prefill"] else 1
+    tell(f"{count} requests with {length} tokens each at the same time")
+    for _ in range(REPEATS):
+        answers = stack.ask_together([stack.prompt(length) for _ in range(count)], tokens)
         found.arrivals.append(([(answer, stack.trace(answer)) for answer in answers], stack.new_steps()))
 
 

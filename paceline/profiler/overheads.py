@@ -89,32 +89,35 @@ def find_admission(alone: Sequence[Traced], arrivals: Sequence[Sequence[Traced]]
 
     Args:
         alone: requests that came alone.
-        arrivals: groups of requests that came at the same time.
+        arrivals: groups of requests that came at the same time. Those that were admitted last may have waited for
+            more than the work of admissions, so only the first half of each group counts.
     """
     usual = [part["admitted"] for part in map(_parts, alone) if part]
     longer = []
     for group in arrivals:
-        admitted = [part["admitted"] for part in map(_parts, group) if part]
+        admitted = sorted(part["admitted"] for part in map(_parts, group) if part)
         if usual and len(admitted) > 1:
-            longer.append(max(0.0, statistics.median(admitted) - statistics.median(usual)) / (len(admitted) - 1))
+            first = statistics.median(admitted[: len(admitted) // 2])
+            longer.append(max(0.0, first - statistics.median(usual)) / (len(admitted) - 1))
     return statistics.median(longer) if longer else 0.0
 
 
-def find_arrival(arrivals: Sequence[tuple[int, Sequence[StepRecord]]], steps: StepTimes) -> float:
+def find_arrival(arrivals: Sequence[tuple[int, Sequence[StepRecord], float]], steps: StepTimes) -> float:
     """Return the seconds by which a prompt takes longer with each further request that arrives.
 
     Args:
-        arrivals: numbers of prompts that came at the same time, and the steps of the worker that computed them.
-        steps: how long such steps take if nothing arrives.
+        arrivals: numbers of requests that came at the same time, the steps that computed their prompts, and the seconds
+            that decode steps had the cores meanwhile.
+        steps: how long the steps of prompts take if nothing arrives.
     """
     longer = []
-    for count, rows in arrivals:
+    for count, rows, decoding in arrivals:
         if rows and count > 1:
             alone = sum(
                 steps.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2) for row in rows
             )
             taken = rows[-1].ended - rows[0].ended + rows[0].seconds
-            longer.append(max(0.0, taken - alone) / (count - 1))
+            longer.append(max(0.0, taken - decoding - alone) / (count - 1))
     return statistics.median(longer) if longer else 0.0
 
 

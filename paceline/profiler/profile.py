@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
 from paceline.profiler.overheads import find_admission, find_admit, find_arrival, find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack
-from paceline.profiler.turns import find_turns
+from paceline.profiler.turns import common_seconds, find_turns
 
 SCALE_SECONDS = 600.0
 """Deadline of a worker's start, and of its drain."""
@@ -125,9 +125,18 @@ def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes) -> f
     """Return what an arrival costs the prompts under way. Steps of several workers do not show it, so it is 0 then."""
     if facts.workers[role] > 1:
         return 0.0
-    return find_arrival(
-        [(len(own), [row for row in rows[role] if row.prompt_tokens]) for own, rows in measured.arrivals], steps
-    )
+    arrivals = []
+    for group, own in measured.arrivals:
+        prompts = [row for row in own[role] if row.prompt_tokens]
+        others = [row for row in own["decode"] if role == "prefill"]
+        taken = sum(common_seconds(_span(prompts), row) for row in others) if prompts and facts.takes_turns else 0.0
+        arrivals.append((len(group), prompts, taken))
+    return find_arrival(arrivals, steps)
+
+
+def _span(rows: Sequence[StepRecord]) -> StepRecord:
+    """Return a step that lasts from the begin of the first one to the end of the last one."""
+    return rows[-1]._replace(seconds=rows[-1].ended - rows[0].ended + rows[0].seconds)
 
 
 def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:

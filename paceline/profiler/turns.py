@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from paceline.core.step_record import StepRecord
-from paceline.core.step_times import StepTimes, Turns
+from paceline.core.step_times import Curve, StepTimes, Turns
 from paceline.core.turns import STEPS
 from paceline.profiler.fit import Fit, delay_of, fit
 
 _LEAST_SHARE = 0.2
-"""Share of a prompt's step during which decode must have computed, or the step tells nothing about it."""
+"""Share of a prompt's step that decode must have had, and prefill too, or the step tells nothing about turns."""
+_LEAST_PROMPTS = 3
+"""Least number of prompts beside the same number of rows from which the speed of prefill is known."""
 _WHOLE = 0.9
 """Share of the time between two decode steps during which prefill must have computed, so that it was prefill's turn."""
 _LEAST_STEPS = 8
@@ -35,16 +37,9 @@ def find_turns(
         prefill, decode: how long such steps take alone.
     """
     turns = Turns(itl_target=itl_target, least_share=0.5) if itl_target else Turns()
-    progress = []
-    for row in prompts:
-        taken = sum(_common(row, other) for other in decoding)
-        if taken >= _LEAST_SHARE * row.seconds:
-            alone = prefill.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2)
-            # What is not computed in the time that is left was computed while decode computed.
-            progress.append((alone - (row.seconds - taken)) / taken)
     found: dict[str, object] = {}
-    if progress:
-        found["overlap"] = min(1.0, max(-1.0, statistics.median(progress)))
+    if speeds := list(_speeds(prompts, decoding, prefill)):
+        found["prefill_speed"] = Curve(points=tuple(speeds))
     if late := list(_lateness(turns, prompts, decoding)):
         found["late"] = delay_of(late)
     if fitted := _crowded_steps(prompts, decoding, decode):
@@ -52,11 +47,27 @@ def find_turns(
     return turns.model_copy(update=found)
 
 
+def _speeds(
+    prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], prefill: StepTimes
+) -> Iterator[tuple[float, float]]:
+    """Yield numbers of decoding rows, in ascending order, and how fast prefill was in its own time beside them."""
+    speeds = defaultdict[int, list[float]](list)
+    for row in prompts:
+        beside = [(common, other.sequences) for other in decoding if (common := common_seconds(row, other))]
+        own = row.seconds - sum(common for common, _ in beside)
+        if beside and _LEAST_SHARE * row.seconds <= own <= (1 - _LEAST_SHARE) * row.seconds:
+            alone = prefill.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2)
+            speeds[int(statistics.median(rows for _, rows in beside))].append(alone / own)
+    for rows, found in sorted(speeds.items()):
+        if len(found) >= _LEAST_PROMPTS:
+            yield rows, statistics.median(found)
+
+
 def _crowded_steps(prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], decode: StepTimes) -> Fit | None:
     """Return the times of decode steps while prefill has work, by rows and by tokens of prefill's step."""
     rows, tokens, seconds = [], [], []
     for row in decoding:
-        common, beside = max(((_common(row, other), other.prompt_tokens) for other in prompts), default=(0.0, 0))
+        common, beside = max(((common_seconds(row, other), other.prompt_tokens) for other in prompts), default=(0.0, 0))
         if common > 0.5 * row.seconds:
             rows.append(row.sequences + row.drafts)
             tokens.append(beside)
@@ -71,10 +82,13 @@ def _lateness(turns: Turns, prompts: Sequence[StepRecord], decoding: Sequence[St
         recent.append(before.seconds)
         gap = after.ended - after.seconds - before.ended
         turn = after._replace(ended=before.ended + gap, seconds=gap)
-        if after.number == before.number + 1 and sum(_common(turn, other) for other in prompts) > _WHOLE * gap > 0:
+        if (
+            after.number == before.number + 1
+            and sum(common_seconds(turn, other) for other in prompts) > _WHOLE * gap > 0
+        ):
             yield max(0.0, gap - turns.left_to_prefill(recent))
 
 
-def _common(one: StepRecord, other: StepRecord) -> float:
+def common_seconds(one: StepRecord, other: StepRecord) -> float:
     """Return the seconds that two steps have in common."""
     return max(0.0, min(one.ended, other.ended) - max(one.ended - one.seconds, other.ended - other.seconds))

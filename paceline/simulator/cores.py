@@ -68,6 +68,11 @@ class Cores:
         """Whether a decode worker has work."""
         return any(own.has_work for own in self._of("decode"))
 
+    def speed_of(self, worker: Worker) -> float:
+        """Return how fast a worker computes in its turns."""
+        rows = sum(own.rows.count for own in self._of("decode") if own.has_work)
+        return self.turns.speed_of_prefill(rows) if worker.role == "prefill" else 1.0
+
     def decode_seconds(self, alone: float, rows: int, reading: float) -> float:
         """Return the fitted time of a decode step while prefill has work.
 
@@ -128,7 +133,7 @@ class Cores:
 
     def _give_to_prefill(self) -> None:
         for own in self._of("prefill"):
-            own.clock.resume(self.turns.overlap)
+            own.clock.resume(self.speed_of(own))
             own.wake()
 
     def _of(self, role: str) -> list[Worker]:

@@ -196,7 +196,7 @@ class Worker:
         run = self._plan(self.rows.step) or self._plan(None)
         self._lingering = 0
         if run is not None:
-            self.clock.begin(run)
+            self.clock.begin(run, 1.0 if self.cores is None else self.cores.speed_of(self))
             if self.cores is not None:
                 self.cores.begun(self)
 

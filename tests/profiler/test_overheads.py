@@ -54,14 +54,15 @@ def test_prompts_begin_later_while_others_decode() -> None:
 
 
 def test_admissions_at_the_same_time_take_longer() -> None:
-    group = [traced(64, asked=asked) for asked in (5.0, 8.0, 20.0)]  # admitted after 8, 11 and 23 ms instead of 5
-    assert find_admission([traced(64)] * 3, [group, [traced(64)]]) == pytest.approx(0.003)
+    # Admitted after 8 and 12 ms instead of 5. Two more had to wait.
+    group = [traced(64, asked=asked) for asked in (5.0, 9.0, 20.0, 300.0)]
+    assert find_admission([traced(64)] * 3, [group, [traced(64)]]) == pytest.approx(0.005 / 3)
     assert find_admission([], [group]) == find_admission([traced(64)], []) == 0
 
 
 def test_an_arrival_costs_what_prompts_at_the_same_time_take_longer() -> None:
     times = StepTimes(prefill=Curve(points=((0, 0.0), (100, 0.1))), decode=Curve(points=((1, 0.01),)))
     rows = [StepRecord(number, 0.12 + 0.13 * number, 0.12, 100, 5050, 0, 0, 0) for number in range(4)]
-    # They take 0.51 s instead of 0.4 s, and three came meanwhile.
-    assert find_arrival([(4, rows)], times) == pytest.approx(0.11 / 3)
-    assert find_arrival([(1, rows[:1]), (4, [])], times) == 0
+    # They take 0.51 s instead of 0.4 s, of which decode had 0.02 s, and three came meanwhile.
+    assert find_arrival([(4, rows, 0.02)], times) == pytest.approx(0.09 / 3)
+    assert find_arrival([(1, rows[:1], 0.0), (4, [], 0.0)], times) == 0

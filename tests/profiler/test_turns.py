@@ -19,19 +19,20 @@ def decoding(begin: float, seconds: float, number: int) -> StepRecord:
     return StepRecord(number, begin + seconds, seconds, 0, 0, 1, 0, 0)
 
 
-def test_overlap_and_slower_steps_are_those_of_the_steps() -> None:
-    # A prompt takes 0.1 s alone. Here it takes 0.13 s, of which decode has 0.048 s. So 0.018 s were computed meanwhile.
-    steps = [decoding(0.01 + 0.03 * number, 0.012, number) for number in range(4)]
-    found = find_turns(0.0, [prompt(0.0, 0.13)], [*steps, decoding(5.0, 0.01, 9)], TIMES, TIMES)
-    assert found.overlap == pytest.approx(0.018 / 0.048)
-    assert found.decode is None  # four steps are too few
+def test_prefill_has_another_speed_in_its_turns() -> None:
+    # A prompt takes 0.1 s alone. Here it takes 0.13 s, of which decode has 0.048 s.
+    prompts = [prompt(1.0 * number, 0.13) for number in range(3)]
+    steps = [decoding(1.0 * number + 0.01 + 0.03 * step, 0.012, 0) for number in range(3) for step in range(4)]
+    found = find_turns(0.0, [*prompts, prompt(7.0, 0.1)], [*steps, decoding(5.0, 0.01, 0)], TIMES, TIMES)
+    assert found.speed_of_prefill(1) == pytest.approx(0.1 / 0.082)
+    assert found.speed_of_prefill(0) == 1
     assert (found.itl_target, found.least_share) == (0.028, 1.5)
-    # In the time that decode leaves, a prompt may also take longer than alone.
-    assert find_turns(0.0, [prompt(0.0, 0.16)], steps, TIMES, TIMES).overlap == pytest.approx(-0.012 / 0.048)
+    few = find_turns(0.0, prompts[:2], steps, TIMES, TIMES)
+    assert few.speed_of_prefill(1) == 1
 
 
 def test_decode_steps_take_longer_and_begin_late_while_prefill_has_work() -> None:
-    # After a step of 12 ms, decode leaves 18 ms to prefill, and begins again after 20 ms.
+    # After a step of 12 ms, decode leaves 18 ms to prefill, as its share is 1.5, and begins again after 20 ms.
     steps = [decoding(0.032 * number, 0.012, number) for number in range(12)]
     found = find_turns(0.0, [prompt(0.0, 0.4)], [*steps, decoding(5.0, 0.01, 13)], TIMES, TIMES)
     assert found.decode is not None
@@ -42,5 +43,5 @@ def test_decode_steps_take_longer_and_begin_late_while_prefill_has_work() -> Non
 
 def test_without_steps_at_the_same_time_nothing_is_known() -> None:
     found = find_turns(0.05, [prompt(0.0, 0.1)], [decoding(3.0, 0.01, 0)], TIMES, TIMES)
-    assert (found.overlap, found.decode, found.itl_target, found.least_share) == (0.0, None, 0.05, 0.5)
+    assert (found.speed_of_prefill(1), found.decode, found.itl_target, found.least_share) == (1.0, None, 0.05, 0.5)
     assert found.late.seconds == 0

@@ -100,8 +100,8 @@ def test_shared_cores_take_turns() -> None:
         ({}, 0.060 + 10.9 * 0.011),
         ({"admit": Delay(seconds=0.050)}, 0.060 + 10.9 * 0.011 + 0.050),
         ({"late": Delay(seconds=0.0055)}, 0.060 + 5.5 * 0.011),
-        ({"overlap": 0.25}, 0.060 * 16.5 / 8.25),
-        ({"overlap": -0.25}, 0.060 * 16.5 / 2.75),
+        ({"prefill_speed": Curve(points=((1, 2.0),))}, 0.060 / 2 + 5.5 * 0.011),
+        ({"prefill_speed": Curve(points=((1, 0.5),))}, 0.060 * 2 + 21.8 * 0.011),
         # The time that decode leaves grows with the median of its recent steps, so the first four steps leave less.
         ({"decode": Curve(points=((1, 0.022),))}, 0.060 + 7.5 * 0.022),
     ],
