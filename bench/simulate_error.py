@@ -261,7 +261,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate_error", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--load", action="append", choices=LOADS, help="may be repeated; default: all")
-    parser.add_argument("--seconds", type=float, default=27.0, help="time in which the requests of each run arrive")
+    parser.add_argument("--seconds", type=float, default=25.0, help="time in which the requests of each run arrive")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--keep",
