@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import UnavailableError
-from paceline.core.step_record import StepRecord
-from paceline.core.step_times import Delay, StepTimes
+from paceline.core.step_times import Delay
 from paceline.profiler.fit import delay_of
 from paceline.profiler.measure import Traced
 
@@ -99,25 +98,6 @@ def find_admission(alone: Sequence[Traced], arrivals: Sequence[Sequence[Traced]]
         if usual and len(admitted) > 1:
             first = statistics.median(admitted[: len(admitted) // 2])
             longer.append(max(0.0, first - statistics.median(usual)) / (len(admitted) - 1))
-    return statistics.median(longer) if longer else 0.0
-
-
-def find_arrival(arrivals: Sequence[tuple[int, Sequence[StepRecord], float]], steps: StepTimes) -> float:
-    """Return the seconds by which a prompt takes longer with each further request that arrives.
-
-    Args:
-        arrivals: numbers of requests that came at the same time, the steps that computed their prompts, and the seconds
-            that decode steps had the cores meanwhile.
-        steps: how long the steps of prompts take if nothing arrives.
-    """
-    longer = []
-    for count, rows, decoding in arrivals:
-        if rows and count > 1:
-            alone = sum(
-                steps.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2) for row in rows
-            )
-            taken = rows[-1].ended - rows[0].ended + rows[0].seconds
-            longer.append(max(0.0, taken - decoding - alone) / (count - 1))
     return statistics.median(longer) if longer else 0.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
 from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
-from paceline.profiler.overheads import find_admission, find_admit, find_arrival, find_overheads
+from paceline.profiler.overheads import find_admission, find_admit, find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack
-from paceline.profiler.turns import common_seconds, find_turns
+from paceline.profiler.turns import Arrivals, find_arrival, find_turns
 
 SCALE_SECONDS = 600.0
 """Deadline of a worker's start, and of its drain."""
@@ -72,6 +72,7 @@ def make_profile(
     computing = "prefill" if facts.workers["prefill"] else "decode"
     prefill, quality = _steps_of(computing, measured)
     decode, own = _steps_of("decode", measured)
+    turns = _turns(facts, measured, prefill, decode)
     overheads = find_overheads(measured.singles, measured.texts, decode.decode_seconds(1, 0))
     shared = WorkerTimes(
         steps=decode,
@@ -79,7 +80,7 @@ def make_profile(
         max_batched_tokens=facts.max_batched_tokens,
         drafts=Drafts(),
         join=overheads.decode_join,
-        arrival=_arrival(computing, facts, measured, prefill),
+        arrival=_arrival(computing, facts, measured, prefill, turns),
         startup=lifetimes.startup,
         drain=lifetimes.drain,
     )
@@ -103,7 +104,7 @@ def make_profile(
         # A decode worker that takes turns plans each step just before the step begins.
         planned = 0 if facts.workers["prefill"] else 1
         alternating = shared.model_copy(update={"planned_steps": planned})
-        made = made.model_copy(update={"decode": alternating, "turns": _turns(facts, measured, prefill, decode)})
+        made = made.model_copy(update={"decode": alternating, "turns": turns})
     if moved and seconds:
         made = made.model_copy(update={"transfer_bytes": moved / seconds})
     return made, {f"steps of {name}": each for name, each in (quality | own).items()}
@@ -121,22 +122,19 @@ def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTim
     return found.model_copy(update=own)
 
 
-def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes) -> float:
+def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turns: Turns) -> float:
     """Return what an arrival costs the prompts under way. Steps of several workers do not show it, so it is 0 then."""
     if facts.workers[role] > 1:
         return 0.0
-    arrivals = []
-    for group, own in measured.arrivals:
-        prompts = [row for row in own[role] if row.prompt_tokens]
-        others = [row for row in own["decode"] if role == "prefill"]
-        taken = sum(common_seconds(_span(prompts), row) for row in others) if prompts and facts.takes_turns else 0.0
-        arrivals.append((len(group), prompts, taken))
-    return find_arrival(arrivals, steps)
-
-
-def _span(rows: Sequence[StepRecord]) -> StepRecord:
-    """Return a step that lasts from the begin of the first one to the end of the last one."""
-    return rows[-1]._replace(seconds=rows[-1].ended - rows[0].ended + rows[0].seconds)
+    arrivals = [
+        Arrivals(
+            len(group),
+            [row for row in own[role] if row.prompt_tokens],
+            [row for row in own["decode"] if facts.takes_turns and role == "prefill"],
+        )
+        for group, own in measured.arrivals
+    ]
+    return find_arrival(arrivals, steps, turns)
 
 
 def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:

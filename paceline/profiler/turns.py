@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Curve, StepTimes, Turns
@@ -47,17 +48,42 @@ def find_turns(
     return turns.model_copy(update=found)
 
 
+class Arrivals(NamedTuple):
+    """Requests that came at the same time."""
+
+    count: int
+    prompts: Sequence[StepRecord]
+    """The steps that computed their prompts, on one worker."""
+    decoding: Sequence[StepRecord] = ()
+    """Steps of decoding on the same cores."""
+
+
+def find_arrival(arrivals: Sequence[Arrivals], prefill: StepTimes, turns: Turns) -> float:
+    """Return the seconds by which a prompt takes longer with each further request that arrives.
+
+    Args:
+        prefill: how long the steps of prompts take alone.
+        turns: how much longer they take beside decoding.
+    """
+    longer = []
+    for count, prompts, decoding in arrivals:
+        if prompts and count > 1:
+            usual = sum(_alone(row, prefill) / turns.speed_of_prefill(_rows_beside(row, decoding)) for row in prompts)
+            whole = prompts[-1]._replace(seconds=prompts[-1].ended - prompts[0].ended + prompts[0].seconds)
+            own = whole.seconds - sum(_common(whole, other) for other in decoding)
+            longer.append(max(0.0, own - usual) / (count - 1))
+    return statistics.median(longer) if longer else 0.0
+
+
 def _speeds(
     prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], prefill: StepTimes
 ) -> Iterator[tuple[float, float]]:
     """Yield numbers of decoding rows, in ascending order, and how fast prefill was in its own time beside them."""
     speeds = defaultdict[int, list[float]](list)
     for row in prompts:
-        beside = [(common, other.sequences) for other in decoding if (common := common_seconds(row, other))]
-        own = row.seconds - sum(common for common, _ in beside)
-        if beside and _LEAST_SHARE * row.seconds <= own <= (1 - _LEAST_SHARE) * row.seconds:
-            alone = prefill.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2)
-            speeds[int(statistics.median(rows for _, rows in beside))].append(alone / own)
+        own = row.seconds - sum(_common(row, other) for other in decoding)
+        if _LEAST_SHARE * row.seconds <= own <= (1 - _LEAST_SHARE) * row.seconds:
+            speeds[_rows_beside(row, decoding)].append(_alone(row, prefill) / own)
     for rows, found in sorted(speeds.items()):
         if len(found) >= _LEAST_PROMPTS:
             yield rows, statistics.median(found)
@@ -67,7 +93,7 @@ def _crowded_steps(prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]
     """Return the times of decode steps while prefill has work, by rows and by tokens of prefill's step."""
     rows, tokens, seconds = [], [], []
     for row in decoding:
-        common, beside = max(((common_seconds(row, other), other.prompt_tokens) for other in prompts), default=(0.0, 0))
+        common, beside = max(((_common(row, other), other.prompt_tokens) for other in prompts), default=(0.0, 0))
         if common > 0.5 * row.seconds:
             rows.append(row.sequences + row.drafts)
             tokens.append(beside)
@@ -82,13 +108,21 @@ def _lateness(turns: Turns, prompts: Sequence[StepRecord], decoding: Sequence[St
         recent.append(before.seconds)
         gap = after.ended - after.seconds - before.ended
         turn = after._replace(ended=before.ended + gap, seconds=gap)
-        if (
-            after.number == before.number + 1
-            and sum(common_seconds(turn, other) for other in prompts) > _WHOLE * gap > 0
-        ):
+        if after.number == before.number + 1 and sum(_common(turn, other) for other in prompts) > _WHOLE * gap > 0:
             yield max(0.0, gap - turns.left_to_prefill(recent))
 
 
-def common_seconds(one: StepRecord, other: StepRecord) -> float:
+def _alone(row: StepRecord, prefill: StepTimes) -> float:
+    """Return the time of a prompt's step without decoding."""
+    return prefill.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2)
+
+
+def _rows_beside(row: StepRecord, decoding: Sequence[StepRecord]) -> int:
+    """Return how many rows decoded during a prompt's step; 0 if none did."""
+    beside = [other.sequences for other in decoding if _common(row, other)]
+    return int(statistics.median(beside)) if beside else 0
+
+
+def _common(one: StepRecord, other: StepRecord) -> float:
     """Return the seconds that two steps have in common."""
     return max(0.0, min(one.ended, other.ended) - max(one.ended - one.seconds, other.ended - other.seconds))

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.step_record import StepRecord
-from paceline.core.step_times import Curve, StepTimes
-from paceline.profiler.overheads import find_admission, find_admit, find_arrival, find_overheads
+from paceline.profiler.overheads import find_admission, find_admit, find_overheads
 from paceline.profiler.stack import Answer
 
 
@@ -58,11 +56,3 @@ def test_admissions_at_the_same_time_take_longer() -> None:
     group = [traced(64, asked=asked) for asked in (5.0, 9.0, 20.0, 300.0)]
     assert find_admission([traced(64)] * 3, [group, [traced(64)]]) == pytest.approx(0.005 / 3)
     assert find_admission([], [group]) == find_admission([traced(64)], []) == 0
-
-
-def test_an_arrival_costs_what_prompts_at_the_same_time_take_longer() -> None:
-    times = StepTimes(prefill=Curve(points=((0, 0.0), (100, 0.1))), decode=Curve(points=((1, 0.01),)))
-    rows = [StepRecord(number, 0.12 + 0.13 * number, 0.12, 100, 5050, 0, 0, 0) for number in range(4)]
-    # They take 0.51 s instead of 0.4 s, of which decode had 0.02 s, and three came meanwhile.
-    assert find_arrival([(4, rows, 0.02)], times) == pytest.approx(0.09 / 3)
-    assert find_arrival([(1, rows[:1], 0.0), (4, [], 0.0)], times) == 0
