@@ -51,7 +51,7 @@ def test_an_arrival_costs_what_prompts_at_the_same_time_take_longer() -> None:
     rows = [prompt(0.13 * number, 0.12) for number in range(4)]
     # They take 0.51 s instead of 0.4 s, and three came meanwhile.
     assert find_arrival([Arrivals(4, rows)], TIMES, Turns()) == pytest.approx(0.11 / 3)
-    # Decode had 0.02 s, and the first two prompts were slower beside it.
+    # Decode had 0.03 s, and the first two prompts were slower beside it.
     turns = Turns(prefill_speed=Curve(points=((1, 0.8),)))
     decoded = [decoding(0.10, 0.020, 0), decoding(0.14, 0.010, 1)]
     assert find_arrival([Arrivals(4, rows, decoded)], TIMES, turns) == pytest.approx((0.51 - 0.03 - 0.45) / 3)
