@@ -8,8 +8,10 @@ from pathlib import Path
 DESCRIPTION = """\
 Say what a fleet would do under a load, before there is the fleet. `paceline profile` measures a running stack. This
 command takes its times, a load, and a number of workers, and prints times to the first token and between tokens, good
-requests per second, devices and cost. For example: paceline simulate --profile a100.json --trace day.jsonl --find
---ttft 1 --itl 0.05"""
+requests per second, devices and cost. How many of each: --find. Which cache size: --cache-tokens with several numbers.
+What if a third fails: --fail 0.33@600. What would the planner do: --planner. Whether disaggregation pays is said for
+each fleet with prefill workers. For example: paceline simulate --profile a100.json --trace day.jsonl --find --ttft 1
+--itl 0.05"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
