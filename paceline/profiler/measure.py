@@ -177,7 +177,7 @@ def _beside(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[
         with ThreadPoolExecutor(1) as pool:
             tokens = min(4 * ANSWER_TOKENS, facts.max_model_len - 32)
             running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(count)], tokens)
-            crowded = []
+            crowded: list[Traced] = []
             while not running.done() and len(crowded) < _MOST_BESIDE:
                 crowded.append(_single(stack, stack.prompt(lengths[len(crowded) % 2]), 1))
             running.result()

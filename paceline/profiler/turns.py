@@ -51,7 +51,7 @@ def find_turns(
 class Arrivals(NamedTuple):
     """Requests that came at the same time."""
 
-    count: int
+    requests: int
     prompts: Sequence[StepRecord]
     """The steps that computed their prompts, on one worker."""
     decoding: Sequence[StepRecord] = ()

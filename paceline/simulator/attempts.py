@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from paceline.core.errors import BusyError
 from paceline.core.step_times import Delay, Profile
@@ -225,7 +226,7 @@ class Attempts:
         if computing.cores is None:
             self._join(sequence, sequence.attempt)
         else:
-            computing.cores.admit(lambda attempt=sequence.attempt: self._join(sequence, attempt))
+            computing.cores.admit(partial(self._join, sequence, sequence.attempt))
 
     def _join(self, sequence: Sequence, attempt: int) -> None:
         """Let a prompt join its worker, after the usual delays."""
