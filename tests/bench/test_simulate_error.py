@@ -14,7 +14,7 @@ def test_runs_are_simulated_one_after_another_with_an_empty_cache_each() -> None
     runs = [Trace(16, [TraceRequest(0.0, 48, 2, [7, 8]), TraceRequest(5.0, 48, 2, [7, 8])])] * 2
     together = list(one_after_another(runs))
     assert [request.arrival for request in together] == [0.0, 5.0, 65.0, 70.0]
-    found = simulate_all(profile(first_token=Delay(seconds=0.1)), runs, aggregated=False)
+    found = simulate_all(profile(gateway=Delay(seconds=0.1)), runs, aggregated=False)
     assert found["hit rate"] == pytest.approx(2 * 32 / (4 * 48))
     # 48 tokens take 48 ms, and the 16 that are not cached take 16 ms.
     assert found["TTFT p50"] == pytest.approx(0.1 + (0.048 + 0.016) / 2)

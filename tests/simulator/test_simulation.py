@@ -129,8 +129,8 @@ def test_admissions_at_the_same_time_take_longer_on_shared_cores() -> None:
     own = profile(admit=Delay(seconds=0.030), turns=Turns(admission=0.020))
     _, result = run([TraceRequest(0.0, 10, 1), TraceRequest(0.0, 10, 1), TraceRequest(1.0, 10, 1)], profile=own)
     (only,) = result.classes.values()
-    assert only.ttft.p90 == pytest.approx(0.050 + 0.020)
-    assert only.ttft.mean == pytest.approx((2 * 0.070 + 0.040) / 3)
+    # Both are admitted after 50 ms, and their prompts are computed one after the other.
+    assert only.ttft.mean == pytest.approx((0.060 + 0.070 + 0.040) / 3)
 
 
 def test_an_arrival_delays_the_prompt_under_way() -> None:
