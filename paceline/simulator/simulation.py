@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 from paceline.core.planner.planner import Planner
 from paceline.simulator.events import Events
@@ -100,7 +101,7 @@ class Simulation:
                 len(self.gateway.waiting),
                 sum(own.held + own.in_flight for own in counts) / total if total else 0.0,
                 sum(own.kit.times.devices for own in workers),
-                sum(own.kit.times.devices * own.kit.times.hourly_cost for own in workers),
+                math.fsum(own.kit.times.devices * own.kit.times.hourly_cost for own in workers),
             )
         )
         if self._goes_on():
