@@ -98,7 +98,7 @@ class Level(NamedTuple):
     """Those for which no worker has room."""
     kv_used: float
     """Share of the blocks of all hosts that requests use."""
-    devices: int
+    devices: float
     """Devices that all workers occupy, also those that start or drain."""
     cost: float
     """What they cost in an hour."""
