@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import BusyError
@@ -227,8 +228,23 @@ class Attempts:
         computing = sequence.prefill or sequence.decode
         assert computing is not None
         self._recorder.started(sequence, self._events.now)
+        computing.clock.delay_prompts(computing.kit.times.arrival)
+        if computing.cores is None:
+            self._join(sequence, sequence.attempt)
+        else:
+            computing.cores.admit(partial(self._join, sequence, sequence.attempt))
+
+    def _join(self, sequence: Sequence, attempt: int) -> None:
+        """Let a prompt join its worker, after the usual delays."""
+        computing = sequence.prefill or sequence.decode
+        if sequence.attempt != attempt or computing is None:
+            return
         delay = self._delay(self._profile.admit) + self._delay(computing.kit.times.join)
-        self._events.after(delay, self._compute, sequence, sequence.attempt)
+        if (cores := computing.cores) is not None:
+            delay = max(0.0, delay - cores.turns.admission)  # that much is over already
+            if computing.role == "prefill" and cores.decodes:
+                delay += self._delay(cores.turns.admit)
+        self._events.after(delay, self._compute, sequence, attempt)
 
     def _compute(self, sequence: Sequence, attempt: int) -> None:
         computing = sequence.prefill or sequence.decode

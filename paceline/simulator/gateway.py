@@ -242,10 +242,10 @@ class Gateway:
     def _note_gaps(self, worker: Worker, run: Run) -> None:
         """Measure the times between tokens of each class."""
         now, running = self._events.now, self.known.calls[worker.name].in_flight
-        durations = run.durations().tolist()
+        gaps = run.gaps().tolist()
         joined = [sequence.group for sequence in run.joined]
         for group, rows in run.by_group.items():
             # The gap before the first tokens of those that join is the handoff.
             counts = [rows - joined.count(group), *[rows] * (run.steps - 1)]
-            for seconds, count in zip(durations, counts):
+            for seconds, count in zip(gaps, counts):
                 self._control.note_gap(worker.name, running, seconds, group or DEFAULT, now, count)
