@@ -38,7 +38,11 @@ class EncoderKernels(Protocol):
         """Return silu(x), elementwise."""
 
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Return attention of all rows to all rows: [rows, heads, head_dim] each -> the same shape."""
+        """Return attention of all queries to all keys: [queries, heads, head_dim].
+
+        Args:
+            keys, values: [keys, heads, head_dim].
+        """
 
 
 class TorchEncoding:

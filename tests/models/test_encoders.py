@@ -19,6 +19,7 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models.encoders import pieces
 from tests.models.encoder_cases import CPU, INPUTS, audio, change, encode, image, load, sound
 
 BACKENDS: list[Callable[[], Kernels]] = [lambda: NativeKernels(2), ReferenceKernels]
@@ -158,3 +159,13 @@ def test_pooled_rows_may_be_too_large_for_float16(encoder_checkpoint: Any, tmp_p
     expected, found = (encode(own, MediaKind.IMAGE, image(96, 96)).float() for own in (exact, rounded))
     assert found.isfinite().all()
     assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_bits_do_not_depend_on_pieces(encoder_checkpoint: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoders = load(encoder_checkpoint(kind)[0])
+    whole = [encode(encoders, *own) for own in INPUTS[kind]]
+    monkeypatch.setattr(pieces, "PIECE_ROWS", 3)
+    monkeypatch.setattr(pieces, "_LEAST_ROWS", 1)
+    for own, expected in zip(INPUTS[kind], whole):
+        assert torch.equal(encode(encoders, *own), expected)

@@ -19,6 +19,7 @@ from paceline.models.blocks import Linear
 from paceline.models.encoder_config import Qwen3VisionConfig
 from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import LayerNorm, media_place
+from paceline.models.encoders.pieces import Pieces
 from paceline.models.model_config import Rope
 from paceline.models.rotary import Rotation, inverse_frequencies
 
@@ -63,20 +64,23 @@ class Qwen3Vision:
         return sizes[0] // side * (sizes[1] // side)
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
-        config, kernels = self._config, self._kernels
+        config, pieces = self._config, Pieces(between, x.device)
         patches = _patches(x if x.dim() == 4 else x.expand(config.patch_frames, *x.shape), config.patch_side)
         rows, columns = patches.shape[:2]
-        tiles = _squares(patches, config.merged_side).flatten(1).float().div_(127.5).sub_(1.0)
+        tiles = _squares(patches, config.merged_side).flatten(1)
         places = _squares(self._places(rows, columns), config.merged_side)
-        hidden = kernels.add(self._embed(tiles.to(self._dtype)), places.to(self._dtype))
+        (hidden,) = pieces.of(self._embedded, tiles, places)
         rotation = self._rotation(rows, columns, x.device)
         parts = []
         for number, layer in enumerate(self._layers):
-            between()
-            hidden = layer(hidden, rotation)
+            hidden = layer(hidden, rotation, pieces)
             if number in self._mergers:
-                parts.append(self._mergers[number](hidden))
-        return torch.cat([self._merge(hidden), *parts], dim=1)
+                parts.append(self._mergers[number](hidden, pieces))
+        return torch.cat([self._merge(hidden, pieces), *parts], dim=1)
+
+    def _embedded(self, tiles: Tensor, places: Tensor) -> tuple[Tensor]:
+        pixels = tiles.float().div_(127.5).sub_(1.0)
+        return (self._kernels.add(self._embed(pixels.to(self._dtype)), places.to(self._dtype)),)
 
     def _places(self, rows: int, columns: int) -> Tensor:
         """Return the positions of patches, between those of the table: fp32 [rows, columns, size]."""
@@ -105,12 +109,20 @@ class _Layer:
         )
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
-        kernels, normed = self._kernels, self._norm(x)
+    def __call__(self, x: Tensor, rotation: Rotation, pieces: Pieces) -> Tensor:
+        queries, keys, values = pieces.of(self._heads_of, x, rotation.cos, rotation.sin)
+        (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
+        return x
+
+    def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = self._norm(x)
         q, k, v = (linear(normed).view(len(x), self._heads, -1) for linear in self._qkv)
-        q, k = (kernels.rotate(own, rotation.cos, rotation.sin) for own in (q, k))
-        x = kernels.add(x, self._o(kernels.full_attention(q, k, v, self._scale).flatten(1)))
-        return kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x)))))
+        return self._kernels.rotate(q, cos, sin), self._kernels.rotate(k, cos, sin), v
+
+    def _attend(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
+        kernels = self._kernels
+        x = kernels.add(x, self._o(kernels.full_attention(queries, keys, values, self._scale).flatten(1)))
+        return (kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x))))),)
 
 
 class _Merger:
@@ -129,17 +141,24 @@ class _Merger:
         kernels: Kernels,
         norms_squares: bool = False,
     ) -> None:
-        size = self._size = config.hidden_size * config.merged_side**2
+        self._patches = config.merged_side**2
+        size = self._size = config.hidden_size * self._patches
         self._norms_squares = norms_squares
         self._norm = LayerNorm(weights, f"{place}.norm", size if norms_squares else config.hidden_size, _EPS, kernels)
         self._up = Linear.take(weights, f"{place}.linear_fc1", size, size, True, kernels)
         self._down = Linear.take(weights, f"{place}.linear_fc2", size, text_size, True, kernels)
         self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        squares = x.view(-1, self._size)
-        normed = self._norm(squares) if self._norms_squares else self._norm(x).view(-1, self._size)
-        return self._down(self._kernels.gelu(self._up(normed)))
+    def __call__(self, x: Tensor, pieces: Pieces) -> Tensor:
+        (merged,) = pieces.of(self._merged, x.view(-1, self._size))
+        return merged
+
+    def _merged(self, squares: Tensor) -> tuple[Tensor]:
+        if self._norms_squares:
+            normed = self._norm(squares)
+        else:
+            normed = self._norm(squares.view(len(squares) * self._patches, -1)).view(squares.shape)
+        return (self._down(self._kernels.gelu(self._up(normed))),)
 
 
 def _colors_last(weight: Tensor) -> Tensor:

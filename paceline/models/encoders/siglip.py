@@ -14,7 +14,8 @@ from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import SiglipConfig
 from paceline.models.encoders.base import Between
-from paceline.models.encoders.blocks import LayerNorm, channels_last, media_place, pool, signed_patches
+from paceline.models.encoders.blocks import LayerNorm, channels_last, media_place, patches, pool, signed
+from paceline.models.encoders.pieces import Pieces
 
 
 class Siglip:
@@ -46,12 +47,14 @@ class Siglip:
         return self._config.rows_side**2
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
-        embedded = self._embed(signed_patches(x, self._config.patch_side).to(self._positions.dtype))
-        hidden = self._kernels.add(embedded, self._positions)
+        pieces = Pieces(between, x.device)
+        (hidden,) = pieces.of(self._embedded, patches(x, self._config.patch_side), self._positions)
         for layer in self._layers:
-            between()
-            hidden = layer(hidden)
+            hidden = layer(hidden, pieces)
         return self._project(self._norm(hidden))
+
+    def _embedded(self, tiles: Tensor, places: Tensor) -> tuple[Tensor]:
+        return (self._kernels.add(self._embed(signed(tiles).to(places.dtype)), places),)
 
 
 class _Layer:
@@ -67,11 +70,19 @@ class _Layer:
         self._up, self._down = take(f"{place}.mlp.fc1", size, inner), take(f"{place}.mlp.fc2", inner, size)
         self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        kernels, normed = self._kernels, self._norm(x)
-        q, k, v = (linear(normed).view(len(x), self._heads, -1) for linear in (self._q, self._k, self._v))
-        x = kernels.add(x, self._o(kernels.full_attention(q, k, v, self._scale).flatten(1)))
-        return kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x)))))
+    def __call__(self, x: Tensor, pieces: Pieces) -> Tensor:
+        queries, keys, values = pieces.of(self._heads_of, x)
+        (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
+        return x
+
+    def _heads_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        normed = self._norm(x)
+        return tuple(linear(normed).view(len(x), self._heads, -1) for linear in (self._q, self._k, self._v))
+
+    def _attend(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
+        kernels = self._kernels
+        x = kernels.add(x, self._o(kernels.full_attention(queries, keys, values, self._scale).flatten(1)))
+        return (kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x))))),)
 
 
 class _Projector:

@@ -194,6 +194,22 @@ async def test_an_unexpected_error_fails_the_attempt_and_is_logged(
     assert "unexpected error" in caplog.text
 
 
+async def test_a_call_that_was_cancelled_fails_the_attempt(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task group would take it for a success, and the reader would wait for the encoding for ever."""
+
+    async def ask(*arguments: object, **options: object) -> None:
+        raise asyncio.CancelledError
+
+    await cluster.add("p", "prefill")
+    monkeypatch.setattr(EncodeCalls, "_ask", ask)
+    calls, errors = calls_for(cluster, {}), list[Exception]()
+    calls.start(cluster.fleet.worker("p"), 0, errors.append)
+    await eventually(lambda: bool(errors))
+    assert isinstance(calls.error, WorkerFailedError)
+
+
 async def test_an_encode_worker_that_is_gone_costs_no_attempt(cluster: Cluster) -> None:
     await cluster.add("d")
     prefill, encode = await cluster.add("p", "prefill"), await cluster.add("e", "encode")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,8 @@ from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, 
 from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.media.pool import DecodePool, Facts
 from paceline.services.gateway.media.source import Sources
+
+T = TypeVar("T")
 
 _MAX_READING = 256
 """Items of all requests that are read at the same time. Each may need a connection."""
@@ -57,6 +61,7 @@ class MediaService:
         self.config = config
         self.metrics = metrics or MediaMetrics()
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "media")
+        self._processing = concurrent.futures.ThreadPoolExecutor(config.media_processes, "preprocess")
         self._reading = 0
         folder = config.allowed_local_media_path
         if folder and not Path(folder).is_dir():
@@ -85,9 +90,24 @@ class MediaService:
         finally:
             self._reading -= 1
 
+    async def preprocess(self, compute: Callable[..., T], *arguments: object) -> T:
+        """Return compute(*arguments), in one of as many threads as processes decode.
+
+        So pixels of many requests neither take all cores, nor the threads that plan other requests.
+
+        Raises BusyError if this takes longer than `--media-decode-seconds`, because others wait for the threads, too.
+        """
+        try:
+            async with asyncio.timeout(self.config.media_decode_seconds):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._processing, compute, *arguments)
+        except TimeoutError:
+            raise BusyError("other images, videos and audio clips are being prepared; try again later") from None
+
     async def close(self) -> None:
         """End the processes that decode. Items that are being loaded fail."""
         await self.pool.close()
+        self._processing.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -134,9 +154,17 @@ class MediaLoader:
         facts, frames = await self._load("video", source, place, options)
         return Video(frames, facts["timestamps"])
 
-    async def audio(self, source: str, place: str) -> NDArray[np.float32]:
-        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1."""
-        options = {"max_seconds": self._service.config.max_audio_seconds, "sample_rate": SAMPLING_RATE}
+    async def audio(self, source: str, place: str, model_seconds: float = math.inf) -> NDArray[np.float32]:
+        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1.
+
+        Args:
+            model_seconds: the longest clip that the model takes; a longer one is refused before all of it is decoded.
+        """
+        seconds, because = min(
+            (self._service.config.max_audio_seconds, "--max-audio-seconds"),
+            (model_seconds, "the most that this model takes"),
+        )
+        options = {"max_seconds": seconds, "because": because, "sample_rate": SAMPLING_RATE}
         _, samples = await self._load("audio", source, place, options)
         return samples
 

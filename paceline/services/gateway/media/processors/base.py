@@ -49,6 +49,23 @@ class Processor(ABC):
         """Return a processor with other options. Raises InvalidRequestError if it has no such option."""
 
     @abstractmethod
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        """Return the fewest placeholder tokens that stand for an item, from its size alone.
+
+        So an item that no prompt has room for is refused before its pixels are resized.
+
+        Args:
+            shape: that of an image or of samples, or [frames, height, width, 3] of a video.
+
+        Raises InvalidRequestError if the model takes no item of this size.
+        """
+
+    @property
+    def audio_seconds(self) -> int:
+        """The longest audio clip that the model takes, in seconds."""
+        raise NotImplementedError
+
+    @abstractmethod
     def image(self, pixels: Pixels) -> Expansion:
         """Return what stands in a prompt for an image."""
 

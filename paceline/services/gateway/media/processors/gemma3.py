@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import MediaTokens
+from paceline.services.gateway.media.items import ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
     OPTIONS_FIELD,
     Pixels,
@@ -59,6 +59,9 @@ class Gemma3Processor(Processor):
             if isinstance(wanted, bool):
                 return dataclasses.replace(self, pan_and_scan=wanted)
         raise InvalidRequestError(f"{OPTIONS_FIELD}: do_pan_and_scan must be true or false", OPTIONS_FIELD)
+
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        return self.length
 
     def image(self, pixels: Pixels) -> Expansion:
         crops = list(self._crops(pixels)) if self.pan_and_scan else []

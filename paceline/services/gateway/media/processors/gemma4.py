@@ -77,6 +77,18 @@ class Gemma4Processor(Processor):
             raise wrong_option(f"num_frames must be from 1 to {FRAMES}")
         return dataclasses.replace(self, budget=budget, frame_budget=frame_budget, video_frames=frames)
 
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        if kind == "audio":
+            samples = min(shape[0], self.audio_seconds * SAMPLING_RATE)
+            return samples // self.samples_per_token if self.hears_samples else _mel_tokens(samples)
+        count, budget = (1, self.budget) if kind == "image" else (shape[0], self.frame_budget)
+        height, width = fitted_size(*shape[-3:-1], budget, self.side)
+        return count * (height * width // self.side**2)
+
+    @property
+    def audio_seconds(self) -> int:
+        return RAW_SECONDS if self.hears_samples else MEL_SECONDS
+
     def image(self, pixels: Pixels) -> Expansion:
         return Expansion(self._picture(pixels, MediaKind.IMAGE, self.budget))
 
@@ -125,10 +137,13 @@ def fitted_size(height: int, width: int, budget: int, side: int = 48) -> tuple[i
 
 def _mel_audio(samples: Samples) -> MediaInput:
     samples = fitted_clip(samples, MEL_SECONDS)
-    frames = frame_count(len(samples))
-    if frames == 0:
+    if frame_count(len(samples)) == 0:
         raise InvalidRequestError("an audio clip is shorter than a hundredth of a second; send a longer one")
-    return media_input(MediaKind.AUDIO, -(-frames // _FRAMES_PER_TOKEN), log_mel(samples))
+    return media_input(MediaKind.AUDIO, _mel_tokens(len(samples)), log_mel(samples))
+
+
+def _mel_tokens(samples: int) -> int:
+    return -(-frame_count(samples) // _FRAMES_PER_TOKEN)
 
 
 def _raw_audio(samples: Samples, per_token: int) -> MediaInput:

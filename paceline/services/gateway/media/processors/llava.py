@@ -12,7 +12,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Run
-from paceline.services.gateway.media.items import MediaTokens
+from paceline.services.gateway.media.items import ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import Pixels, Processor, check_names, media_input, resized
 
 Json = Mapping[str, Any]
@@ -41,6 +41,9 @@ class LlavaProcessor(Processor):
         """Return this processor, because it has no options. Raises InvalidRequestError if there are some."""
         check_names(given, ())
         return self
+
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        return self.length
 
     def image(self, pixels: Pixels) -> Expansion:
         height, width = pixels.shape[:2]

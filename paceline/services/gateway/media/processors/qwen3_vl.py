@@ -15,7 +15,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import FrameSampling, MediaTokens
+from paceline.services.gateway.media.items import FrameSampling, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
     MAX_FRAME_PIXELS,
     OPTIONS_FIELD,
@@ -127,6 +127,13 @@ class Qwen3VLProcessor(Processor):
             raise wrong_option(f"fps must be a number above 0 and at most {MAX_FPS}")
         return dataclasses.replace(self.frames, least=least, most=most, per_second=fps)
 
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        if kind == "image":
+            height, width = image_size(*shape[:2], self.side, self.image_bounds)
+            return height * width // self.side**2
+        height, width = self._frame_size(*shape[:3])
+        return math.ceil(shape[0] / 2) * (height * width // self.side**2)
+
     def image(self, pixels: Pixels) -> Expansion:
         height, width = image_size(pixels.shape[0], pixels.shape[1], self.side, self.image_bounds)
         shown = resized(pixels, height, width, Image.Resampling.BICUBIC)
@@ -143,7 +150,7 @@ class Qwen3VLProcessor(Processor):
         An odd number of frames ends with the last one twice. The template writes a start and an end around each video,
         which stay there, as in transformers.
         """
-        size = self._frame_size(frames)
+        size = self._frame_size(len(frames), *frames[0].shape[:2])
         pieces: list[Piece] = [self.start_token]
         for first in range(0, len(frames), 2):
             second = min(first + 1, len(frames) - 1)
@@ -152,13 +159,13 @@ class Qwen3VLProcessor(Processor):
             pieces += self._picture(np.stack(pair), MediaKind.VIDEO_FRAME)
         return Expansion((*pieces, self.end_token))
 
-    def _frame_size(self, frames: Sequence[Pixels]) -> tuple[int, int]:
-        """Return the height and width of all frames of a video."""
-        bounds, count = self.video_bounds, len(frames)
+    def _frame_size(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width to which all frames of a video are resized."""
+        bounds = self.video_bounds
         if self.frame_tokens is not None:
             each = max(min(self.frame_tokens * self.side**2, bounds.most // count), int(bounds.least * 1.05))
             bounds = dataclasses.replace(bounds, most=each * count)
-        return frame_size(count, frames[0].shape[0], frames[0].shape[1], self.side, bounds)
+        return frame_size(count, height, width, self.side, bounds)
 
     def _picture(self, shown: NDArray[np.uint8], kind: MediaKind) -> tuple[Piece, ...]:
         """Return the placeholders of an image [height, width, 3] or a pair of frames [2, height, width, 3]."""
