@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,8 +12,23 @@ if TYPE_CHECKING:
     from paceline.kernels.interface import Kernels, PackedWeight
 
 
+Between: TypeAlias = Callable[[], None]
+"""A function that an encoder calls between pieces of its work, so that a worker can give its cores to others."""
+
+
+class Tower(Protocol):
+    """The layers of an encoder."""
+
+    def __call__(self, *inputs: Tensor, between: Between) -> tuple[Tensor, ...]:
+        """Return results [rows, ...] of inputs [rows, ...] on one device, all of whose rows attend to each other."""
+
+
 class EncoderKernels(Protocol):
-    """Operations over all rows of one image or audio clip. Nothing is cached, and nothing is recorded."""
+    """Operations over rows of one image or audio clip. Nothing is cached."""
+
+    def compile_tower(self, tower: Tower) -> Tower:
+        """Return a tower that computes the same, or records it to launch it faster. All tensors that it reads besides its
+        inputs must stay in their places."""
 
     def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
         """Return x [rows, in] @ weight [out, in].T: [rows, out], with bounds of x and of the result.
@@ -47,6 +63,9 @@ class EncoderKernels(Protocol):
 
 class TorchEncoding:
     """`EncoderKernels` in plain torch, for any device."""
+
+    def compile_tower(self, tower: Tower) -> Tower:
+        return tower
 
     def clipped_linear(self: Kernels, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
         least, greatest, least_out, greatest_out = bounds.unbind()

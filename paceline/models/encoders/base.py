@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaKind
+from paceline.kernels.encoding import Between
 from paceline.kernels.transfer import to_device
-
-Between = Callable[[], None]
-"""A function that an encoder calls between pieces of its work, so that a worker can give its cores to others."""
 
 
 class Encoder(Protocol):

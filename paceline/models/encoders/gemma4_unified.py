@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.encoder_config import PatchEmbedderConfig, SampleEmbedderConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import (
     LayerNorm,
     Projection,

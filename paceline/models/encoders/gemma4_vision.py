@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import Gemma4VisionConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import (
     Projection,
     media_place,
@@ -54,6 +54,7 @@ class Gemma4Vision:
         # The first half of a head turns by the patch's column, and the second half by its row.
         self._frequencies = inverse_frequencies(Rope(config.rope_theta), config.head_dim // 2)
         self._kernels = kernels
+        self._tower = kernels.compile_tower(self._run_layers)
 
     def rows(self, shape: Sequence[int]) -> int:
         config = self._config
@@ -67,8 +68,7 @@ class Gemma4Vision:
         across, down = patch_positions(x.shape[0] // config.patch_side, columns, x.device)
         (hidden,) = pieces.of(self._embedded, patches(x, config.patch_side), across, down)
         rotation = self._rotation(across, down)
-        for layer in self._layers:
-            hidden = layer(hidden, rotation, pieces)
+        (hidden,) = self._tower(hidden, rotation.cos, rotation.sin, between=between)
         pooled = pool(hidden, columns, config.pooled_side) * config.hidden_size**0.5
         if self._standard is not None:
             shift, scale = self._standard
@@ -78,6 +78,12 @@ class Gemma4Vision:
     def _embedded(self, tiles: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor]:
         places = self._kernels.add(self._positions[0][across], self._positions[1][down])
         return (self._kernels.add(self._embed(signed(tiles).to(places.dtype)), places),)
+
+    def _run_layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> tuple[Tensor]:
+        pieces = Pieces(between, hidden.device)
+        for layer in self._layers:
+            hidden = layer(hidden, cos, sin, pieces)
+        return (hidden,)
 
     def _rotation(self, across: Tensor, down: Tensor) -> Rotation:
         frequencies = self._frequencies.to(across.device)
@@ -96,8 +102,8 @@ class _Layer:
         self._post_mlp = norm(weights, f"{place}.post_feedforward_layernorm")
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, rotation: Rotation, pieces: Pieces) -> Tensor:
-        queries, keys, values = pieces.of(self._heads, x, rotation.cos, rotation.sin)
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, pieces: Pieces) -> Tensor:
+        queries, keys, values = pieces.of(self._heads, x, cos, sin)
         (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
         return x
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.models.encoders.base import Between
+from paceline.kernels.encoding import Between
 
 PIECE_ROWS = 256
 """Most rows of a piece on a CPU. The products of matrices with more rows would take longer than a step of decode, which

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.encoder_config import Qwen3VisionConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import LayerNorm, media_place
 from paceline.models.encoders.pieces import Pieces
 from paceline.models.model_config import Rope
@@ -51,6 +51,7 @@ class Qwen3Vision:
         # The first half of a head turns by the patch's row, and the second half by its column.
         self._frequencies = inverse_frequencies(Rope(config.rope_theta), size // config.heads // 2)
         self._kernels = kernels
+        self._tower = kernels.compile_tower(self._run_layers)
 
     def rows(self, shape: Sequence[int]) -> int:
         config = self._config
@@ -71,12 +72,18 @@ class Qwen3Vision:
         places = _squares(self._places(rows, columns), config.merged_side)
         (hidden,) = pieces.of(self._embedded, tiles, places)
         rotation = self._rotation(rows, columns, x.device)
-        parts = []
-        for number, layer in enumerate(self._layers):
-            hidden = layer(hidden, rotation, pieces)
-            if number in self._mergers:
-                parts.append(self._mergers[number](hidden, pieces))
+        hidden, *shown = self._tower(hidden, rotation.cos, rotation.sin, between=between)
+        parts = [self._mergers[number](own, pieces) for number, own in zip(sorted(self._mergers), shown)]
         return torch.cat([self._merge(hidden, pieces), *parts], dim=1)
+
+    def _run_layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> tuple[Tensor, ...]:
+        """Return the hidden states after all layers, and after each layer whose result the encoding shows, too."""
+        pieces, shown = Pieces(between, hidden.device), []
+        for number, layer in enumerate(self._layers):
+            hidden = layer(hidden, cos, sin, pieces)
+            if number in self._mergers:
+                shown.append(hidden)
+        return (hidden, *shown)
 
     def _embedded(self, tiles: Tensor, places: Tensor) -> tuple[Tensor]:
         pixels = tiles.float().div_(127.5).sub_(1.0)
@@ -109,8 +116,8 @@ class _Layer:
         )
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, rotation: Rotation, pieces: Pieces) -> Tensor:
-        queries, keys, values = pieces.of(self._heads_of, x, rotation.cos, rotation.sin)
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, pieces: Pieces) -> Tensor:
+        queries, keys, values = pieces.of(self._heads_of, x, cos, sin)
         (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
         return x
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import SiglipConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import LayerNorm, channels_last, media_place, patches, pool, signed
 from paceline.models.encoders.pieces import Pieces
 
@@ -39,6 +39,7 @@ class Siglip:
         self._norm = LayerNorm(weights, f"{place}.post_layernorm", size, config.norm_eps, kernels)
         self._project = _Projector(config, hidden_size, weights, kernels)
         self._kernels = kernels
+        self._tower = kernels.compile_tower(self._run_layers)
 
     def rows(self, shape: Sequence[int]) -> int:
         side = self._config.image_side
@@ -49,9 +50,14 @@ class Siglip:
     def encode(self, x: Tensor, between: Between) -> Tensor:
         pieces = Pieces(between, x.device)
         (hidden,) = pieces.of(self._embedded, patches(x, self._config.patch_side), self._positions)
+        (hidden,) = self._tower(hidden, between=between)
+        return self._project(self._norm(hidden))
+
+    def _run_layers(self, hidden: Tensor, between: Between) -> tuple[Tensor]:
+        pieces = Pieces(between, hidden.device)
         for layer in self._layers:
             hidden = layer(hidden, pieces)
-        return self._project(self._norm(hidden))
+        return (hidden,)
 
     def _embedded(self, tiles: Tensor, places: Tensor) -> tuple[Tensor]:
         return (self._kernels.add(self._embed(signed(tiles).to(places.dtype)), places),)

@@ -13,7 +13,8 @@ from paceline.core.errors import InvalidRequestError, PacelineError, Unavailable
 from paceline.core.media import MediaInput
 from paceline.core.metrics import Family, Sample
 from paceline.engine.encode_job import EncodeJob
-from paceline.models.encoders.base import Between, Encoders
+from paceline.kernels.encoding import Between
+from paceline.models.encoders.base import Encoders
 from paceline.services.worker.fair_turns import AbandonedError, FairTurns
 
 ENCODINGS = Family("encodings", "Encodings that were asked for; cached: the host had them already")

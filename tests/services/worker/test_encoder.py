@@ -10,7 +10,8 @@ import torch
 
 from paceline.core.media import MediaKind
 from paceline.engine.encode_job import EncodeJob
-from paceline.models.encoders.base import Between, Encoders
+from paceline.kernels.encoding import Between
+from paceline.models.encoders.base import Encoders
 from paceline.services.worker import encoder
 from paceline.services.worker.encoder import Encoder
 from tests.services.gateway.conftest import eventually
