@@ -70,7 +70,7 @@ class PixelBounds:
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLProcessor(Processor):
-    """The preprocessing of `Qwen3VLForConditionalGeneration` and `Qwen3VLMoeForConditionalGeneration`."""
+    """The preprocessing of Qwen 3-VL and Qwen 3.5."""
 
     tokens: MediaTokens
     start_token: int
@@ -222,6 +222,13 @@ def _fitted(count: int, counted: int, height: int, width: int, side: int, bounds
     return rows * side, columns * side
 
 
+def read_qwen3_5(config: Json, settings: Json) -> Qwen3VLProcessor | None:
+    """Return the processor of a Qwen 3.5, which has other tokens; None if it has no encoder. See `read_qwen3_vl`."""
+    if config.get("vision_config") is None:
+        return None
+    return read_qwen3_vl({f"{name}_token_id": own for name, own in _TOKENS_3_5.items()} | dict(config), settings)
+
+
 def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
     """Return the processor of a model.
 
@@ -261,3 +268,4 @@ def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
 
 _TOKENS = {"vision_start": 151652, "vision_end": 151653, "image": 151655, "video": 151656}
 """Names of the media tokens in config.json, without `_token_id`, and the ids that hold if a config leaves them out."""
+_TOKENS_3_5 = {"vision_start": 248053, "vision_end": 248054, "image": 248056, "video": 248057}
