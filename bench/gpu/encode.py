@@ -3,8 +3,8 @@
     python -m bench.gpu.encode --out encode.json [--rounds 20]
     python -m bench.gpu.encode --out encode.json --small    # a tiny tower on any machine, in seconds
 
-The tower is that of Gemma 4 E2B with random weights in bf16; budgets are its numbers of soft tokens. All ways take the same
-pixels. `python -m bench.media_ttft --device cuda` measures times to first tokens without and with an encode worker.
+The tower is that of Gemma 4 E2B with random weights in bf16. All ways take the same pixels.
+`python -m bench.media_ttft --device cuda` measures times to first tokens without and with an encode worker.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from paceline.kernels.interface import Kernels
 from paceline.models.loader import load_encoders
 
 BUDGETS = (70, 280, 1120)
+"""Numbers of soft tokens."""
 
 
 def encoder(folder: Path, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -27,8 +27,10 @@ class EncoderKernels(Protocol):
     """Operations over rows of one image or audio clip. Nothing is cached."""
 
     def compile_tower(self, tower: Tower) -> Tower:
-        """Return a tower that computes the same, or records it to launch it faster. All tensors that it reads besides its
-        inputs must stay in their places."""
+        """Return a tower that computes the same, or records it to launch it faster.
+
+        All tensors that it reads besides its inputs must stay in their places.
+        """
 
     def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
         """Return x [rows, in] @ weight [out, in].T: [rows, out], with bounds of x and of the result.

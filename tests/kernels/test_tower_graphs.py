@@ -74,4 +74,3 @@ def test_few_recordings_are_kept_and_none_of_many_rows(monkeypatch: pytest.Monke
     for rows in (1, 1, 2, 2, 5, 5, 3, 1, 1):
         graphs(*inputs(rows), between=lambda: None)
     assert (recorder.made, recorder.recorded) == (2, 3)
-

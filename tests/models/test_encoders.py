@@ -78,7 +78,7 @@ def test_images_of_gemma3(encoder_checkpoint: Any, backend: Any) -> None:
 
 
 def reference_of_qwen3_vl(model: Any, frames: Tensor) -> Tensor:
-    """Return the encoding of frames uint8 [2, height, width, 3] by a Qwen 3-VL or 3.5 of `transformers`: all parts of rows.
+    """Return the encoding of frames uint8 [2, height, width, 3] by a Qwen of `transformers`: all parts of rows.
 
     transformers cuts patches of an image, in which the second frame repeats the first. So patches of each of the frames
     have the half that a pair needs.

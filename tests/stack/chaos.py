@@ -119,9 +119,7 @@ async def two_hosts(plan: Plan, folder: Path, lease_seconds: float = 10.0) -> As
     with (
         joined_hosts() as hosts,
         hosts[0].inside(),
-        Cluster(
-            folder, model, hosts, lease_seconds, kv_memory=plan.kv_memory, worker_options=plan.options
-        ) as cluster,
+        Cluster(folder, model, hosts, lease_seconds, kv_memory=plan.kv_memory, worker_options=plan.options) as cluster,
     ):
         names = [
             cluster.start_worker(role, number, number % 2)

@@ -24,12 +24,11 @@ def with_grids(config: ModelConfig, text: Fields, default: Sequence[int]) -> Mod
     if not parameters.get("mrope_interleaved", True):
         raise NotNativeError("a rotary embedding with sections side by side (mrope_interleaved false) is not supported")
     sections = [int(pairs) for pairs in parameters.get("mrope_section") or default]
-    if len(sections) != 3 or sum(sections) != (full.rope.rotated_dims or full.head_dim) // 2 or min(sections) < 0:
+    turned = (full.rope.rotated_dims or full.head_dim) // 2
+    if len(sections) != 3 or sum(sections) != turned or min(sections) < 0:
         raise ModelError(
-            f"mrope_section must be three numbers whose sum is {(full.rope.rotated_dims or full.head_dim) // 2}, half of "
-            f"the dimensions that turn, not {sections}"
+            f"mrope_section must be three numbers whose sum is {turned}, half of the dimensions of a head that turn, not "
+            f"{sections}"
         )
     frames, rows, columns = sections
-    return replace(
-        config, attention={"full": replace(full, rope=replace(full.rope, sections=(frames, rows, columns)))}
-    )
+    return replace(config, attention={"full": replace(full, rope=replace(full.rope, sections=(frames, rows, columns)))})

@@ -67,7 +67,7 @@ class Encoder:
 
     @property
     def stands_still(self) -> bool:
-        """Whether there is work that makes no progress. It may never end, so the worker must not say that it goes on."""
+        """Whether there is work without progress. It may never end, so the worker must not say that it goes on."""
         return self._turns.is_taken and time.monotonic() - self._moved > STILL_SECONDS
 
     async def load(self) -> Encoders:

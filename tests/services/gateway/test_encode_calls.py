@@ -194,9 +194,7 @@ async def test_an_unexpected_error_fails_the_attempt_and_is_logged(
     assert "unexpected error" in caplog.text
 
 
-async def test_a_call_that_was_cancelled_fails_the_attempt(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_was_cancelled_fails_the_attempt(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task group would take it for a success, and the reader would wait for the encoding for ever."""
 
     async def ask(*arguments: object, **options: object) -> None:

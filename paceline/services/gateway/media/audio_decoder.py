@@ -50,9 +50,7 @@ def decode(
                 pieces.append(resampled.to_ndarray().mean(axis=0, dtype=np.float32))
                 samples += pieces[-1].size
             if samples > max_seconds * sample_rate:
-                raise BrokenItemError(
-                    f"the clip has more than {max_seconds:g} seconds ({because}); send a part of it"
-                )
+                raise BrokenItemError(f"the clip has more than {max_seconds:g} seconds ({because}); send a part of it")
             if samples * _BYTES_PER_SAMPLE > max_bytes:
                 raise BrokenItemError("to decode it takes too much memory (--media-memory); send a shorter clip")
     if not samples:

@@ -207,8 +207,8 @@ class _Room:
         if self._most is not None and self._taken > self._most:
             before = f", and the items before it {self._taken - tokens}" if self._taken > tokens else ""
             raise InvalidRequestError(
-                f"it has at least {tokens} tokens for the model{before}, and the longest context has {self._most}; send "
-                "a smaller one, or fewer"
+                f"it has at least {tokens} tokens for the model{before}, and the longest context has {self._most}; "
+                "send a smaller one, or fewer"
             )
 
 
