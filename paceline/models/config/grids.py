@@ -27,7 +27,7 @@ def with_grids(config: ModelConfig, text: Fields, default: Sequence[int]) -> Mod
     turned = (full.rope.rotated_dims or full.head_dim) // 2
     if len(sections) != 3 or sum(sections) != turned or min(sections) < 0:
         raise ModelError(
-            f"mrope_section must be three numbers whose sum is {turned}, half of the dimensions of a head that turn, not "
+            f"mrope_section must be three numbers whose sum is {turned}, the pairs of dimensions that turn, not "
             f"{sections}"
         )
     frames, rows, columns = sections
