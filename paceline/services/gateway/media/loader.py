@@ -17,12 +17,13 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, ConfigError
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.answer import Facts
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
-from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind
+from paceline.services.gateway.media.items import SAMPLING_RATE, Fit, FrameSampling, ItemKind
 from paceline.services.gateway.media.metrics import MediaMetrics
-from paceline.services.gateway.media.pool import DecodePool, Facts
+from paceline.services.gateway.media.pool import DecodePool
 from paceline.services.gateway.media.source import Sources
 
 T = TypeVar("T")
@@ -134,13 +135,18 @@ class MediaLoader:
         # The items of one request leave a process free for others.
         self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
 
-    async def image(self, source: str, place: str) -> NDArray[np.uint8]:
+    async def image(self, source: str, place: str, fit: Fit | None = None) -> NDArray[np.uint8]:
         """Return an image as RGB, [height, width, 3].
 
         The image is turned as its EXIF orientation says, transparent parts are white, and only the first frame of an
         animation is read.
+
+        Args:
+            fit: says to which size the image is resized, in the process that decodes it. Called in a thread. Its
+                InvalidRequestError is raised here.
         """
-        _, pixels = await self._load("image", source, place, {"max_pixels": self._service.config.max_image_pixels})
+        options = {"max_pixels": self._service.config.max_image_pixels}
+        _, pixels = await self._load("image", source, place, options, fit)
         return pixels
 
     async def video(self, source: str, place: str, sampling: FrameSampling) -> Video:
@@ -169,7 +175,7 @@ class MediaLoader:
         return samples
 
     async def _load(
-        self, kind: ItemKind, source: str, place: str, options: dict[str, Any]
+        self, kind: ItemKind, source: str, place: str, options: dict[str, Any], fit: Fit | None = None
     ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
         metrics = self._service.metrics
@@ -181,6 +187,6 @@ class MediaLoader:
                     metrics.count_bytes(kind, len(data))
                 async with self._decoding:
                     with metrics.counted(kind, "decode"):
-                        return await self._service.pool.decode(kind, data, options, self._budget)
+                        return await self._service.pool.decode(kind, data, options, self._budget, fit)
         except MediaError as error:
             raise type(error)(f"{place}: {error}", place) from None

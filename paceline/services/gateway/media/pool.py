@@ -6,24 +6,25 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import math
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from dataclasses import asdict
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
-from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.answer import Facts, array_of, facts_of, size_of
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.channel import Channel, ChannelError
+from paceline.services.gateway.media.items import Fit, ImageSize
 
 START_SECONDS = 60.0
 """Longest time for a process to start."""
@@ -38,9 +39,6 @@ _BASE_BYTES = 1 << 30
 """Address space of a process before it decodes: mostly code of libraries."""
 _BYTES_PER_PIXEL = 16
 """Memory for each pixel of the largest image while it is decoded, converted and turned."""
-
-Facts: TypeAlias = dict[str, NDArray[np.float64]]
-"""What a decoder tells about an item besides its array: for a video, the `timestamps` of its frames in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +64,16 @@ class DecodeProcess:
         """The id of the process; None before it has started."""
         return self._process.pid if self._process is not None else None
 
-    def decode(self, job: dict[str, Any], data: bytes | bytearray, seconds: float) -> tuple[Facts, NDArray[Any]]:
+    def decode(
+        self, job: dict[str, Any], data: bytes | bytearray, seconds: float, fit: Fit | None = None
+    ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about an item and its array. Blocks.
 
+        Args:
+            fit: says to which size an image is resized.
+
         Raises:
+            InvalidRequestError: `fit` refuses the image.
             MediaError: the item cannot be decoded within the time.
             UnavailableError: the process cannot be started.
         """
@@ -77,7 +81,7 @@ class DecodeProcess:
             channel = self._start()
             self._items += 1
             try:
-                return self._exchange(channel, job, data, seconds)
+                return self._exchange(channel, job, data, seconds, fit)
             except TimeoutError:
                 self.is_usable = False
                 raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
@@ -103,18 +107,32 @@ class DecodeProcess:
                 self._channel.close()
 
     def _exchange(
-        self, channel: Channel, job: dict[str, Any], data: bytes | bytearray, seconds: float
+        self, channel: Channel, job: dict[str, Any], data: bytes | bytearray, seconds: float, fit: Fit | None
     ) -> tuple[Facts, NDArray[Any]]:
-        """Send an item and return the answer to it. Raises MediaError, or the errors of the channel."""
+        """Send an item and return the answer to it. Raises MediaError, or the errors of `fit` and of the channel."""
         deadline = time.monotonic() + seconds
-        channel.send(job, data, seconds)
+        channel.send({**job, "asks": fit is not None}, data, seconds)
         answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
+        refusal: InvalidRequestError | None = None
+        wanted: ImageSize | None = None
+        if fit is not None and "size" in answer:
+            try:
+                wanted = fit(*size_of(answer))
+            except InvalidRequestError as error:
+                refusal = error
+            told = {"is_refused": refusal is not None, "resize": wanted and asdict(wanted)}
+            channel.send(told, seconds=deadline - time.monotonic())
+            answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
         if answer.get("retire") or self._items == ITEMS:
             self.is_usable = False
+        if refusal is not None:
+            raise refusal
         if "error" in answer:
             raise MediaError(str(answer["error"]))
-        array = _array(answer, payload)
-        return _facts(answer, len(array)), array
+        array = array_of(answer, payload)
+        if wanted is not None and array.shape != (wanted.height, wanted.width, 3):
+            raise ValueError("the image has another size than it was resized to")
+        return facts_of(answer, len(array)), array
 
     def _start(self) -> Channel:
         """Return the channel to the process, which is started if it does not run."""
@@ -171,11 +189,20 @@ class DecodePool:
         return [*self._idle, *self._busy]
 
     async def decode(
-        self, kind: str, data: bytes | bytearray, options: dict[str, Any], budget: RequestBudget
+        self,
+        kind: str,
+        data: bytes | bytearray,
+        options: dict[str, Any],
+        budget: RequestBudget,
+        fit: Fit | None = None,
     ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about an item and its array, whose bytes `budget` has counted.
 
+        Args:
+            fit: says to which size an image is resized. Called in a thread.
+
         Raises:
+            InvalidRequestError: `fit` refuses the image.
             MediaError: the item is broken, too large, or takes too long.
             BusyError: too many items wait, or the memory for media is full.
             UnavailableError: no process can be started.
@@ -186,7 +213,7 @@ class DecodePool:
             # Count the largest array while it is decoded, so that there is room for it.
             with budget.temporary() as take:
                 take(most)
-                facts, array = await self._run(job, data)
+                facts, array = await self._run(job, data, fit)
             budget.take(array.nbytes)
             return facts, array
 
@@ -218,13 +245,13 @@ class DecodePool:
                 self.waiting -= 1
             yield
 
-    async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[Facts, NDArray[Any]]:
+    async def _run(self, job: dict[str, Any], data: bytes | bytearray, fit: Fit | None) -> tuple[Facts, NDArray[Any]]:
         if self._is_closed:
             raise UnavailableError("this gateway is shutting down; try another one")
         process = self._idle.pop() if self._idle else DecodeProcess(self._process_memory)
         self._busy.add(process)
         loop = asyncio.get_running_loop()
-        decoding = loop.run_in_executor(self._threads, process.decode, job, data, self.seconds)
+        decoding = loop.run_in_executor(self._threads, process.decode, job, data, self.seconds, fit)
         decoding.add_done_callback(lambda done: done.exception())  # after a cancellation nobody else asks for it
         try:
             return await asyncio.shield(decoding)
@@ -241,22 +268,3 @@ class DecodePool:
                 self._idle.append(process)
             else:
                 await asyncio.to_thread(process.end)
-
-
-def _facts(answer: dict[str, Any], length: int) -> Facts:
-    """Return the facts of an answer, each of which has a number for every element of the array.
-
-    Raises ValueError, KeyError, TypeError or OverflowError if they are others.
-    """
-    facts = {name: np.array(values, np.float64) for name, values in dict(answer["facts"]).items()}
-    if any(values.shape != (length,) or not np.isfinite(values).all() for values in facts.values()):
-        raise ValueError("the facts do not fit the array")
-    return facts
-
-
-def _array(answer: dict[str, Any], payload: memoryview) -> NDArray[Any]:
-    """Return the array of an answer. Raises ValueError, KeyError or TypeError if the answer contradicts itself."""
-    shape, dtype = tuple(answer["shape"]), np.dtype(answer["dtype"])
-    if dtype not in (np.uint8, np.float32) or math.prod(shape) * dtype.itemsize != len(payload):
-        raise ValueError("the array has another size than its shape says")
-    return np.frombuffer(payload, dtype).reshape(shape)

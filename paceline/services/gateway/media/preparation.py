@@ -18,7 +18,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import RequestBudget
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
-from paceline.services.gateway.media.items import ItemKind, MediaItem
+from paceline.services.gateway.media.items import ImageSize, ItemKind, MediaItem
 from paceline.services.gateway.media.loader import MediaLoader, MediaService
 from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, PADDING_SECONDS, Processor
 from paceline.services.gateway.media.recent import RecentMedia
@@ -164,21 +164,26 @@ class MediaPreparer:
         """Return what stands in the prompt for an item, with its inputs counted by the budget."""
         assert item.url is not None
         array: NDArray[Any]
+        shape: Sequence[int]
         compute: Callable[[], Expansion]
         try:
             match item.kind:
                 case "image":
-                    array = await loader.image(item.url, place)
-                    compute = partial(processor.image, array)
+                    fit = _Fit(processor, room)
+                    array = await loader.image(item.url, place, fit)
+                    shape = (*fit.size, 3)
+                    compute = partial(processor.image, array, fit.size)
                 case "audio":
                     seconds = processor.audio_seconds + PADDING_SECONDS
                     array = await loader.audio(item.url, place, seconds)
+                    shape = array.shape
                     compute = partial(processor.audio, array)
                 case "video":
                     video = await loader.video(item.url, place, processor.sampling)
                     array = video.frames
+                    shape = array.shape
                     compute = partial(processor.video, list(array), video.timestamps.tolist())
-            room.take(processor.tokens_of(item.kind, array.shape))
+            room.take(processor.tokens_of(item.kind, shape))
             expansion = await self._service.preprocess(compute)
             room.budget.give(array.nbytes)
             room.budget.take(expansion.size)
@@ -187,6 +192,21 @@ class MediaPreparer:
             raise
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{place}: {error}", place) from None
+
+
+class _Fit:
+    """Says to which size an image is resized, and refuses it if no context has room for it. Remembers its size."""
+
+    def __init__(self, processor: Processor, room: _Room) -> None:
+        self._processor = processor
+        self._room = room
+        self.size = (0, 0)
+        """Height and width."""
+
+    def __call__(self, height: int, width: int) -> ImageSize | None:
+        self.size = (height, width)
+        self._room.check(self._processor.tokens_of("image", (height, width, 3)))
+        return self._processor.fit(height, width)
 
 
 class _Room:
@@ -203,9 +223,13 @@ class _Room:
 
     def take(self, tokens: int) -> None:
         """Count the placeholder tokens of an item. Raises InvalidRequestError if no context has room for them."""
+        self.check(tokens)
         self._taken += tokens
-        if self._most is not None and self._taken > self._most:
-            before = f", and the items before it {self._taken - tokens}" if self._taken > tokens else ""
+
+    def check(self, tokens: int) -> None:
+        """Raise InvalidRequestError if no context has room for the placeholder tokens of an item."""
+        if self._most is not None and self._taken + tokens > self._most:
+            before = f", and the items before it {self._taken}" if self._taken else ""
             raise InvalidRequestError(
                 f"it has at least {tokens} tokens for the model{before}, and the longest context has {self._most}; "
                 "send a smaller one, or fewer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -21,7 +22,8 @@ from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media import pool
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
-from paceline.services.gateway.media.channel import Channel
+from paceline.services.gateway.media.channel import Channel, ChannelError
+from paceline.services.gateway.media.items import ImageSize
 from paceline.services.gateway.media.pool import DecodePool, DecodeProcess
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.media.samples import audio_file, image_file, png
@@ -250,11 +252,13 @@ class LyingProcess(DecodeProcess):
 
     Args:
         facts: what it tells about an image of one pixel.
+        size: the size that it tells before; None tells none.
     """
 
-    def __init__(self, facts: object) -> None:
+    def __init__(self, facts: object, size: object = None) -> None:
         super().__init__(1 << 30)
         self._facts = facts
+        self._size = size
 
     def _start(self) -> Channel:
         self._channel, theirs = (Channel(end) for end in socket.socketpair())
@@ -263,7 +267,11 @@ class LyingProcess(DecodeProcess):
 
     def _lie(self, channel: Channel) -> None:
         channel.receive(1 << 20)
-        channel.send({"facts": self._facts, "shape": [1, 1, 3], "dtype": "|u1"}, bytes(3))
+        with contextlib.suppress(ChannelError, OSError):  # it may have been found out
+            if self._size is not None:
+                channel.send({"size": self._size})
+                channel.receive(0)
+            channel.send({"facts": self._facts, "shape": [1, 1, 3], "dtype": "|u1"}, bytes(3))
         channel.close()
 
 
@@ -273,5 +281,15 @@ def test_facts_that_do_not_fit_are_an_error_of_the_item(facts: object) -> None:
     job = {"kind": "video", "options": {}, "max_bytes": 100, "seconds": 10.0}
     with pytest.raises(MediaError, match="cannot be decoded"):
         process.decode(job, b"item", 10.0)
+    assert not process.is_usable
+    process.end()
+
+
+@pytest.mark.parametrize("size", [5, [1], [1, 0], ["1", 1], [1, 1]])
+def test_a_size_that_is_none_or_another_is_an_error_of_the_item(size: object) -> None:
+    process = LyingProcess({}, size)
+    job = {"kind": "image", "options": {}, "max_bytes": 100, "seconds": 10.0}
+    with pytest.raises(MediaError, match="cannot be decoded"):
+        process.decode(job, b"item", 10.0, lambda height, width: ImageSize(9, 9, 0))
     assert not process.is_usable
     process.end()

@@ -152,7 +152,7 @@ async def test_an_item_that_no_context_has_room_for_is_refused_before_its_pixels
     assert [run.input.length for item in (IMAGE, other) for run in runs(media, item)] == [tokens] * 2
     with pytest.raises(InvalidRequestError, match=rf"it has at least {tokens} tokens for the model, and the items bef"):
         await prepare(preparer, IMAGE, other, most_tokens=2 * tokens - 1)
-    monkeypatch.setattr(type(processor), "image", None)
+    monkeypatch.setattr(type(processor), "fit", None)
     with pytest.raises(InvalidRequestError, match=r"^image 1: it has at least .* the longest context has 9; send a"):
         await prepare(preparer, IMAGE, most_tokens=9)
 

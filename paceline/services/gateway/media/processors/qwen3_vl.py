@@ -15,7 +15,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import FrameSampling, ItemKind, MediaTokens
+from paceline.services.gateway.media.items import FrameSampling, ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
     MAX_FRAME_PIXELS,
     OPTIONS_FIELD,
@@ -128,15 +128,14 @@ class Qwen3VLProcessor(Processor):
         return dataclasses.replace(self.frames, least=least, most=most, per_second=fps)
 
     def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
-        if kind == "image":
-            height, width = image_size(*shape[:2], self.side, self.image_bounds)
-            return height * width // self.side**2
-        height, width = self._frame_size(*shape[:3])
-        return math.ceil(shape[0] / 2) * (height * width // self.side**2)
+        count, size = (1, self.fit(*shape[:2])) if kind == "image" else (shape[0], self._frame_size(*shape[:3]))
+        return math.ceil(count / 2) * (size.height * size.width // self.side**2)
 
-    def image(self, pixels: Pixels) -> Expansion:
-        height, width = image_size(pixels.shape[0], pixels.shape[1], self.side, self.image_bounds)
-        shown = resized(pixels, height, width, Image.Resampling.BICUBIC)
+    def fit(self, height: int, width: int) -> ImageSize:
+        return ImageSize(*image_size(height, width, self.side, self.image_bounds), Image.Resampling.BICUBIC)
+
+    def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
+        shown = resized(pixels, self.fit(*(size or pixels.shape[:2])))
         return Expansion(self._picture(shown, MediaKind.IMAGE))
 
     @property
@@ -154,18 +153,18 @@ class Qwen3VLProcessor(Processor):
         pieces: list[Piece] = [self.start_token]
         for first in range(0, len(frames), 2):
             second = min(first + 1, len(frames) - 1)
-            pair = [resized(frames[number], *size, Image.Resampling.BICUBIC) for number in (first, second)]
+            pair = [resized(frames[number], size) for number in (first, second)]
             pieces.append(f"<{(seconds[first] + seconds[second]) / 2:.1f} seconds>")
             pieces += self._picture(np.stack(pair), MediaKind.VIDEO_FRAME)
         return Expansion((*pieces, self.end_token))
 
-    def _frame_size(self, count: int, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width to which all frames of a video are resized."""
+    def _frame_size(self, count: int, height: int, width: int) -> ImageSize:
+        """Return the size to which all frames of a video are resized."""
         bounds = self.video_bounds
         if self.frame_tokens is not None:
             each = max(min(self.frame_tokens * self.side**2, bounds.most // count), int(bounds.least * 1.05))
             bounds = dataclasses.replace(bounds, most=each * count)
-        return frame_size(count, height, width, self.side, bounds)
+        return ImageSize(*frame_size(count, height, width, self.side, bounds), Image.Resampling.BICUBIC)
 
     def _picture(self, shown: NDArray[np.uint8], kind: MediaKind) -> tuple[Piece, ...]:
         """Return the placeholders of an image [height, width, 3] or a pair of frames [2, height, width, 3]."""
