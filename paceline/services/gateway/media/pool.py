@@ -28,6 +28,8 @@ from paceline.services.gateway.media.items import Fit, ImageSize
 
 START_SECONDS = 60.0
 """Longest time for a process to start."""
+END_SECONDS = 10.0
+"""Longest time for a process that was killed to end. The system may still free its memory and its network."""
 MAX_WAITING = 256
 """Items that may wait for a process; the requests of further ones get 429."""
 ITEMS = 500
@@ -98,11 +100,14 @@ class DecodeProcess:
             self._process.kill()
 
     def end(self) -> None:
-        """End the process, and wait until it has ended."""
+        """End the process, and wait until it has ended, up to END_SECONDS."""
         self.kill()
         with self._lock:  # a call of `decode` in another thread may still be starting the process
             if self._process is not None:
-                self._process.wait()
+                try:
+                    self._process.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    log.warning("a process that decodes media, %d, does not end although it was killed", self.pid)
             if self._channel is not None:
                 self._channel.close()
 
@@ -177,6 +182,9 @@ class DecodePool:
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
         self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
+        self._enders = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode-end")
+        self._ending: set[asyncio.Future[None]] = set()
+        """Ends of processes that are waited for."""
         self._slots = asyncio.Semaphore(config.media_processes)
         self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
         self.waiting = 0
@@ -223,9 +231,14 @@ class DecodePool:
         for process in self.processes:
             process.kill()
         for process in self._idle:
-            await asyncio.to_thread(process.end)
+            self._end(process)
         self._idle.clear()
         await asyncio.to_thread(self._threads.shutdown)
+        while self._busy:  # their items have failed, and their callers are about to see it
+            await asyncio.sleep(0.01)
+        if self._ending:
+            await asyncio.wait(self._ending)
+        self._enders.shutdown()
 
     @contextlib.asynccontextmanager
     async def _slot(self, kind: str) -> AsyncIterator[None]:
@@ -267,4 +280,10 @@ class DecodePool:
             if process.is_usable:
                 self._idle.append(process)
             else:
-                await asyncio.to_thread(process.end)
+                self._end(process)
+
+    def _end(self, process: DecodeProcess) -> None:
+        """End a process, while its item is answered: nobody waits for a process that ends slowly."""
+        ending = asyncio.get_running_loop().run_in_executor(self._enders, process.end)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)

@@ -107,7 +107,7 @@ async def test_crash_costs_only_its_own_item(decoders: DecodePool, budget: Reque
         await unlucky
     assert (await other).shape == (4, 6, 3)
     assert pid not in [process.pid for process in decoders.processes]
-    assert not psutil.pid_exists(pid)
+    await eventually(lambda: not psutil.pid_exists(pid))
 
 
 async def test_hanging_process_is_killed(budget: RequestBudget) -> None:
@@ -117,9 +117,26 @@ async def test_hanging_process_is_killed(budget: RequestBudget) -> None:
     pid = stop(decoders.processes[0])
     with pytest.raises(MediaError, match="within"):
         await decode(decoders, budget)
-    assert not psutil.pid_exists(pid)
+    await eventually(lambda: not psutil.pid_exists(pid))
     decoders.seconds = 20.0
     await decode(decoders, budget)
+    await decoders.close()
+
+
+async def test_nobody_waits_for_a_process_that_ends_slowly(
+    budget: RequestBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders, slow = pool_of(1, budget), threading.Event()
+    await decode(decoders, budget)
+    (process,) = decoders.processes
+    stop(process)
+    monkeypatch.setattr(process, "end", lambda: slow.wait(10) and DecodeProcess.end(process))
+    decoders.seconds = 0.2
+    with pytest.raises(MediaError, match="within"):
+        await decode(decoders, budget)
+    decoders.seconds = 20.0
+    await decode(decoders, budget)
+    slow.set()
     await decoders.close()
 
 
