@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
+from paceline.services.common.tasks import InUse
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.answer import Facts, array_of, facts_of, size_of
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
@@ -181,6 +182,8 @@ class DecodePool:
         self._process_memory = _BASE_BYTES + _BYTES_PER_PIXEL * config.max_image_pixels + memory.of_item
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
+        self._running = InUse()
+        """Items in a process, until their callers see the results."""
         self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
         self._enders = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode-end")
         self._ending: set[asyncio.Future[None]] = set()
@@ -219,7 +222,7 @@ class DecodePool:
             most = budget.of_next_item
             job = {"kind": kind, "options": options, "max_bytes": most, "seconds": self.seconds}
             # Count the largest array while it is decoded, so that there is room for it.
-            with budget.temporary() as take:
+            with budget.temporary() as take, self._running.running():
                 take(most)
                 facts, array = await self._run(job, data, fit)
             budget.take(array.nbytes)
@@ -234,8 +237,7 @@ class DecodePool:
             self._end(process)
         self._idle.clear()
         await asyncio.to_thread(self._threads.shutdown)
-        while self._busy:  # their items have failed, and their callers are about to see it
-            await asyncio.sleep(0.01)
+        await self._running.wait_until_idle()
         if self._ending:
             await asyncio.wait(self._ending)
         self._enders.shutdown()
