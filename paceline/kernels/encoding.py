@@ -16,11 +16,11 @@ Between: TypeAlias = Callable[[], None]
 """A function that an encoder calls between pieces of its work, so that a worker can give its cores to others."""
 
 
-class Tower(Protocol):
-    """The layers of an encoder."""
+Tower: TypeAlias = Callable[..., tuple[Tensor, ...]]
+"""The layers of an encoder: a function that takes tensors [rows, ...] on one device and, by name, `between`.
 
-    def __call__(self, *inputs: Tensor, between: Between) -> tuple[Tensor, ...]:
-        """Return results [rows, ...] of inputs [rows, ...] on one device, all of whose rows attend to each other."""
+It returns tensors [rows, ...]. All rows attend to each other.
+"""
 
 
 class EncoderKernels(Protocol):

@@ -45,4 +45,4 @@ class Pieces:
         for start in range(0, rows, most):
             self._between()
             results.append(compute(*(own[start : start + most] for own in inputs)))
-        return results[0] if len(results) == 1 else tuple(map(torch.cat, zip(*results)))
+        return results[0] if len(results) == 1 else tuple(torch.cat(parts) for parts in zip(*results))
