@@ -269,7 +269,12 @@ class DecodePool:
         decoding = loop.run_in_executor(self._threads, process.decode, job, data, self.seconds, fit)
         decoding.add_done_callback(lambda done: done.exception())  # after a cancellation nobody else asks for it
         try:
-            return await asyncio.shield(decoding)
+            # The thread has deadlines of its own. This one is for what nobody has thought of.
+            async with asyncio.timeout(START_SECONDS + 2 * self.seconds):
+                return await asyncio.shield(decoding)
+        except TimeoutError:
+            process.kill()
+            raise UnavailableError("a process that decodes media does not answer; try again later") from None
         except asyncio.CancelledError:
             try:
                 await asyncio.wait([decoding], timeout=GRACE_SECONDS)

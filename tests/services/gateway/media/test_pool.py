@@ -310,3 +310,15 @@ def test_a_size_that_is_none_or_another_is_an_error_of_the_item(size: object) ->
         process.decode(job, b"item", 10.0, lambda height, width: ImageSize(9, 9, 0))
     assert not process.is_usable
     process.end()
+
+
+async def test_a_thread_that_hangs_costs_its_own_item(budget: RequestBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders, go_on = pool_of(1, budget), threading.Event()
+    monkeypatch.setattr(pool, "START_SECONDS", 0.0)
+    monkeypatch.setattr(DecodeProcess, "decode", lambda *arguments: go_on.wait(10))
+    decoders.seconds = 0.1
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await decode(decoders, budget)
+    assert budget.used == 0
+    go_on.set()
+    await decoders.close()
