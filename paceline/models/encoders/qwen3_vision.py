@@ -69,9 +69,10 @@ class Qwen3Vision:
         patches = _patches(x if x.dim() == 4 else x.expand(config.patch_frames, *x.shape), config.patch_side)
         rows, columns = patches.shape[:2]
         tiles = _squares(patches, config.merged_side).flatten(1)
-        places = _squares(self._places(rows, columns), config.merged_side)
-        (hidden,) = pieces.of(self._embedded, tiles, places)
-        rotation = self._rotation(rows, columns, x.device)
+        grid = torch.cartesian_prod(torch.arange(rows, device=x.device), torch.arange(columns, device=x.device))
+        places = _squares(grid.view(rows, columns, 2), config.merged_side)
+        (hidden,) = pieces.of(partial(self._embedded, table=self._table(rows, columns)), tiles, places)
+        rotation = self._rotation(places)
         hidden, *shown = self._tower(hidden, rotation.cos, rotation.sin, between=between)
         parts = [self._mergers[number](own, pieces) for number, own in zip(sorted(self._mergers), shown)]
         return torch.cat([self._merge(hidden, pieces), *parts], dim=1)
@@ -85,20 +86,16 @@ class Qwen3Vision:
                 shown.append(hidden)
         return (hidden, *shown)
 
-    def _embedded(self, tiles: Tensor, places: Tensor) -> tuple[Tensor]:
+    def _embedded(self, tiles: Tensor, places: Tensor, table: _Table) -> tuple[Tensor]:
         pixels = tiles.float().div_(127.5).sub_(1.0)
-        return (self._kernels.add(self._embed(pixels.to(self._dtype)), places.to(self._dtype)),)
+        return (self._kernels.add(self._embed(pixels.to(self._dtype)), table.at(places).to(self._dtype)),)
 
-    def _places(self, rows: int, columns: int) -> Tensor:
-        """Return the positions of patches, between those of the table: fp32 [rows, columns, size]."""
+    def _table(self, rows: int, columns: int) -> _Table:
         side = self._config.positions_side
-        table = self._positions.float().view(side, side, -1)
-        return _stretched(_stretched(table, rows).transpose(0, 1), columns).transpose(0, 1)
+        return _Table(self._positions.float().view(side, side, -1), rows, columns)
 
-    def _rotation(self, rows: int, columns: int, device: torch.device) -> Rotation:
-        grid = torch.cartesian_prod(torch.arange(rows, device=device), torch.arange(columns, device=device))
-        order = _squares(grid.view(rows, columns, 2), self._config.merged_side)
-        angles = (order.unsqueeze(2) * self._frequencies.to(device)).flatten(1).repeat(1, 2)
+    def _rotation(self, places: Tensor) -> Rotation:
+        angles = (places.unsqueeze(2) * self._frequencies.to(places.device)).flatten(1).repeat(1, 2)
         return Rotation(angles.cos(), angles.sin())
 
 
@@ -185,9 +182,31 @@ def _squares(grid: Tensor, side: int) -> Tensor:
     return grid.reshape(rows // side, side, columns // side, side, *rest).transpose(1, 2).reshape(-1, *rest)
 
 
-def _stretched(values: Tensor, count: int) -> Tensor:
-    """Return `count` values from the first to the last of values [n, ...], at equal distances: linear between them."""
-    places = torch.linspace(0, len(values) - 1, count, device=values.device)
+class _Table:
+    """The positions of patches, linearly between those of a smaller or larger table.
+
+    Args:
+        positions: fp32 [side, side, size].
+        rows, columns: patches of the image.
+    """
+
+    def __init__(self, positions: Tensor, rows: int, columns: int) -> None:
+        low, high, share = _neighbours(len(positions), rows, positions.device)
+        self._rows = torch.lerp(positions[low], positions[high], share.view(-1, 1, 1))
+        self._low, self._high, self._share = _neighbours(len(positions), columns, positions.device)
+
+    def at(self, places: Tensor) -> Tensor:
+        """Return the positions at rows and columns int64 [patches, 2]: fp32 [patches, size]."""
+        row, column = places.unbind(1)
+        low, high = (self._rows[row, own[column]] for own in (self._low, self._high))
+        return torch.lerp(low, high, self._share[column].unsqueeze(1))
+
+
+def _neighbours(size: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where `count` places are among `size` entries, from the first to the last, at equal distances.
+
+    The results are the entries before and after each place, and the distance from the one before.
+    """
+    places = torch.linspace(0, size - 1, count, device=device)
     low = places.floor().long()
-    high = (low + 1).clamp(max=len(values) - 1)
-    return torch.lerp(values[low], values[high], (places - low).view(-1, *[1] * (values.dim() - 1)))
+    return low, (low + 1).clamp(max=size - 1), places - low

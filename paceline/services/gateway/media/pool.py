@@ -269,7 +269,7 @@ class DecodePool:
         decoding = loop.run_in_executor(self._threads, process.decode, job, data, self.seconds, fit)
         decoding.add_done_callback(lambda done: done.exception())  # after a cancellation nobody else asks for it
         try:
-            # The thread has deadlines of its own. This one is for what nobody has thought of.
+            # The thread has deadlines of its own. This one also holds if it hangs outside of them.
             async with asyncio.timeout(START_SECONDS + 2 * self.seconds):
                 return await asyncio.shield(decoding)
         except TimeoutError:
