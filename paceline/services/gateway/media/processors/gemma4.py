@@ -82,7 +82,8 @@ class Gemma4Processor(Processor):
             samples = min(shape[0], self.audio_seconds * SAMPLING_RATE)
             return samples // self.samples_per_token if self.hears_samples else _mel_tokens(samples)
         count, budget = (1, self.budget) if kind == "image" else (shape[0], self.frame_budget)
-        size = self._fitted(*shape[-3:-1], budget)
+        height, width = shape[-3:-1]
+        size = self._fitted(height, width, budget)
         return count * (size.height * size.width // self.side**2)
 
     @property
@@ -96,8 +97,9 @@ class Gemma4Processor(Processor):
         return ImageSize(*fitted_size(height, width, budget, self.side), Image.Resampling.BICUBIC)
 
     def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
-        wanted = self._fitted(*(size or pixels.shape[:2]), self.budget)
-        return Expansion(self._picture(resized(pixels, wanted), MediaKind.IMAGE))
+        height, width = size or pixels.shape[:2]
+        shown = resized(pixels, self._fitted(height, width, self.budget))
+        return Expansion(self._picture(shown, MediaKind.IMAGE))
 
     @property
     def sampling(self) -> FrameSampling:
@@ -107,7 +109,7 @@ class Gemma4Processor(Processor):
         pieces: list[Piece] = []
         for index, (frame, second) in enumerate(zip(frames, seconds, strict=True)):
             stamp = f"{int(second // 60):02d}:{int(second % 60):02d} "
-            shown = resized(frame, self._fitted(*frame.shape[:2], self.frame_budget))
+            shown = resized(frame, self._fitted(frame.shape[0], frame.shape[1], self.frame_budget))
             pieces += [f" {stamp}" if index else stamp, *self._picture(shown, MediaKind.VIDEO_FRAME)]
         return Expansion(tuple(pieces))
 
