@@ -148,3 +148,11 @@ def test_other_kernels_read_encodings_too(tmp_path: Path, kind: str, kernels: st
     host = MediaHost(made.model, 24, max_tokens=3)
     for prompt, output in zip(asked, host.run(asked)):
         made.check(prompt, output)
+
+
+def test_a_model_with_states_reads_images(tmp_path: Path) -> None:
+    """Qwen 3.5 has positions with three dimensions in a few layers, and states in the others."""
+    made = media_model("qwen3_5", tmp_path)
+    asked = prompts(made)
+    for budget, hands_over in ((8, False), (500, True)):
+        check_all(made, asked, MediaHost(made.model, budget).run(asked, hands_over=hands_over))

@@ -179,12 +179,12 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         return self.multiply(Kind.LINEAR, x, weight, None, x.dtype, bounds)
 
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        rows = len(queries)
-        # All rows are one block of a cache with one slot, and each of them sees the last one.
+        rows, seen = len(queries), len(keys)
+        # All keys are one block of a cache with one slot, and each query sees the last one.
         cache = LayerCache(*(x.contiguous().transpose(0, 1)[None] for x in (keys, values)))
         nowhere = torch.empty(0, dtype=torch.int64)
-        group = GroupTables(rows, 0, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
-        batch = AttentionBatch((0, rows), (rows,), (group,), last_keys=torch.full((rows,), rows - 1))
+        group = GroupTables(seen, 0, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
+        batch = AttentionBatch((0, rows), (seen,), (group,), last_keys=torch.full((rows,), seen - 1))
         return self.attention(queries, cache, batch, group, scale, 0.0, looks_ahead=True)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

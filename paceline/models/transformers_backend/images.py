@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.core.model_folder import read_object
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels
-from paceline.models.encoders.base import Between, Encoders
+from paceline.models.encoders.base import Encoders
 from paceline.models.transformers_backend.linear import pack_linears
 from paceline.models.transformers_backend.loading import foreign_code, load_config, load_module
 

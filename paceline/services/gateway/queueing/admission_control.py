@@ -6,7 +6,7 @@ Pure logic: all instants are arguments, of one clock, in seconds. The gateway fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
 from paceline.services.gateway.queueing.claim import Demand
