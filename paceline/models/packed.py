@@ -160,11 +160,11 @@ class _PackedFile:
             start, end, layout = self._index[name]
             data = self._bytes[start:end]
             found = replace(packed, data=data if layout else data.view(weight.dtype), format=layout)
+            if self._packer.kernels.fits(found):
+                return found
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise self._damaged() from error
-        if not self._packer.kernels.fits(found):
-            raise self._damaged()
-        return found
+        raise self._damaged()
 
     def _read_index(self) -> dict[str, _Place]:
         end = len(self._bytes) - _LENGTH_BYTES
