@@ -43,6 +43,7 @@ def write_gemma4_gguf(
         halves: whether gate and up of experts are two tensors.
         more: metadata below `gemma4.`, as (value, type), with "__" for dots.
     """
+    path.parent.mkdir(exist_ok=True)  # transformers also reads other files beside it
     writer = gguf.GGUFWriter(path, "gemma4")
     _add_tokenizer(writer)
     _add_sizes(writer, reference)

@@ -51,7 +51,7 @@ def test_a_gguf_file_is_the_same_model(
 ) -> None:
     reference = write(tmp_path, family, **changes)
     target = tmp_path / "converted"
-    convert_gguf(write_gemma4_gguf(tmp_path / "tiny.gguf", reference, halves=halves), target)
+    convert_gguf(write_gemma4_gguf(tmp_path / "source" / "tiny.gguf", reference, halves=halves), target)
     assert read_config(target) == read_config(tmp_path)
     assert torch.equal(logits(target, paged_contexts), logits(tmp_path, paged_contexts))
 
@@ -59,7 +59,7 @@ def test_a_gguf_file_is_the_same_model(
 @pytest.mark.parametrize(("family", "halves"), [("gemma4", False), ("gemma4_experts", True)])
 def test_its_blocks_compute_the_same(tmp_path: Path, paged_contexts: Any, family: str, halves: bool) -> None:
     reference = write(tmp_path, family)
-    source = write_gemma4_gguf(tmp_path / "tiny.gguf", reference, gguf.GGMLQuantizationType.Q8_0, halves)
+    source = write_gemma4_gguf(tmp_path / "source" / "tiny.gguf", reference, gguf.GGMLQuantizationType.Q8_0, halves)
     convert_gguf(source, tmp_path / "converted")
     whole, blocks = (logits(tmp_path / "converted", paged_contexts, how) for how in ("none", "gguf"))
     assert_same(whole, blocks, torch.float32)
@@ -68,7 +68,9 @@ def test_its_blocks_compute_the_same(tmp_path: Path, paged_contexts: Any, family
 
 
 def test_the_tokenizer_and_the_ends_of_answers(tmp_path: Path) -> None:
-    convert_gguf(write_gemma4_gguf(tmp_path / "tiny.gguf", write(tmp_path, "gemma4_dense")), tmp_path / "converted")
+    convert_gguf(
+        write_gemma4_gguf(tmp_path / "source" / "tiny.gguf", write(tmp_path, "gemma4_dense")), tmp_path / "converted"
+    )
     tokenizer = Tokenizer(tmp_path / "converted")
     ids = tokenizer.encode("he he<turn|>é", False)
     assert [TOKENS[token] for token in ids] == ["he", "▁he", "<turn|>", "<0xC3>", "<0xA9>"]
@@ -89,7 +91,7 @@ UINT32 = gguf.GGUFValueType.UINT32
     ],
 )
 def test_what_would_be_lost_is_named(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
-    source = write_gemma4_gguf(tmp_path / "tiny.gguf", write(tmp_path, "gemma4_dense"), **metadata)
+    source = write_gemma4_gguf(tmp_path / "source" / "tiny.gguf", write(tmp_path, "gemma4_dense"), **metadata)
     with pytest.raises(ModelError, match=rf"^tiny\.gguf cannot be converted: .*{message}.*Hugging Face folder$"):
         convert_gguf(source, tmp_path / "converted")
 
@@ -97,6 +99,6 @@ def test_what_would_be_lost_is_named(tmp_path: Path, metadata: dict[str, Any], m
 def test_tensors_of_other_models_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = write(tmp_path, "gemma4_dense")
     monkeypatch.setattr("tests.models.gemma4_gguf._tensors", lambda *_: {"v.patch_embd.weight": torch.ones(2, 2)})
-    source = write_gemma4_gguf(tmp_path / "tiny.gguf", reference)
+    source = write_gemma4_gguf(tmp_path / "source" / "tiny.gguf", reference)
     with pytest.raises(ModelError, match=r"has the tensor v\.patch_embd\.weight, which no Gemma 4 for text has"):
         convert_gguf(source, tmp_path / "converted")
