@@ -51,9 +51,11 @@ def convert_gguf(source: Path, target: Path) -> None:
     if problem := _problem(metadata):
         raise _refusal(source, problem)
     # This import is slow, and not needed to refuse a file.
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
+    own = PreTrainedTokenizerFast if metadata["general.architecture"] == _GEMMA4 else AutoTokenizer
+    tokenizer = own.from_pretrained(source.parent, gguf_file=source.name)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
         _split_digits(tokenizer)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:

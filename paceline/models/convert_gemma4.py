@@ -190,7 +190,8 @@ class _Config:
             "sliding_window": int(self._field("attention.sliding_window")),
             "rope_parameters": self._ropes(),
             "max_position_embeddings": int(self._field("context_length")),
-            "rms_norm_eps": float(self._field("attention.layer_norm_rms_epsilon")),
+            # In fp32 in the file. Seven digits give the number back that was written.
+            "rms_norm_eps": float(f"{self._field('attention.layer_norm_rms_epsilon'):.7g}"),
             "hidden_activation": "gelu_pytorch_tanh",
             "final_logit_softcapping": self._field("final_logit_softcapping", 0.0) or None,
             "tie_word_embeddings": "output.weight" not in self._tensors,

@@ -133,7 +133,7 @@ class CachePolicy(Ranking):
         block = self._blocks[name]
         if block.evictable:
             self._pin(block)
-        self._forget(block)
+        self._take_out(block)
         self.gone(block, evicted=False)
 
     @final
@@ -176,12 +176,12 @@ class CachePolicy(Ranking):
         if block is None or not block.offered:
             raise RuntimeError(f"{type(self).__name__} chose {name}, which is not on offer")
         self._pin(block)
-        self._forget(block)
+        self._take_out(block)
         self.gone(block, evicted=True)
         self.hint_counts.wasted += block.hint is not None
         return name
 
-    def _forget(self, block: Block) -> None:
+    def _take_out(self, block: Block) -> None:
         del self._blocks[block.name]
         for group in block.partners:
             partner = self._blocks.get((group, block.name[1]))
