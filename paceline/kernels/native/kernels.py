@@ -54,6 +54,8 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         self._memory = WeightMemory(self._library)
         self.compresses = compress and self.instruction_set in COMPRESSING
         self.packing = f"native-{library_digest()}" + ("-compressed" if self.compresses else "")
+        # Kernels with AMX read nibbles in an order of their own.
+        self.quantized_packing = self.packing + ("-amx" if self.instruction_set == "amx" else "")
 
     @property
     def chooser(self) -> NativeChooser:
@@ -65,7 +67,8 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         *_, out, size_in = weight.shape
         if isinstance(weight, QuantizedMatrix):
-            tiles, how = self._memory.take(tiles_bytes(weight)), tile_format(weight, self.instruction_set)
+            how = tile_format(weight, self.instruction_set)
+            tiles = self._memory.take(tiles_bytes(how, out, size_in))
             pack_tiles(weight, how, tiles)
             return PackedWeight(tiles, out, size_in, weight.dtype, how)
         heads = len(weight) if weight.dim() == 3 else None
@@ -89,8 +92,10 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         data, out, size_in = weight.data, weight.size_out, weight.size_in
         if weight.format == COMPRESSED:
             return bool(self._library.paceline_is_compressed(data.data_ptr(), data.nbytes, out, size_in))
+        if weight.format is not None:
+            return data.nbytes == tiles_bytes(weight.format, out, size_in)
         whole: int = self._library.paceline_packed_bytes(TYPES[weight.dtype], out, size_in)
-        return weight.format is None and data.nbytes == whole * (weight.heads or 1)
+        return data.nbytes == whole * (weight.heads or 1)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
