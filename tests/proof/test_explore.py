@@ -32,6 +32,7 @@ def test_every_state_of_two_requests_with_a_message_that_comes_twice() -> None:
     Explorer(dataclasses.replace(SETUPS["growth"], faults=1, kind="duplicate")).run()
 
 
+@pytest.mark.thorough
 def test_every_state_of_a_handoff_whose_kvtransfer_is_killed_and_comes_back() -> None:
     Explorer(dataclasses.replace(SETUPS["handoff"], faults=1, attempts=1, kind="crash_ledger")).run()
 
