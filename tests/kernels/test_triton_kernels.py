@@ -202,10 +202,19 @@ def test_activations_of_extreme_numbers_are_finite(kernels: Kernels, name: str) 
     torch.testing.assert_close(getattr(kernels, name)(gate, up), expected, atol=1e-30, rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.thorough), 90])
-def test_every_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(tmp_path: Path, architecture: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "models"),
+    [
+        (90, ("llama", "deepseek")),  # deepseek has the largest heads
+        *(pytest.param(architecture, (), marks=pytest.mark.thorough) for architecture in (80, 90)),
+    ],
+    ids=str,
+)
+def test_every_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(
+    tmp_path: Path, architecture: int, models: tuple[str, ...]
+) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.kernels.compile_triton", str(architecture)]
+    command = [sys.executable, "-m", "tests.kernels.compile_triton", str(architecture), *models]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
