@@ -19,7 +19,12 @@ GREEDY = SamplingParams(max_tokens=64)
 IMAGE, FRAME = MediaKind.IMAGE, MediaKind.VIDEO_FRAME
 
 
-@pytest.fixture(scope="module", params=KINDS)
+RARE = ("unified", "qwen3_vl_moe")
+"""Kinds that differ from the others in their encoders or experts alone, which have tests of their own."""
+MODELS = [pytest.param(kind, marks=pytest.mark.thorough) if kind in RARE else kind for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MediaModel:
     return media_model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -62,7 +67,7 @@ def test_tokens_are_those_of_transformers(made: MediaModel, drafter: str, on_dev
 
 
 # A model that runs in transformers cannot stop after some layers.
-@pytest.mark.parametrize("made", [kind for kind in KINDS if kind != "llava"], indirect=True)
+@pytest.mark.parametrize("made", [kind for kind in MODELS if kind != "llava"], indirect=True)
 @pytest.mark.parametrize("on_device", [pytest.param(None, marks=pytest.mark.thorough), 1.5])
 def test_drafts_of_early_layers_leave_the_tokens_as_they_are(made: MediaModel, on_device: float | None) -> None:
     check_drafts(made, "early", on_device)
