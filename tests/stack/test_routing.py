@@ -12,7 +12,6 @@ import httpx
 import pytest
 import redis.asyncio as redis
 
-from bench.equality import shorten
 from bench.namespaces import ONE_HOST
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context
@@ -28,9 +27,7 @@ ANSWER = 24
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path]) -> Iterator[Cluster]:
     """The two hosts with their workers, which all tests share, without a gateway."""
-    folder = tmp_path_factory.mktemp("cluster")
-    shorten(real_model("smollm2-135m-instruct"), 8, folder / "model")
-    with Cluster(folder, folder / "model", ONE_HOST) as running:
+    with Cluster(tmp_path_factory.mktemp("cluster"), real_model("smollm2-135m-instruct"), ONE_HOST) as running:
         names = [running.start_worker(role, host, host=host) for host in (0, 1) for role in ("prefill", "decode")]
         running.wait_ready(*names)
         yield running
