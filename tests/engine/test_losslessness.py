@@ -140,10 +140,12 @@ def chance(found: Tensor, expected: Tensor) -> float:
 
 
 WAYS = [
-    ("lookup", True),
     ("model", True),
     ("early", False),
-    *(pytest.param(*way, marks=pytest.mark.thorough) for way in (("lookup", False), ("model", False), ("early", True))),
+    *(
+        pytest.param(*way, marks=pytest.mark.thorough)
+        for way in (("lookup", True), ("lookup", False), ("model", False), ("early", True))
+    ),
 ]
 HOT = SamplingParams(temperature=1.1, max_tokens=TOKENS)
 
