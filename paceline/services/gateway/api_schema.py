@@ -54,7 +54,7 @@ MESSAGE_ERRORS = _errors(MessageError)
 
 _CHUNKS: tuple[type[BaseModel], ...] = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent)
 """The bodies of streamed events."""
-_REFERENCED = (*_CHUNKS, ErrorBody, MessageError)
+_REFERENCED: tuple[type[BaseModel], ...] = (*_CHUNKS, ErrorBody, MessageError)
 """All bodies that are named by reference."""
 
 TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
