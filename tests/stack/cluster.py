@@ -61,7 +61,7 @@ class Cluster(Services):
 
     def client(self, timeout: float) -> httpx.AsyncClient:
         """Return a client of the first gateway."""
-        verify = ssl.create_default_context(cafile=self.authority or None)
+        verify = ssl.create_default_context(cafile=self.authority) if self.authority else False
         return httpx.AsyncClient(base_url=self.url, headers=self.admin, timeout=timeout, verify=verify)
 
     async def wait_workers(self, count: int) -> None:

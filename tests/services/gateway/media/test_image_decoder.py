@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -169,7 +169,6 @@ def test_bound_of_pixels_is_exact(decode: Decode) -> None:
         pixels(decode, image_file(), max_pixels=23)
 
 
-@settings(max_examples=150)
 @given(format=st.sampled_from(IMAGE_FORMATS), mutation=MUTATIONS)
 def test_mutated_file_is_decoded_or_refused(
     process: DecodeProcess, decode: Decode, format: str, mutation: Mutation
