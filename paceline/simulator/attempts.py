@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import BusyError
@@ -27,12 +28,6 @@ from paceline.simulator.worker import Worker
 
 Refusal = str | tuple[str, int]
 """The name of a worker without room, or the name of a host and the tokens that it really has cached."""
-
-
-def cached_blocks(hints: BlockHolders, sequence: Sequence, most: int) -> dict[int, int]:
-    """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
-    found = hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
-    return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
 
 
 class Attempts:
@@ -67,6 +62,11 @@ class Attempts:
         self._known, self._hints, self._recorder = known, hints, recorder
         self._random = random.Random(seed)
         self._preemption = Preemption(events, recorder, self.move)
+
+    def cached_blocks(self, sequence: Sequence, most: int) -> dict[int, int]:
+        """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
+        found = self._hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
+        return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
 
     def begin(self, sequence: Sequence, placement: Placement) -> Refusal | None:
         """Begin an attempt. Return None, or who refuses it.
@@ -186,7 +186,7 @@ class Attempts:
         """Have a prefix brought to the computing worker's host before the attempt goes on."""
         host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
         blocks = placement.cached_tokens // self._block_tokens
-        here = cached_blocks(self._hints, sequence, blocks).get(host.number, 0)
+        here = self.cached_blocks(sequence, blocks).get(host.number, 0)
         at = host.receive((blocks - here) * self._block_tokens, self._events.now)
         self._events.at(at, self._fetched, sequence, sequence.attempt, host, blocks)
 
@@ -228,8 +228,23 @@ class Attempts:
         computing = sequence.prefill or sequence.decode
         assert computing is not None
         self._recorder.started(sequence, self._events.now)
+        computing.clock.delay_prompts(computing.kit.times.arrival)
+        if computing.cores is None:
+            self._join(sequence, sequence.attempt)
+        else:
+            computing.cores.admit(partial(self._join, sequence, sequence.attempt))
+
+    def _join(self, sequence: Sequence, attempt: int) -> None:
+        """Let a prompt join its worker, after the usual delays."""
+        computing = sequence.prefill or sequence.decode
+        if sequence.attempt != attempt or computing is None:
+            return
         delay = self._delay(self._profile.admit) + self._delay(computing.kit.times.join)
-        self._events.after(delay, self._compute, sequence, sequence.attempt)
+        if (cores := computing.cores) is not None:
+            delay = max(0.0, delay - cores.turns.admission)  # that much is over already
+            if computing.role == "prefill" and cores.decodes:
+                delay += self._delay(cores.turns.admit)
+        self._events.after(delay, self._compute, sequence, attempt)
 
     def _compute(self, sequence: Sequence, attempt: int) -> None:
         computing = sequence.prefill or sequence.decode

@@ -117,7 +117,7 @@ class SimulatedFleet:
         host = Host(len(self.hosts), self._profile, self._block_tokens, self._policy, self._hints)
         self.hosts.append(host)
         if self._profile.turns is not None:
-            self._cores[host.number] = Cores(self._profile.turns, self._events)
+            self._cores[host.number] = Cores(self._profile.turns, self._events, self._scenario.seed + host.number)
         return host
 
     def _ready(self, worker: Worker) -> None:

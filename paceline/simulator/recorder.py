@@ -174,8 +174,8 @@ class Recorder:
         """Count the tokens that steps gave to decoding sequences."""
         if not run.rows:
             return
-        first = run.seconds(1)
-        given = run.begin + first + self._token_delay
+        gaps = run.gaps()
+        given = run.begin + run.seconds(1) + self._token_delay
         joined: dict[str, int] = {}
         for sequence in run.joined:
             self._gap(sequence, given)
@@ -185,13 +185,13 @@ class Recorder:
         for group, rows in run.by_group.items():
             if rows:
                 own = self.of(group).itl
-                own.add(first, rows - joined.get(group, 0))
+                own.add(float(gaps[0]), rows - joined.get(group, 0))
                 if run.steps > 1:
-                    own.add_all(run.durations()[1:], rows)
+                    own.add_all(gaps[1:], rows)
                 if more:
                     own.add(0.0, rows * run.steps * more)
                 if self._watches:
-                    self.recent[group].itl.add(run.seconds(run.steps) / run.steps, rows * run.steps)
+                    self.recent[group].itl.add((run.waited + run.seconds(run.steps)) / run.steps, rows * run.steps)
 
     def _gap(self, sequence: Sequence, at: float) -> None:
         self.of(sequence.group).itl.add(at - sequence.last_token)

@@ -22,15 +22,20 @@ class RunClock:
         self._version = 0
         """Grows with every change of the end, so that events of earlier ends are ignored."""
         self._left = 0.0
-        """Seconds of the step that are left while it is paused."""
+        """Seconds of work that were left at `_resumed`."""
+        self._speed = 1.0
+        """Seconds of work that are done in a second."""
         self._is_paused = False
-        self._resumed = self._paused = 0.0
+        self._resumed = 0.0
 
-    def begin(self, run: Run) -> None:
-        """Let steps begin. They replace those that are under way."""
-        self.run = run
-        self._resumed = self._events.now
-        self._end_after(max(0.0, run.begin + run.seconds(run.steps) - self._events.now))
+    def begin(self, run: Run, speed: float = 1.0) -> None:
+        """Let steps begin. They replace those that are under way.
+
+        Args:
+            speed: seconds of their work that are done in a second.
+        """
+        self.run, self._speed = run, speed
+        self._go_on(max(0.0, run.begin + run.seconds(run.steps) - self._events.now))
 
     def cut(self, steps: int) -> None:
         """End the run after its first steps; nothing changes if it has no more."""
@@ -55,26 +60,35 @@ class RunClock:
     def pause(self) -> None:
         """Stop in the middle of a step."""
         if self.run is not None and not self._is_paused:
-            self._is_paused = True
-            self._left = max(0.0, self._left - (self._events.now - self._resumed))
-            self._paused = self._events.now
+            self._is_paused, self._left = True, self._work_left()
             self._version += 1
 
-    def resume(self, overlap: float) -> None:
-        """Go on with the step.
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of the step under way."""
+        return 0 if self.run is None else sum(tokens for _, tokens in self.run.chunks)
 
-        Args:
-            overlap: share of the pause in which it went on all the same.
-        """
+    def delay_prompts(self, seconds: float) -> None:
+        """Let a step with prompts that is under way take longer."""
+        if self._is_paused:
+            self._left += seconds
+        elif self.run is not None and self.run.chunks:
+            self._go_on(self._work_left() + seconds)
+
+    def resume(self, speed: float) -> None:
+        """Go on with a step that is paused, at another speed."""
         if self.run is not None and self._is_paused:
-            self._is_paused = False
-            self._resumed = self._events.now
-            self._end_after(max(0.0, self._left - overlap * (self._events.now - self._paused)))
+            self._is_paused, self._speed = False, speed
+            self._go_on(self._left)
 
-    def _end_after(self, seconds: float) -> None:
+    def _work_left(self) -> float:
+        return max(0.0, self._left - self._speed * (self._events.now - self._resumed))
+
+    def _go_on(self, seconds: float) -> None:
+        """Have the step end when so many seconds of work are done."""
         self._version += 1
-        self._left = seconds
-        self._events.after(seconds, self._end, self._version)
+        self._left, self._resumed = seconds, self._events.now
+        self._events.after(seconds / self._speed, self._end, self._version)
 
     def _end(self, version: int) -> None:
         if version == self._version and self.run is not None:
