@@ -10,7 +10,9 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import BusyError
+from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.step_times import Delay, Profile
 from paceline.services.gateway.router import Placement
 from paceline.services.kvtransfer.lease import TRANSFER
@@ -18,7 +20,6 @@ from paceline.simulator.events import Events
 from paceline.simulator.host import Host
 from paceline.simulator.known_workers import KnownWorkers
 from paceline.simulator.preemption import Preemption
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.recorder import Recorder
 from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
@@ -27,6 +28,12 @@ from paceline.simulator.worker import Worker
 
 Refusal = str | tuple[str, int]
 """The name of a worker without room, or the name of a host and the tokens that it really has cached."""
+
+
+def cached_blocks(hints: BlockHolders, sequence: Sequence, most: int) -> dict[int, int]:
+    """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
+    found = hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
+    return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
 
 
 class Attempts:
@@ -43,7 +50,7 @@ class Attempts:
         profile: Profile,
         block_tokens: int,
         known: KnownWorkers,
-        hints: PrefixHints,
+        hints: BlockHolders,
         recorder: Recorder,
         seed: int,
     ) -> None:
@@ -180,7 +187,7 @@ class Attempts:
         """Have a prefix brought to the computing worker's host before the attempt goes on."""
         host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
         blocks = placement.cached_tokens // self._block_tokens
-        here = self._hints.cached_blocks(sequence.block_names(blocks)).get(host.number, 0)
+        here = cached_blocks(self._hints, sequence, blocks).get(host.number, 0)
         at = host.receive((blocks - here) * self._block_tokens, self._events.now)
         self._events.at(at, self._fetched, sequence, sequence.attempt, host, blocks)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.cache_policy.registry import find_policy
 from paceline.core.step_times import Profile, WorkerTimes
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
 from paceline.simulator.gateway import Gateway
 from paceline.simulator.host import Host
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.series import Yields, ratios_of
 from paceline.simulator.steps import Kit
@@ -38,7 +38,7 @@ class SimulatedFleet:
         block_tokens: int,
         events: Events,
         gateway: Gateway,
-        hints: PrefixHints,
+        hints: BlockHolders,
         goes_on: Callable[[], bool],
     ) -> None:
         self.workers: dict[str, Worker] = {}

@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import InvalidRequestError
 from paceline.core.request_classes import BACKGROUND, DEFAULT, NO_CLASSES, Classes
 from paceline.core.step_times import Profile
@@ -15,10 +16,9 @@ from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.shedding import RefusedError
 from paceline.services.gateway.router import Candidate, Need, place
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
-from paceline.simulator.attempts import Attempts
+from paceline.simulator.attempts import Attempts, cached_blocks
 from paceline.simulator.events import Events
 from paceline.simulator.known_workers import KnownWorkers
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.recorder import Recorder
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Run
@@ -56,7 +56,7 @@ class Gateway:
         events: Events,
         profile: Profile,
         block_tokens: int,
-        hints: PrefixHints,
+        hints: BlockHolders,
         recorder: Recorder,
         options: GatewayOptions,
         seed: int,
@@ -205,7 +205,7 @@ class Gateway:
     def _cached_tokens(self, sequence: Sequence) -> dict[str, int]:
         """Return how many tokens of a context each host has cached, as far as the gateway knows."""
         most = (sequence.context - 1) // self._block_tokens
-        found = self._hints.cached_blocks(sequence.block_names(most))
+        found = cached_blocks(self._hints, sequence, most)
         return {self.known.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
 
     # ---- the end

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import math
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.planner.planner import Planner
 from paceline.simulator.events import Events
 from paceline.simulator.fleet import SimulatedFleet
 from paceline.simulator.gateway import Gateway
+from paceline.simulator.host import LAYOUT
 from paceline.simulator.planning import SimulatedPlanner
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.recorder import Recorder
 from paceline.simulator.result import Level, Result, class_result
 from paceline.simulator.scenario import Scenario
@@ -36,7 +37,7 @@ class Simulation:
         self._requests = enumerate(trace)
         self._running = 0
         self._is_over = False
-        hints = PrefixHints()
+        hints = BlockHolders(LAYOUT)
         self.gateway = Gateway(
             self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed
         )

@@ -77,8 +77,14 @@ class Stack:
 
 
 @contextlib.contextmanager
-def serve(log: Path, model: str, *options: str, environment: dict[str, str] | None = None) -> Iterator[Stack]:
-    """Start a whole stack and stop it at the end. Then check that no process and no shared memory is left."""
+def serve(
+    log: Path, model: str, *options: str, environment: dict[str, str] | None = None, fleets: int = 1
+) -> Iterator[Stack]:
+    """Start a whole stack and stop it at the end. Then check that no process and no shared memory is left.
+
+    Args:
+        model: MODEL, or the option --models-file with a file of `fleets` models.
+    """
     port = free_port()
     process = Process(log, "serve", model, f"--port={port}", HAND_OVER, *options, environment=environment)
     stack = Stack(process, port)
@@ -88,7 +94,7 @@ def serve(log: Path, model: str, *options: str, environment: dict[str, str] | No
         process.wait_for("Ready.")
         family = stack.family()
         shared = arenas(family)
-        assert len(shared) == 1
+        assert len(shared) == fleets
         yield stack
     finally:
         code = process.stop(signal.SIGINT)

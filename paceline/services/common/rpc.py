@@ -52,6 +52,9 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+_IDLE_MS = 60_000
+"""Time without a call after which a channel closes its connection until the next call."""
+
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -90,8 +93,13 @@ def open_channel(address: str, credentials: Credentials, wire: WireVersions = OU
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
-    # Channels must not share a connection, and services of one cluster need no proxy.
-    private = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+    # Channels must not share a connection, and services of one cluster need no proxy. A gateway does not keep a
+    # connection to each of thousands of members.
+    private = (
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.client_idle_timeout_ms", _IDLE_MS),
+    )
     options: tuple[tuple[str, int | str], ...] = _OPTIONS + backoff + private
     channel: grpc.aio.Channel
     if (tls := credentials.tls) is None:

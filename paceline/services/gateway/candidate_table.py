@@ -53,6 +53,14 @@ class CandidateTable(Snapshot):
             self._usual = None
         rows.put(index, candidate, host, self._clock())
 
+    def settle(self) -> None:
+        """Do now what the next search would do first after changes, because it may take longer than the search."""
+        if not self._is_sorted:
+            for rows in self._kinds.values():
+                rows.sort()
+            self._is_sorted = True
+        self.usual_rate()
+
     def remove(self, worker_id: str) -> None:
         """Remove a worker, if it is here."""
         kind, index = self._places.pop(worker_id, (None, 0))
@@ -99,10 +107,7 @@ class CandidateTable(Snapshot):
 
     def nominees(self, need: Need) -> list[Candidate]:
         """Return some workers, among which are those that `place` would choose among all."""
-        if not self._is_sorted:
-            for rows in self._kinds.values():
-                rows.sort()
-            self._is_sorted = True
+        self.settle()
         now = self._clock()
         search = NomineeSearch(need, self._hosts, self.usual_rate(), now, self._half_life)
         prefills, decodes = (list(self._classes(role, need)) for role in ("prefill", "decode"))

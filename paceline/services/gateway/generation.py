@@ -210,6 +210,7 @@ class Generation:
 
         sequence_id = self._trace.sequence_id(index)
         with request_span("request", sequence_id) as span:
+            span.set_attribute("paceline.model", self._trace.model)
             sequence: SequenceRun | None = None
             try:
                 sequence = SequenceRun(
@@ -244,7 +245,7 @@ class Generation:
             finally:
                 self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
-                _log(record, choice)
+                _log(record, choice, self._trace.model)
                 if self._recorder is not None and sequence is not None:
                     self._recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
                 record.end(choice.outcome, choice.why, choice.tokens)
@@ -254,7 +255,7 @@ class _TextEndedError(Exception):
     """A choice ended for a reason that the worker does not know, so its attempt must be ended."""
 
 
-def _log(record: SequenceTrace, choice: Choice) -> None:
+def _log(record: SequenceTrace, choice: Choice, model: str) -> None:
     seconds = time.monotonic() - record.arrived
     times = record.token_times
     first = times[0] - record.arrived if times else None
@@ -267,6 +268,7 @@ def _log(record: SequenceTrace, choice: Choice) -> None:
         record.cached_tokens,
         choice.tokens,
         extra={
+            "model": model,
             "outcome": choice.outcome,
             "seconds": round(seconds, 6),
             "queue_seconds": None if record.admitted is None else round(record.admitted - record.arrived, 6),

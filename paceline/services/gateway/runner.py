@@ -73,6 +73,8 @@ class SequenceRunner:
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._patience = Patience(config, fleet)
         self._aborted = False
+        self.on_placed: Callable[[float], object] = lambda seconds: None
+        """Called after a placement with the CPU time of the search for it, in seconds."""
         self.sequences = InUse()
         """Sequences that wait or run."""
         self._background = 0
@@ -164,7 +166,7 @@ class SequenceRunner:
             self.queue.wake()
 
     def _follow_fleet(self) -> None:
-        self._load.control.keep({worker.member.worker_id for worker in self._fleet.workers()})
+        self._load.control.keep(self._fleet.worker_ids())
         self._leave_draining_workers()
 
     def _leave_draining_workers(self) -> None:
@@ -235,6 +237,7 @@ class SequenceRunner:
         """
         kind = KINDS[sequence.kind]
         context_tokens = sequence.context_tokens
+        begun = time.thread_time()
         cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
         full = frozenset() if again else self._load.control.full_workers()
@@ -255,6 +258,7 @@ class SequenceRunner:
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
             placement = self._place(kind, need, snapshot)
+            self.on_placed(time.thread_time() - begun)
             held = FULL if full and placement is None else ""
             may_wait = not again and not sequence.background  # the background has a pace of its own
             if (
@@ -300,6 +304,7 @@ class SequenceRunner:
             except BaseException:
                 self._discard(attempt)
                 raise
+            begun = time.thread_time()
 
     def _media(self, sequence: SequenceRun) -> AttemptMedia | None:
         if not sequence.media:

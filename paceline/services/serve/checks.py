@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
@@ -57,13 +58,13 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"port {port} of {host} {reason}; choose another with --port or --host") from error
 
 
-def check_memory(config: ServeConfig, folder: Path, available: int | None) -> str:
-    """Raise ConfigError if the weights, the processes and the KV cache do not fit into `available` bytes.
+def check_memory(models: Sequence[tuple[ServeConfig, Path]], available: int | None) -> str:
+    """Raise ConfigError if the weights, the processes and the KV caches do not fit into `available` bytes.
 
     Experts are mapped from a file, so only those that a token uses must fit.
 
     Args:
-        folder: the model.
+        models: the options and the folder of each model.
         available: bytes that can be taken without swapping; None if the system does not report them.
 
     Returns:
@@ -71,19 +72,25 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> st
     """
     if available is None:
         return ""
-    workers = config.prefill + config.decode  # an encode worker has neither the weights of the text model nor a pool
-    weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
-    kv_bytes = _kv_bytes(config, workers)
-    processes = workers + config.encode
+    weights = processes = kv_bytes = idle = 0
+    for config, folder in models:
+        workers = config.prefill + config.decode  # an encode worker has no weights of the text model and no pool
+        weights += _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
+        kv_bytes += _kv_bytes(config, workers)
+        processes += workers + config.encode
+        idle += _idle_expert_bytes(folder, config)
     needed = weights + processes * PROCESS_BYTES + kv_bytes
-    if needed > available >= needed - _idle_expert_bytes(folder, config):
+    if needed > available >= needed - idle:
         return (
             f"this stack is slow: {_gib(available)} of memory are free and it needs {_gib(needed)} (weights "
             f"{_gib(weights)}), so experts that a token needs are often read from the disk"
         )
     if needed > available:
-        sizes = [flag(name) for name in ("kv_memory", "kv_pool_memory") if getattr(config, name) != "auto"]
-        lower = " or ".join([*sizes, "--prefill", "--decode", *(["--encode"] if config.encode else [])])
+        configs = [config for config, _ in models]
+        sizes = ("kv_memory", "kv_pool_memory")
+        given = [flag(name) for name in sizes if any(getattr(config, name) != "auto" for config in configs)]
+        encode = ["--encode"] if any(config.encode for config in configs) else []
+        lower = " or ".join([*given, "--prefill", "--decode", *encode])
         raise ConfigError(
             f"this stack needs {_gib(needed)} of memory (weights {_gib(weights)}, {processes} workers "
             f"{_gib(processes * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "

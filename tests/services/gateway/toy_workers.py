@@ -178,10 +178,14 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
     async def serve_health(self, serving: bool) -> None:
         await self._rpc.set_ready(serving)
 
-    async def crash(self) -> None:
-        """Stop the server and the heartbeat at once. Redis lists the worker until its entry expires."""
+    async def fall_silent(self) -> None:
+        """Stop the heartbeat. Redis lists the worker until its entry expires."""
         if self._registrar is not None and self._registrar._task is not None:
             self._registrar._task.cancel()
+
+    async def crash(self) -> None:
+        """Stop the server and the heartbeat at once."""
+        await self.fall_silent()
         await self._rpc.server.stop(None)
 
     def take_role(self, role: Role) -> int:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from paceline.services.common.secret import read_secret
-from paceline.services.serve.supervisor import GRACE_SECONDS
+from paceline.services.serve.processes import GRACE_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -71,12 +71,12 @@ class Stack:
     def addresses(self) -> dict[str, str]:
         return {match[1]: match[2] for match in re.finditer(r"^  (\S+) +pid \d+ +(\S+)", self.text, re.MULTILINE)}
 
-    def scale(self, request: str) -> dict[str, Any]:
+    def scale(self, request: str, fleet: int = 0) -> dict[str, Any]:
         """Send one line to the supervisor, as the gateway does."""
         (folder,) = {Path(path).parent for path in re.findall(r"unix://(\S+)", self.text)}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(WAIT)
-            connection.connect(str(folder / "scale.sock"))
+            connection.connect(str(folder / f"scale-{fleet}.sock"))
             connection.sendall(request.encode() + b"\n")
             with connection.makefile() as answers:
                 answer = json.loads(answers.readline())
@@ -163,8 +163,8 @@ def test_all_services_share_a_secret_that_no_process_list_shows(start: Start) ->
     stack = start()
     stack.read_until("Ctrl-C stops")
     services = [psutil.Process(pid) for name, pid in stack.pids().items() if name != "redis"]
-    (settings,) = {each.removeprefix("--config=") for p in services for each in p.cmdline() if "--config=" in each}
-    file = Path(tomllib.loads(Path(settings).read_text())["auth_token_file"])
+    settings = {each.removeprefix("--config=") for p in services for each in p.cmdline() if "--config=" in each}
+    (file,) = {Path(tomllib.loads(Path(each).read_text())["auth_token_file"]) for each in settings}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     secret = read_secret(str(file)).reveal()
     assert len(secret) >= 43
@@ -226,6 +226,40 @@ def test_a_process_that_cannot_be_started_again_ends_the_stack(start: Start) -> 
     os.kill(stack.pids()["decode-0"], signal.SIGKILL)
     assert stack.end() == 1
     assert stack.lines[-1] == "decode-0 failed: it has served; 5 times in a row now, soon after its start"
+    assert stack.leftovers() == []
+
+
+@pytest.fixture
+def models_file(model_folder: Path, tmp_path: Path) -> str:
+    file = tmp_path / "models.toml"
+    file.write_text(f'[a]\nmodel = "{model_folder}"\nprefill = 0\n["b/c"]\nmodel = "{model_folder}"\ndecode = 2\n')
+    return str(file)
+
+
+def test_each_model_has_a_fleet_of_its_own(start: Start, models_file: str) -> None:
+    stack = start(model="", models_file=models_file)
+    stack.read_until("Ctrl-C stops")
+    own = {"a/kvtransfer", "a/decode-0", "b/c/kvtransfer", "b/c/prefill-0", "b/c/decode-0", "b/c/decode-1"}
+    assert set(stack.pids()) == own | {"redis", "gateway"}
+    assert "The models are a and b/c." in stack.text
+    assert stack.scale("{}", 0)["prefill"]["wanted"] == 0
+    assert stack.scale('{"prefill": 0}', 1)["decode"] == {"wanted": 2, "ready": 2, "draining": 0, "given_up": 0}
+    stack.read_until("  b/c/prefill-0    has ended")
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert stack.leftovers() == []
+
+
+def test_a_model_that_can_be_served_no_more_leaves_the_others_alone(start: Start, models_file: str) -> None:
+    stack = start({"kvtransfer": "serve once"}, model="", models_file=models_file)
+    stack.read_until("Ctrl-C stops")
+    os.kill(stack.pids()["a/kvtransfer"], signal.SIGKILL)
+    stack.read_until("a is served no more, and the other models are")
+    psutil.wait_procs([psutil.Process(stack.pids()["a/decode-0"])], timeout=WAIT)
+    alive = {name for name, pid in stack.pids().items() if psutil.pid_exists(pid)}
+    assert alive == {"b/c/kvtransfer", "b/c/prefill-0", "b/c/decode-0", "b/c/decode-1", "redis", "gateway"}
+    os.kill(stack.pids()["b/c/kvtransfer"], signal.SIGKILL)
+    assert stack.end() == 1
     assert stack.leftovers() == []
 
 

@@ -6,7 +6,7 @@ Pure logic: all instants are arguments, of one clock, in seconds. The gateway fe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
 from paceline.services.gateway.queueing.claim import Demand
@@ -135,6 +135,6 @@ class AdmissionControl:
         """Count an answer that has ended."""
         self._answers.note(owner, tokens)
 
-    def keep(self, worker_ids: set[str]) -> None:
+    def keep(self, worker_ids: Set[str]) -> None:
         """Forget what was measured of all other workers."""
         self._limits.keep(worker_ids)

@@ -8,6 +8,7 @@ not. All instants are of one clock, in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 INTERVAL_SECONDS = 1.0
@@ -81,7 +82,7 @@ class DecodeLimits:
         if worker.gaps >= LEAST_GAPS and now >= worker.began + INTERVAL_SECONDS:
             self._workers[worker_id] = _after_interval(worker, now)
 
-    def keep(self, worker_ids: set[str]) -> None:
+    def keep(self, worker_ids: Set[str]) -> None:
         """Forget all other workers."""
         self._workers = {worker_id: worker for worker_id, worker in self._workers.items() if worker_id in worker_ids}
 
