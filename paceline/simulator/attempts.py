@@ -30,12 +30,6 @@ Refusal = str | tuple[str, int]
 """The name of a worker without room, or the name of a host and the tokens that it really has cached."""
 
 
-def cached_blocks(hints: BlockHolders, sequence: Sequence, most: int) -> dict[int, int]:
-    """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
-    found = hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
-    return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
-
-
 class Attempts:
     """Begins and ends attempts, and is told of the steps of all workers.
 
@@ -68,6 +62,11 @@ class Attempts:
         self._known, self._hints, self._recorder = known, hints, recorder
         self._random = random.Random(seed)
         self._preemption = Preemption(events, recorder, self.move)
+
+    def cached_blocks(self, sequence: Sequence, most: int) -> dict[int, int]:
+        """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
+        found = self._hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
+        return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
 
     def begin(self, sequence: Sequence, placement: Placement) -> Refusal | None:
         """Begin an attempt. Return None, or who refuses it.
@@ -187,7 +186,7 @@ class Attempts:
         """Have a prefix brought to the computing worker's host before the attempt goes on."""
         host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
         blocks = placement.cached_tokens // self._block_tokens
-        here = cached_blocks(self._hints, sequence, blocks).get(host.number, 0)
+        here = self.cached_blocks(sequence, blocks).get(host.number, 0)
         at = host.receive((blocks - here) * self._block_tokens, self._events.now)
         self._events.at(at, self._fetched, sequence, sequence.attempt, host, blocks)
 

@@ -16,7 +16,7 @@ from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.shedding import RefusedError
 from paceline.services.gateway.router import Candidate, Need, place
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
-from paceline.simulator.attempts import Attempts, cached_blocks
+from paceline.simulator.attempts import Attempts
 from paceline.simulator.events import Events
 from paceline.simulator.known_workers import KnownWorkers
 from paceline.simulator.recorder import Recorder
@@ -77,7 +77,7 @@ class Gateway:
         """Called after steps of a worker."""
         self._control = AdmissionControl(self.waiting.shedder, self._find, options.queue_seconds, options.classes)
         self._has_itl_objectives = any(each.itl_seconds is not None for each in options.classes.values())
-        self._events, self._profile, self._recorder, self._hints = events, profile, recorder, hints
+        self._events, self._profile, self._recorder = events, profile, recorder
         self._options = options
         self._block_tokens = block_tokens
         self._random = random.Random(seed)
@@ -205,7 +205,7 @@ class Gateway:
     def _cached_tokens(self, sequence: Sequence) -> dict[str, int]:
         """Return how many tokens of a context each host has cached, as far as the gateway knows."""
         most = (sequence.context - 1) // self._block_tokens
-        found = cached_blocks(self._hints, sequence, most)
+        found = self.attempts.cached_blocks(sequence, most)
         return {self.known.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
 
     # ---- the end

@@ -36,7 +36,10 @@ async def with_media(
     options = chats[0].mm_processor_kwargs
     budget = request.state.resources.enter_context(model.media.memory.request())
     owner = owner_of(request)
-    work = model.media_preparer.plan(items, make, budget=budget, options=options, owner=owner, param=param)
+    most_tokens = model.fleet.max_model_len() * len(chats) or None
+    work = model.media_preparer.plan(
+        items, make, budget=budget, options=options, owner=owner, param=param, most_tokens=most_tokens
+    )
     # If a client leaves, its media no longer occupy memory and a process that decodes.
     made = await until_disconnect(request.receive, work) if items else await work
     if made is None:

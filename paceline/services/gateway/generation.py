@@ -9,7 +9,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
+from paceline.core.errors import UnavailableError
 from paceline.core.telemetry import request_span
+from paceline.services.common.rpc import own_cancellation
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Event
@@ -231,7 +233,7 @@ class Generation:
                     follows=index > 0,
                     trace=record,
                 )
-                with contextlib.suppress(_TextEndedError):
+                with contextlib.suppress(_TextEndedError), own_cancellation(_cancelled):
                     await self._runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
                 learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
                 length = len(sequence.context)
@@ -249,6 +251,11 @@ class Generation:
                 if self._recorder is not None and sequence is not None:
                     self._recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
                 record.end(choice.outcome, choice.why, choice.tokens)
+
+
+def _cancelled() -> UnavailableError:
+    """Return the error of a choice if something within it was cancelled, although nobody has cancelled the choice."""
+    return UnavailableError("the request was cancelled for an unexpected reason; try again")
 
 
 class _TextEndedError(Exception):
