@@ -31,6 +31,7 @@ from paceline.services.gateway.errors import LeavingError, NoWorkerError
 from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
+from paceline.services.gateway.homes import Homes
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
 from paceline.services.gateway.load_control import FULL, PREMATURE, LoadControl
 from paceline.services.gateway.patience import Patience
@@ -66,7 +67,8 @@ class SequenceRunner:
         self._placements = placements
         self._prefixes = prefixes
         self._encodings = EncodingIndex(prefixes)
-        self.hints = HintSender(fleet.host, prefixes)
+        self._homes = Homes()
+        self.hints = HintSender(fleet.host)
         self.traffic = TrafficBook()
         self.first_worker = FirstWorker(fleet, config.max_waiting)
         self._turns = itertools.count()
@@ -152,7 +154,7 @@ class SequenceRunner:
     def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
         """Tell the hosts on which a sequence has run about the next use of its context."""
         if hints:
-            self.hints.put(self._fleet.hosts_of(sequence.trace.workers), sequence.context, hints)
+            self.hints.put(self._fleet.layouts_of(sequence.trace.workers), sequence.context, hints)
 
     def _hear(self, sequence: SequenceRun, attempt: AnyAttempt, take: Callable[[Event], object], event: Event) -> None:
         self._patience.hear(event)
@@ -221,6 +223,8 @@ class SequenceRunner:
             log.info("attempt %d goes on with other numerics: %s", sequence.attempts, told)
         sequence.unreachable_since = None
         own.admitted = time.monotonic()
+        if (computing := own.prefill or own.decode) is not None:
+            self._homes.put(sequence.owner, sequence.cache_key, computing.host_id)
         self._placements.put(sequence.request_id, *record.workers, record.attempts)
         return attempt
 
@@ -252,6 +256,7 @@ class SequenceRunner:
                 computed_with=record.computed_with,
                 decoded_with=record.decoded_with,
                 cut=self._fleet.failed_links(),
+                home=self._homes.get(sequence.owner, sequence.cache_key),
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
             placement = self._place(kind, need, snapshot)
