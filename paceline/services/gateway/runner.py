@@ -37,6 +37,7 @@ from paceline.services.gateway.load_control import FULL, PREMATURE, LoadControl
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.queueing.shedding import RefusedError
 from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
@@ -145,11 +146,16 @@ class SequenceRunner:
         now = time.monotonic()
         sequence.refused_since = sequence.refused_since or now
         if now >= sequence.refused_since + self._config.queue_seconds:
-            raise BusyError(
+            message = (
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "
                 f"{self._config.queue_seconds:g} seconds; try again later"
-            ) from refusal
+            )
+            raise self._counted_refusal(sequence, RefusedError(message, "timeout")) from refusal
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
+
+    def _counted_refusal(self, sequence: SequenceRun, refusal: RefusedError) -> RefusedError:
+        self.queue.on_refused(sequence.request_class, refusal.reason)
+        return refusal
 
     def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
         """Tell the hosts on which a sequence has run about the next use of its context."""
@@ -200,7 +206,10 @@ class SequenceRunner:
         own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
         deadline = self._patience.begin_attempt(sequence)
-        await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        try:
+            await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        except RefusedError as refusal:
+            raise self._counted_refusal(sequence, refusal) from None
         since = time.monotonic()
         claim = self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline)
         try:
