@@ -187,7 +187,9 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
     prompt = dataclasses.replace(prompt, sampling=sampling, answer=answer, media=encoded.media, inputs=encoded.inputs)
     found = text_marks(text, request.messages, request.tools or (), request.cache_control)
     if found and request.truncate_prompt_tokens is None:
-        prompt = dataclasses.replace(prompt, marks=token_marks(found, rendered, media, len(prompt.token_ids), tokenizer))
+        prompt = dataclasses.replace(
+            prompt, marks=token_marks(found, rendered, media, len(prompt.token_ids), tokenizer)
+        )
     plan = _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
     is_later = any(message.role == "assistant" for message in request.messages)
     return dataclasses.replace(plan, learnt=LATER_TURN) if is_later else plan
