@@ -1,4 +1,4 @@
-"""The monitoring profile and TLS: Prometheus finds the gateway of a stack without certificates, and of one with them."""
+"""The monitoring profile and TLS: Prometheus scrapes a stack without certificates, and one with them."""
 
 from __future__ import annotations
 
