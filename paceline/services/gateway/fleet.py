@@ -119,7 +119,7 @@ class Fleet:
         return next((host for host in self.hosts() if host.member.host_id == host_id), None)
 
     def layouts_of(self, worker_ids: Iterable[str]) -> dict[str, str]:
-        """Return the fingerprints of the KV layouts of workers by the ids of their hosts. Unknown workers are left out."""
+        """Return the fingerprints of workers' KV layouts by the ids of their hosts. Unknown workers are left out."""
         known = (self._workers.get(worker_id) for worker_id in worker_ids)
         return {worker.member.host_id: worker.member.layout for worker in known if worker is not None}
 

@@ -80,8 +80,8 @@ class Metrics:
             lambda: len(runner.queue) + len(runner.first_worker)
         )
         help = (
-            "Waiting sequences. capacity: no worker has room. no_worker: the fleet has none yet. deferred: they wait for "
-            "other sequences of their request"
+            "Waiting sequences. capacity: no worker has room. no_worker: the fleet has none yet. deferred: they wait "
+            "for other sequences of their request"
         )
         by_reason = Gauge(
             "paceline:num_requests_waiting_by_reason", help, ["model_name", "reason"], registry=self.registry
