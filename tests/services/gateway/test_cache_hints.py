@@ -83,11 +83,11 @@ async def test_hosts_are_told_after_the_request(stack: Stack) -> None:
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x" * 60}], "max_tokens": 4}
 
     async def are_told(seconds: float, **fields: object) -> None:
-        """Ask, again and again until the gateway knows the host's layout and tells it the right hint."""
+        """Ask, and wait until the gateway has told the host the right hint, even after the host's first request."""
+        answer = await stack.http.post("/v1/chat/completions", json={**chat, **fields})
+        assert answer.status_code == 200, answer.text
 
         async def is_told() -> bool:
-            answer = await stack.http.post("/v1/chat/completions", json={**chat, **fields})
-            assert answer.status_code == 200, answer.text
             hints = [hint.within_ms / 1000 for told in host.expectations[-1:] for hint in told.hints]
             return hints == [seconds]
 
