@@ -232,8 +232,6 @@ class SequenceRunner:
             log.info("attempt %d goes on with other numerics: %s", sequence.attempts, told)
         sequence.unreachable_since = None
         own.admitted = time.monotonic()
-        if (computing := own.prefill or own.decode) is not None:
-            self._homes.put(sequence.owner, sequence.cache_key, computing.host_id)
         self._placements.put(sequence.request_id, *record.workers, record.attempts)
         return attempt
 
@@ -292,6 +290,7 @@ class SequenceRunner:
             self._running[attempt] = sequence
             try:
                 await attempt.admit()
+                self._homes.put(sequence.owner, sequence.cache_key, placement.computing.host_id)
                 return attempt
             except NotCachedError as error:
                 self._discard(attempt)
