@@ -122,23 +122,23 @@ def open_shared(url: str) -> Iterator[Callable[[], Store]]:
         yield open_
 
 
-def tests_of(module: Any) -> Any:
+def each_test_of(module: Any) -> Any:
     """Return the tests of a module that need nothing but a function that opens a store."""
     found = {name: test for name, test in vars(module).items() if name.startswith("test_")}
     chosen = {name: test for name, test in found.items() if list(inspect.signature(test).parameters) == ["open_store"]}
     return pytest.mark.parametrize("test", chosen.values(), ids=chosen.keys())
 
 
-Test = Callable[[Any], Awaitable[None]]
+Check = Callable[[Any], Awaitable[None]]
 
 
-@tests_of(test_batch_store)
-async def test_batches(test: Test, open_shared: Callable[[], Store]) -> None:
+@each_test_of(test_batch_store)
+async def test_batches(test: Check, open_shared: Callable[[], Store]) -> None:
     await test(lambda: BatchStore(open_shared(), most=3, seconds=100.0))
 
 
-@tests_of(test_store)
-async def test_responses(test: Test, open_shared: Callable[[], Store]) -> None:
+@each_test_of(test_store)
+async def test_responses(test: Check, open_shared: Callable[[], Store]) -> None:
     def open_store(entries: int = 10, max_bytes: int = 10_000, seconds: float = 100.0) -> ResponseStore:
         return ResponseStore(open_shared(), entries=entries, max_bytes=max_bytes, seconds=seconds)
 
