@@ -70,6 +70,8 @@ class _TwoLanes(LoadScopeScheduling):
         """Return the lane of a test that runs a stack, or the test itself, which any free process may run."""
         if way_of(nodeid):
             return "shared stacks"
+        if nodeid.startswith("tests/services/gateway/store/"):
+            return "SQL servers"  # each is started once
         return "other stacks" if nodeid.startswith("tests/stack/") else nodeid
 
 

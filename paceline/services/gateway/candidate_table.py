@@ -105,6 +105,17 @@ class CandidateTable(Snapshot):
                 return found
         return None
 
+    def on_host(self, host_id: str) -> list[Candidate]:
+        """Return the workers of one host."""
+        if (host := self._hosts.get(host_id)) is None:
+            return []
+        now = self._clock()
+        return [
+            self._candidate(rows, int(index), now)
+            for rows in self._kinds.values()
+            for index in np.flatnonzero(rows.column("host") == host)
+        ]
+
     def nominees(self, need: Need) -> list[Candidate]:
         """Return some workers, among which are those that `place` would choose among all."""
         self.settle()

@@ -228,6 +228,7 @@ class Generation:
                     request_class=self.plan.request_class,
                     seconds=self.plan.seconds,
                     ttft_seconds=self.plan.ttft_seconds,
+                    cache_key=self.plan.cache_key,
                     background=self.plan.background,
                     kind=self.plan.kind,
                     follows=index > 0,

@@ -70,15 +70,19 @@ class Metrics:
 
         running = gauge("num_requests_running", "Sequences that are being generated")
         running.set_function(lambda: runner.sequences.count - len(runner.queue))
-        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: len(runner.queue))
+        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(
+            lambda: len(runner.queue) + len(runner.first_worker)
+        )
         help = (
-            "Waiting sequences; capacity: no worker has room; deferred: they wait for other sequences of their request"
+            "Waiting sequences. capacity: no worker has room. no_worker: the fleet has none yet. deferred: they wait "
+            "for other sequences of their request"
         )
         by_reason = Gauge(
             "paceline:num_requests_waiting_by_reason", help, ["model_name", "reason"], registry=self.registry
         )
         by_reason.labels(model, "capacity").set_function(lambda: len(runner.queue) - runner.queue.deferred)
         by_reason.labels(model, "deferred").set_function(lambda: runner.queue.deferred)
+        by_reason.labels(model, "no_worker").set_function(lambda: len(runner.first_worker))
         add_queue_metrics(self.registry, model, runner.queue, classes)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
             model

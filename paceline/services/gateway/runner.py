@@ -31,11 +31,13 @@ from paceline.services.gateway.errors import LeavingError, NoWorkerError
 from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
+from paceline.services.gateway.homes import Homes
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
 from paceline.services.gateway.load_control import FULL, PREMATURE, LoadControl
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.queueing.shedding import RefusedError
 from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
@@ -66,7 +68,8 @@ class SequenceRunner:
         self._placements = placements
         self._prefixes = prefixes
         self._encodings = EncodingIndex(prefixes)
-        self.hints = HintSender(fleet.host, prefixes)
+        self._homes = Homes()
+        self.hints = HintSender(fleet.host)
         self.traffic = TrafficBook()
         self.first_worker = FirstWorker(fleet, config.max_waiting)
         self._turns = itertools.count()
@@ -145,16 +148,21 @@ class SequenceRunner:
         now = time.monotonic()
         sequence.refused_since = sequence.refused_since or now
         if now >= sequence.refused_since + self._config.queue_seconds:
-            raise BusyError(
+            message = (
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "
                 f"{self._config.queue_seconds:g} seconds; try again later"
-            ) from refusal
+            )
+            raise self._counted_refusal(sequence, RefusedError(message, "timeout")) from refusal
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
+
+    def _counted_refusal(self, sequence: SequenceRun, refusal: RefusedError) -> RefusedError:
+        self.queue.on_refused(sequence.request_class, refusal.reason)
+        return refusal
 
     def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
         """Tell the hosts on which a sequence has run about the next use of its context."""
         if hints:
-            self.hints.put(self._fleet.hosts_of(sequence.trace.workers), sequence.context, hints)
+            self.hints.put(self._fleet.layouts_of(sequence.trace.workers), sequence.context, hints)
 
     def _hear(self, sequence: SequenceRun, attempt: AnyAttempt, take: Callable[[Event], object], event: Event) -> None:
         self._patience.hear(event)
@@ -200,7 +208,10 @@ class SequenceRunner:
         own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
         deadline = self._patience.begin_attempt(sequence)
-        await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        try:
+            await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        except RefusedError as refusal:
+            raise self._counted_refusal(sequence, refusal) from None
         since = time.monotonic()
         claim = self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline)
         try:
@@ -255,6 +266,7 @@ class SequenceRunner:
                 computed_with=record.computed_with,
                 decoded_with=record.decoded_with,
                 cut=self._fleet.failed_links(),
+                home=self._homes.get(sequence.owner, sequence.cache_key),
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
             placement = self._place(kind, need, snapshot)
@@ -286,6 +298,7 @@ class SequenceRunner:
             self._running[attempt] = sequence
             try:
                 await attempt.admit()
+                self._homes.put(sequence.owner, sequence.cache_key, placement.computing.host_id)
                 return attempt
             except NotCachedError as error:
                 self._discard(attempt)

@@ -61,6 +61,7 @@ needs = st.builds(
     computed_with=st.sampled_from(NUMERICS),
     decoded_with=st.sampled_from(NUMERICS),
     cut=st.one_of(st.just(frozenset()), links),
+    home=st.sampled_from(["", *HOSTS, "h5"]),
     local_tokens=st.sampled_from([0, 64, 4000]),
 )
 
