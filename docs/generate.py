@@ -107,7 +107,7 @@ def _worker_metrics() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
-    idle: Any = SimpleNamespace(sequences=SimpleNamespace(count=0), queue=AdmissionQueue(1, 1.0))
+    idle: Any = SimpleNamespace(sequences=SimpleNamespace(count=0), queue=AdmissionQueue(1, 1.0), first_worker=())
     registries = GatewayMetrics().registry, Metrics("model", lambda: (), idle).registry
     found: list[Metric] = [metric for registry in registries for metric in registry.collect()]
     for metric in found:

@@ -143,7 +143,8 @@ class MemberFeed:
         """
         if not names:
             return []
-        values = await _answer(self._client.mget([member_key(self._cluster, name) for name in names]))
+        keys = [member_key(self._cluster, name) for name in names]
+        values = cast(list[bytes | None], await _answer(self._client.mget(keys)))
         for name, value in zip(names, values):
             if value is None or (version := version_of(value)) == self._versions.get(name):
                 continue
@@ -166,7 +167,7 @@ class MemberFeed:
             news.unlisted = [name for name in gone if name in self._heard]
             take(self._noted(news))
             if gone:
-                await _answer(cast(Awaitable[int], self._client.srem(names_key(self._cluster), *gone)))
+                await _answer(self._client.srem(names_key(self._cluster), *gone))
 
 
 async def _answer(answer: Awaitable[T]) -> T:

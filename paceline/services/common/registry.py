@@ -196,7 +196,8 @@ async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     names = sorted(await cast(Awaitable[set[bytes]], client.smembers(names_key(cluster))))
     if not names:
         return []
-    values = await client.mget([member_key(cluster, name.decode()) for name in names])
+    keys = [member_key(cluster, name.decode()) for name in names]
+    values = cast(list[bytes | None], await client.mget(keys))
     if ended := [name for name, value in zip(names, values) if value is None]:
         await client.srem(names_key(cluster), *ended)
     members = (Member.from_bytes(value) for value in values if value is not None)
