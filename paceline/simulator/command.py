@@ -103,7 +103,7 @@ def _scenario(arguments: dict[str, Any]) -> Scenario:
         raise ConfigError("--find searches a fleet that stays as it is; leave out --find or --planner")
     limits = RoleLimits(0, 1_000_000)
     classes = read_classes(str(arguments["classes_file"] or ""))
-    latencies = class_latencies(classes, arguments["share"]) if arguments["classes_file"] else {}
+    latencies = class_latencies(classes, arguments["share"])
     objectives = Objectives(
         classes=latencies,
         default=latencies.get(DEFAULT, Latency(arguments["ttft"], arguments["itl"], arguments["share"])),

@@ -57,7 +57,8 @@ class ClassResult:
     finished: int
     refused: int
     refusals: dict[str, int]
-    """Number of refused requests by reason: queue_full, priority, overload, timeout, deadline, or too long."""
+    """Number of refused requests by reason: queue_full, priority, overload, timeout, deadline, background, or
+    too long."""
     good: int
     """Those that met all objectives of the class: time to first token, and mean time between tokens."""
     attained: float

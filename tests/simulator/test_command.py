@@ -17,9 +17,9 @@ from tests.simulator.tiny import profile, step_times, worker_times
 SLOW_PROMPTS = worker_times(step_times(prefill=Curve(points=((0, 0.0), (1000, 10.0)))))
 
 
-def run(folder: Path, *options: str, rate: float = 1.0) -> int:
+def run(folder: Path, *options: str, rate: float = 1.0, group: str = "") -> int:
     """Run the command with a small load, and a fleet whose decode workers compute prompts slowly."""
-    load = {"seconds": 20, "arrivals": {"rate": rate}, "requests": [{"prompt": 100, "answer": 10}]}
+    load = {"seconds": 20, "arrivals": {"rate": rate}, "requests": [{"class": group, "prompt": 100, "answer": 10}]}
     (folder / "load.json").write_text(json.dumps(load))
     (folder / "profile.json").write_text(profile(decode=SLOW_PROMPTS).to_json())
     parser = argparse.ArgumentParser()
@@ -63,6 +63,11 @@ def test_cache_sizes_and_failures_are_answered_in_sentences(tmp_path: Path, caps
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         run(tmp_path, *options)
+
+
+def test_lines_of_batches_have_no_objectives(tmp_path: Path) -> None:
+    assert run(tmp_path, "--ttft", "0.001", "--no-compare", group="background") == 0
+    assert run(tmp_path, "--ttft", "0.001", "--no-compare") == 1
 
 
 def test_a_load_without_requests_is_refused(tmp_path: Path) -> None:

@@ -73,15 +73,15 @@ def text_marks(
         raise InvalidRequestError(message, "cache_control")
     found: list[TextMark] = []
     position = 0
-    for index, own, mark in places:
+    for number, (index, own, mark) in enumerate(places, 1):
         if (start := text.find(own, position)) >= 0:
             if marks and messages[index].role not in ("system", "developer"):
                 # Templates write tools within the system prompt or next to it.
                 found += [TextMark(start, MARK_SECONDS[tool.ttl]) for tool in marks]
                 marks = []
             position = start + len(own)
-        if mark is not None and (start >= 0 or index == len(messages) - 1):
-            is_last = index == len(messages) - 1 and own == places[-1][1]
+        is_last = number == len(places)
+        if mark is not None and (start >= 0 or is_last):
             found.append(TextMark(len(text) if is_last else position, MARK_SECONDS[mark.ttl]))
     if whole is not None:
         found.append(TextMark(len(text), MARK_SECONDS[whole.ttl]))

@@ -98,7 +98,11 @@ def _make_tables(database: Database, tables: Tables) -> None:
 
     Another gateway may do the same now, or may have ended half-way. So each statement has a transaction of its own,
     its failure does not matter, and in the end all tables must exist.
+
+    Raises StoreError, at once if the database does not answer.
     """
+    with database.transaction(writes=False) as execute:
+        execute("SELECT 1")
     if _exist(database, tables):
         return
     reason = ""
