@@ -11,7 +11,7 @@ PYTHON=${PYTHON:-.venv/bin/python}
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/paceline/compose
 RUN_DIR=$(mktemp -d /tmp/paceline-compose.XXXXXX)
 ENGINE_PID=
-export COMPOSE_PROJECT_NAME=paceline-test-$$ TAG=test-$$ PORT=0
+export COMPOSE_PROJECT_NAME=paceline-test-$$ TAG=test-$$ PORT=0 PROMETHEUS_PORT=0
 # These values override the caller's environment and an .env file, so that the test is always the same.
 export MODEL=smollm2-135m-instruct REVISION= MODELS=models AUTH=auth HOST_ID=host EXTRAS=worker,convert,otlp BIND=127.0.0.1 PACELINE_API_KEY= PACELINE_ADMIN_KEY=admin-of-the-test OTEL_EXPORTER_OTLP_ENDPOINT=
 unset COMPOSE_FILE COMPOSE_PROFILES HF_TOKEN HF_ENDPOINT HF_HUB_OFFLINE
@@ -38,8 +38,10 @@ stop_all() {
     if [ -f "$RUN_DIR/started" ]; then
         [ $status -eq 0 ] || $COMPOSE logs --no-color --tail=60 >&2 || true
         # A test that was killed has not removed its own stack.
-        COMPOSE_PROJECT_NAME+=-hub logged $COMPOSE down -v --remove-orphans --timeout 10 || status=1
-        logged $COMPOSE down -v --remove-orphans --timeout 10 || status=1
+        local suffix
+        for suffix in -hub -tls ""; do
+            COMPOSE_PROJECT_NAME+=$suffix logged $COMPOSE --profile monitoring down -v --remove-orphans --timeout 10 || status=1
+        done
         leftovers || status=1
         docker rmi -f "paceline-gateway:$TAG" "paceline-worker:$TAG" >/dev/null 2>&1 || true
     fi
@@ -53,7 +55,7 @@ stop_all() {
     exit $status
 }
 
-# Fails if a container, volume or network of the stack, or of the second one that a test starts, still exists.
+# Fails if a container, volume or network of the stack, or of those that tests start, still exists.
 leftovers() {
     local found
     found=$(docker ps -aq --filter "name=$COMPOSE_PROJECT_NAME"; docker volume ls -q --filter "name=$COMPOSE_PROJECT_NAME"
@@ -131,6 +133,19 @@ make_base() {
     rm -rf "$RUN_DIR/rootfs"
 }
 
+# Chooses the image of Prometheus: the public one, or one with the program of the host.
+ensure_prometheus() {
+    PROMETHEUS_IMAGE=prom/prometheus:v3.5.0
+    docker image inspect $PROMETHEUS_IMAGE >/dev/null 2>&1 && return
+    if [ "$BASE_IMAGE" = python:3.11-slim ] && timeout 120 docker pull $PROMETHEUS_IMAGE >"$RUN_DIR/pull.log" 2>&1; then return; fi
+    need_command prometheus prometheus || { say "install prometheus, or let the engine pull images"; exit 1; }
+    PROMETHEUS_IMAGE=paceline-test-prometheus
+    mkdir "$RUN_DIR/prometheus"
+    cp "$(command -v prometheus)" "$RUN_DIR/prometheus"
+    printf '%s\n' "FROM $BASE_IMAGE" "COPY prometheus /bin/prometheus" >"$RUN_DIR/prometheus/Dockerfile"
+    logged docker build -t $PROMETHEUS_IMAGE "$RUN_DIR/prometheus"
+}
+
 # Builds the image for building: the base image with all wheels of the lock files and the model; pip uses only these.
 ensure_build_image() {
     local key model
@@ -158,8 +173,9 @@ trap 'exit 130' INT TERM
 ensure_engine
 ensure_compose
 ensure_base
+ensure_prometheus
 ensure_build_image
-export BASE_IMAGE BUILD_IMAGE REDIS_IMAGE
+export BASE_IMAGE BUILD_IMAGE REDIS_IMAGE PROMETHEUS_IMAGE
 
 say "building the images"
 touch "$RUN_DIR/started"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 
 from paceline.core.block_holders import BlockHolders
 from paceline.core.planner.planner import Planner
@@ -38,8 +39,9 @@ class Simulation:
         self._is_over = False
         hints = BlockHolders(LAYOUT)
         self.gateway = Gateway(
-            self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed, self._over
+            self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed
         )
+        self.gateway.on_over = self._over
         self.fleet = SimulatedFleet(
             scenario, profile, trace.block_tokens, self.events, self.gateway, hints, self._goes_on
         )
@@ -99,6 +101,8 @@ class Simulation:
                 self._running,
                 len(self.gateway.waiting),
                 sum(own.held + own.in_flight for own in counts) / total if total else 0.0,
+                sum(own.kit.times.devices for own in workers),
+                math.fsum(own.kit.times.devices * own.kit.times.hourly_cost for own in workers),
             )
         )
         if self._goes_on():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ ADMIN = {"Authorization": f"Bearer {os.environ.get('PACELINE_ADMIN_KEY', '')}"}
 class Stack:
     """A running compose project."""
 
-    def __init__(self, compose: list[str], project: str) -> None:
+    def __init__(self, compose: list[str], project: str, certificates: ssl.SSLContext | None = None) -> None:
         self._compose = compose
         self._project = project
-        self.url = "http://" + self.compose("port", "gateway", "8000").strip()
+        scheme = "http" if certificates is None else "https"
+        self.url = f"{scheme}://" + self.compose("port", "gateway", "8000").strip()
+        self.certificates = certificates or ssl.create_default_context()
 
     def compose(self, *arguments: str) -> str:
         return output_of([*self._compose, *arguments])
@@ -48,8 +51,12 @@ class Stack:
         self.compose("up", "-d", "--no-deps", "--no-recreate", "--scale", f"{service}={count}", service)
 
     def fleet(self) -> Any:
-        answer = httpx.get(f"{self.url}/fleet", headers=ADMIN, timeout=10.0, trust_env=False)
-        return answer.raise_for_status().json()
+        return self.ask("GET", "/fleet", headers=ADMIN, timeout=10.0)
+
+    def ask(self, method: str, path: str, **options: Any) -> Any:
+        """Return the JSON that the gateway answers."""
+        with httpx.Client(verify=self.certificates, trust_env=False) as client:
+            return client.request(method, f"{self.url}{path}", **options).raise_for_status().json()
 
     def workers(self, role: str) -> list[Any]:
         """Return the workers of a role that the gateway sees as ready."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from paceline.core.cache_policy.arc import ARC
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.forecast import REMEMBERED, Forecast
@@ -20,9 +22,12 @@ _COMPARISONS = 16
 class Adaptive(CachePolicy):
     """Evicts by `Forecast` or by `ARC`, whichever would have found more blocks lately.
 
-    Both rank the blocks of the memory, and one of them leads. Each also runs a shadow cache, which has only names. The
-    shadow caches see a sample of the blocks, and have the same share of the slots. Their hits tell what the memory
-    would find if one of the two always led.
+    One of them leads and ranks the blocks of the memory. Each runs a shadow cache, which has only names. The shadow
+    caches see a sample of the blocks, and have the same share of the slots. Their hits tell what the memory would find
+    if one of the two always led.
+
+    ARC knows no hints. While it leads, the forecast ranks the blocks with a hint, and evicts one of them if it is worth
+    less than the block that ARC would evict.
 
     Args:
         slots: number of blocks that the memory can hold.
@@ -33,35 +38,58 @@ class Adaptive(CachePolicy):
         shift = max((shift for shift in _SHIFTS if slots >> shift >= _SHADOW_SLOTS), default=_SHIFTS[0])
         self._mask = (1 << shift) - 1
         sampled = max(1, slots >> shift)
-        self._forecast, self._arc = Forecast(slots), ARC(slots)
-        self._shadows = Shadow(Forecast(sampled, REMEMBERED >> shift)), Shadow(ARC(sampled))
-        self._leader: Forecast | ARC = self._forecast
+        self._forecast = Forecast(slots)  # learns all the time
+        self._arc: ARC | None = None
+        """ARC while it leads."""
+        self._hinted_offers = 0
+        """Blocks with a hint that are on offer while ARC leads."""
+        self._shadow_arc = ARC(sampled)
+        self._shadows = Shadow(Forecast(sampled, REMEMBERED >> shift)), Shadow(self._shadow_arc)
         self._sampled: dict[Name, Name | None] = {}
         """The nearest block of the sample at or before each block in its context."""
         self._step = max(_WINDOW, 2 * slots) // _COMPARISONS
         self._uses = 0
 
     def choose(self) -> Name:
-        return self._leader.choose()
+        arc = self._arc
+        if arc is None or not arc.offers:
+            return self._forecast.choose()
+        name = arc.choose()
+        if self._hinted_offers:
+            hinted = self._forecast.choose()
+            return hinted if self._forecast.place(hinted) < self._forecast.place(name) else name
+        return name
 
     def offer(self, block: Block) -> None:
-        self._forecast.offer(block)
-        self._arc.offer(block)
+        if self._arc is None:
+            self._forecast.offer(block)
+        elif block.hint is None:
+            self._arc.offer(block)
+        else:
+            self._forecast.offer(block)
+            self._hinted_offers += 1
 
     def withdraw(self, block: Block) -> None:
-        self._forecast.withdraw(block)
-        self._arc.withdraw(block)
+        if self._arc is None:
+            self._forecast.withdraw(block)
+        elif block.hint is None:
+            self._arc.withdraw(block)
+        else:
+            self._forecast.withdraw(block)
+            self._hinted_offers -= 1
 
     def inserted(self, block: Block) -> None:
         self._forecast.inserted(block)
-        self._arc.inserted(block)
+        if self._arc is not None:
+            self._arc.inserted(block)
         before = None if block.parent is None else self._sampled.get(block.parent)
         self._sampled[block.name] = block.name if self._is_sampled(block) else before
         self._use(block)
 
     def touched(self, block: Block) -> None:
         self._forecast.touched(block)
-        self._arc.touched(block)
+        if self._arc is not None:
+            self._arc.touched(block)
         self._use(block)
 
     def hinted(self, block: Block) -> None:
@@ -75,7 +103,8 @@ class Adaptive(CachePolicy):
 
     def gone(self, block: Block, evicted: bool) -> None:
         self._forecast.gone(block, evicted)
-        self._arc.gone(block, evicted)
+        if self._arc is not None:
+            self._arc.gone(block, evicted)
         del self._sampled[block.name]
 
     def _is_sampled(self, block: Block) -> bool:
@@ -92,9 +121,23 @@ class Adaptive(CachePolicy):
 
     def _compare(self) -> None:
         forecast, arc = self._shadows
-        self._leader = self._forecast if forecast.hits >= arc.hits else self._arc
+        if (arc.hits > forecast.hits) != (self._arc is not None):
+            self._change_leader()
         for shadow in self._shadows:
             shadow.hits *= 0.5 ** (1 / _COMPARISONS)
+
+    def _change_leader(self) -> None:
+        """Let the other policy rank the blocks on offer, from now on."""
+        offered = [block for block in self.blocks() if block.offered and block.name not in self._lost]
+        for block in offered:
+            self.withdraw(block)
+        if self._arc is None:
+            once = [block.name for block in self.blocks() if self._forecast.is_new(block.name)]
+            self._arc = ARC(self.slots, once, self._shadow_arc.target / self._shadow_arc.slots)
+        else:
+            self._arc = None
+        for block in sorted(offered, key=attrgetter("used")):
+            self.offer(block)
 
 
 class Shadow:

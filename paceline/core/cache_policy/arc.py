@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.queue import RankedQueue
@@ -13,26 +14,37 @@ class ARC(CachePolicy):
     """Divides the memory between blocks that were used once and blocks that were used more often.
 
     The policy remembers evicted names. If an evicted block comes back, the share of its kind grows.
+
+    Args:
+        slots: number of blocks that the memory can hold.
+        once: names of blocks that are here already and were used once.
+        share: wanted share of such blocks, from 0 to 1.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, once: Iterable[Name] = (), share: float = 0.0) -> None:
         super().__init__(slots)
-        self._target = 0.0  # wanted number of blocks that were used once
-        self._once: set[Name] = set()
+        self.target = share * slots
+        """Wanted number of blocks that were used once."""
+        self._once = set(once)
         self._once_offered = RankedQueue()
         self._often_offered = RankedQueue()
         self._once_gone: OrderedDict[Name, None] = OrderedDict()  # names of evicted blocks, oldest first
         self._often_gone: OrderedDict[Name, None] = OrderedDict()
 
+    @property
+    def offers(self) -> int:
+        """Number of blocks on offer."""
+        return len(self._once_offered) + len(self._often_offered)
+
     def inserted(self, block: Block) -> None:
         name = block.name
         if name in self._once_gone:
             step = max(1.0, len(self._often_gone) / len(self._once_gone))
-            self._target = min(self._target + step, float(self.slots))
+            self.target = min(self.target + step, float(self.slots))
             del self._once_gone[name]
         elif name in self._often_gone:
             step = max(1.0, len(self._once_gone) / len(self._often_gone))
-            self._target = max(self._target - step, 0.0)
+            self.target = max(self.target - step, 0.0)
             del self._often_gone[name]
         else:
             self._once.add(name)
@@ -64,6 +76,6 @@ class ARC(CachePolicy):
 
     def choose(self) -> Name:
         once, often = self._once_offered, self._often_offered
-        if once and (not often or len(self._once) > self._target):
+        if once and (not often or len(self._once) > self.target):
             return once.first()
         return often.first()

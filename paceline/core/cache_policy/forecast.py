@@ -201,6 +201,15 @@ class Forecast(CachePolicy):
         kind, _ = self._order[self._cell]
         return next(iter(self._on_offer[kind][epoch]))
 
+    def place(self, name: Name) -> int:
+        """Return the place of a block's class and age in the order of eviction. A lower one goes first."""
+        memory = self._memory[name]
+        return self._place[memory.kind, bin_of(self._hazards.now - memory.epoch)]
+
+    def is_new(self, name: Name) -> bool:
+        """Return whether only one request has used a block that is here, as far as is remembered."""
+        return self._memory[name].again == 0
+
     def _oldest(self, kind: int, age: int) -> int | None:
         """Return the oldest epoch within this bin of ages that has a block on offer, or None."""
         epochs, now = self._epochs[kind], self._hazards.now

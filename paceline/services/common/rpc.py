@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -187,6 +187,21 @@ async def heeding_cancellation(operation: Awaitable[T]) -> T:
     finally:
         if is_cancelled():
             raise asyncio.CancelledError
+
+
+@contextlib.contextmanager
+def own_cancellation(error: Callable[[], Exception]) -> Iterator[None]:
+    """Raise `error()` in place of a CancelledError of the body, unless the current task was cancelled.
+
+    gRPC raises a CancelledError when a call or its channel was closed, and so does a future that was cancelled. A task
+    that ends with it counts as cancelled. Then nobody hears of it, and who waits for its result waits for ever.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise error() from None
 
 
 def is_cancelled() -> bool:

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.errors import InvalidRequestError
+from paceline.services.gateway.chat_prompt import RenderedChat
 from paceline.services.gateway.chat_schemas import CacheControl, ChatMessage, TextPart, ToolDefinition
+from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.media.prompt import encode_prompt
 from paceline.services.gateway.tokenizer import Tokenizer
 
 MOST_MARKS = 4
@@ -85,13 +88,24 @@ def text_marks(
     return found
 
 
-def token_marks(marks: Iterable[TextMark], text: str, prompt_tokens: int, tokenizer: Tokenizer) -> tuple[Mark, ...]:
-    """Return the breakpoints in tokens, which may be wrong by a few. The shorter side of each is tokenized again."""
+def token_marks(
+    marks: Iterable[TextMark], chat: RenderedChat, media: Expansions, prompt_tokens: int, tokenizer: Tokenizer
+) -> tuple[Mark, ...]:
+    """Return the breakpoints in tokens, which may be wrong by a few. The shorter text of each is tokenized again.
+
+    Args:
+        media: what stands in the prompt for each item.
+        prompt_tokens: tokens of the whole prompt.
+    """
+    length = len(chat.text)
+
+    def count(start: int, end: int) -> int:
+        return len(encode_prompt(chat.pieces(media, start, end), tokenizer, False, "messages").token_ids)
 
     def tokens_before(end: int) -> int:
-        if 2 * end <= len(text):
-            return len(tokenizer.encode(text[:end], False))
-        return max(0, prompt_tokens - len(tokenizer.encode(text[end:], False))) if end < len(text) else prompt_tokens
+        if end >= length:
+            return prompt_tokens
+        return count(0, end) if 2 * end <= length else max(0, prompt_tokens - count(end, length))
 
     return tuple(Mark(tokens_before(mark.end), mark.seconds) for mark in marks)
 

@@ -6,6 +6,7 @@ The search itself is in `nominee_search.py`.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -86,6 +87,34 @@ class CandidateTable(Snapshot):
             rates = [rate for rows in self._kinds.values() for rate in rows.column("speed").tolist() if rate]
             self._usual = statistics.fmean(rates) if rates else PREFILL_TOKENS_PER_SECOND
         return self._usual
+
+    def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
+        """See `Snapshot.hungriest`."""
+        for role in ("prefill", "decode"):
+            found: Candidate | None = None
+            least = math.inf
+            for kind, rows in self._kinds.items():
+                if kind[0] != role:
+                    continue
+                fitting = np.flatnonzero((rows.column("ready") > 0) & (rows.column("max_len") >= need.context_tokens))
+                speed = rows.column("speed")[fitting]
+                filled = rows.column("queued")[fitting] / np.where(speed > 0, seconds * speed, tokens)
+                if fitting.size and filled.min() < least:
+                    least, found = float(filled.min()), rows.candidates[fitting[filled.argmin()]]
+            if found is not None:
+                return found
+        return None
+
+    def on_host(self, host_id: str) -> list[Candidate]:
+        """Return the workers of one host."""
+        if (host := self._hosts.get(host_id)) is None:
+            return []
+        now = self._clock()
+        return [
+            self._candidate(rows, int(index), now)
+            for rows in self._kinds.values()
+            for index in np.flatnonzero(rows.column("host") == host)
+        ]
 
     def nominees(self, need: Need) -> list[Candidate]:
         """Return some workers, among which are those that `place` would choose among all."""

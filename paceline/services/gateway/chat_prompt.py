@@ -31,6 +31,25 @@ class RenderedChat:
     """The texts before, between and after the media."""
     items: Sequence[MediaItem]
     """The media in the order of their places."""
+    markers: Sequence[str]
+    """The template's marker for each of `items`."""
+
+    def pieces(self, media: Expansions, start: int = 0, end: int | None = None) -> list[Piece]:
+        """Return the parts of the prompt between two characters of `text`; None is its end.
+
+        Args:
+            media: what stands in the prompt for each item.
+        """
+        end = len(self.text) if end is None else end
+        found: list[Piece] = []
+        position = 0
+        for index, text in enumerate(self.texts):
+            found.append(text[max(0, start - position) : max(0, end - position)])
+            position += len(text)
+            if index < len(self.items) and start <= position < end:
+                found += media[self.items[index]].pieces
+            position += len(self.markers[index]) if index < len(self.items) else 0
+        return found
 
     def encode(self, media: Expansions, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
         """Return the prompt.
@@ -40,10 +59,7 @@ class RenderedChat:
 
         Raises InvalidRequestError if a text is not valid Unicode.
         """
-        pieces: list[Piece] = [self.texts[0]]
-        for item, text in zip(self.items, self.texts[1:], strict=True):
-            pieces += [*media[item].pieces, text]
-        return encode_prompt(pieces, tokenizer, add_special_tokens, "messages")
+        return encode_prompt(self.pieces(media), tokenizer, add_special_tokens, "messages")
 
 
 def media_of(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[MediaItem]:
@@ -71,7 +87,8 @@ def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -
     )
     texts, kinds = tokenizer.marks.split(rendered)
     items = _in_places([part.item for message in arranged for part in message.media], kinds)
-    return RenderedChat(tokenizer.marks.show_markers(rendered), texts, items)
+    markers = [tokenizer.marks.marker(kind) for kind in kinds]
+    return RenderedChat(tokenizer.marks.show_markers(rendered), texts, items, markers)
 
 
 def _in_places(items: Sequence[MediaItem], kinds: Sequence[ItemKind]) -> list[MediaItem]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.errors import UnavailableError
 from paceline.services.gateway.errors import LeavingError
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.queueing.shedding import RefusedError
 
 
 class FirstWorker:
@@ -26,6 +27,10 @@ class FirstWorker:
         self.on_wait: Callable[[], object] = lambda: None
         """Called when the first request begins to wait."""
 
+    def __len__(self) -> int:
+        """Return the number of requests that wait here."""
+        return self._waiting
+
     def abort(self) -> None:
         """Let all requests here fail with LeavingError, within the time of a refresh of the fleet."""
         self._aborted = True
@@ -37,14 +42,15 @@ class FirstWorker:
             seconds: the longest wait.
 
         Raises:
-            BusyError: too many requests wait.
+            RefusedError: too many requests wait.
             UnavailableError: the wait was longer than `seconds`.
             LeavingError: the gateway ends.
         """
         if not self._fleet.awaits_first_worker:
             return
         if self._waiting >= self._max_waiting:
-            raise BusyError("no worker runs yet and as many requests as may wait for the first one; try again later")
+            message = "no worker runs yet and as many requests as may wait for the first one; try again later"
+            raise RefusedError(message, "queue_full")
         self._waiting += 1
         if self._waiting == 1:
             self.on_wait()

@@ -125,10 +125,10 @@ class Fleet:
             return None
         return next((host for host in self.hosts() if host.member.host_id == host_id), None)
 
-    def hosts_of(self, worker_ids: Iterable[str]) -> set[str]:
-        """Return the ids of the hosts of workers. Unknown workers are left out."""
+    def layouts_of(self, worker_ids: Iterable[str]) -> dict[str, str]:
+        """Return the fingerprints of workers' KV layouts by the ids of their hosts. Unknown workers are left out."""
         known = (self._workers.get(worker_id) for worker_id in worker_ids)
-        return {worker.member.host_id for worker in known if worker is not None}
+        return {worker.member.host_id: worker.member.layout for worker in known if worker is not None}
 
     def find(self, worker_id: str) -> RemoteWorker | None:
         """Return a worker; None if it is not known."""

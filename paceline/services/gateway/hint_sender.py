@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import grpc.aio
 
@@ -16,7 +16,6 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.rpc import is_cancelled
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.remote_worker import RemoteWorker
 
 ANSWER_SECONDS = 2.0
@@ -48,12 +47,10 @@ class HintSender:
 
     Args:
         host: a function that returns the kvtransfer service of a host; None if it is not known.
-        index: knows the layouts of the hosts' blocks. A host without an entry gets no hints.
     """
 
-    def __init__(self, host: Callable[[str], RemoteWorker | None], index: PrefixIndex) -> None:
+    def __init__(self, host: Callable[[str], RemoteWorker | None]) -> None:
         self._host = host
-        self._index = index
         self._waiting: defaultdict[str, WaitingHints] = defaultdict(WaitingHints)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -65,14 +62,17 @@ class HintSender:
         if self._task is not None:
             await end_tasks(self._task)
 
-    def put(self, hosts: Iterable[str], context: Context, hints: Sequence[Hint]) -> None:
-        """Queue hints about a context for hosts with these ids."""
+    def put(self, layouts: Mapping[str, str], context: Context, hints: Sequence[Hint]) -> None:
+        """Queue hints about a context.
+
+        Args:
+            layouts: fingerprints of KV layouts by the ids of the hosts that get the hints.
+        """
         most = max((hint.tokens for hint in hints), default=0) // BASE_TOKENS
-        for host_id in set(hosts):
-            if most and (blocks := self._index.host(host_id)) is not None:
-                hashes = b"".join(context.links(blocks.fingerprint)[:most])
-                self._waiting[host_id].add(pb.Expectation(hashes=hashes, hints=map(_hint_to_pb, hints)))
-                self._wake.set()
+        for host_id, layout in layouts.items() if most else ():
+            hashes = b"".join(context.links(layout)[:most])
+            self._waiting[host_id].add(pb.Expectation(hashes=hashes, hints=map(_hint_to_pb, hints)))
+            self._wake.set()
 
     async def _run(self) -> None:
         while True:

@@ -26,6 +26,7 @@ MAX_HEAD_BYTES = 64 << 10
 """Largest size of a request line and its headers together."""
 HEAD_SECONDS = 30.0
 """Longest time for a head to arrive. An idle kept-alive connection is uvicorn's to close."""
+TOO_LARGE = f"The head of the request is larger than {MAX_HEAD_BYTES} bytes."
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -35,6 +36,9 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._in_head = False
         self._head_bytes = 0
+        self._chunk_bytes = 0
+        """Bytes of the chunk that is being parsed; 0 after another request has ended in it."""
+        self._refusal = ""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -46,11 +50,15 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._chunk_bytes = len(data)
         self._head_bytes += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._end_head()
-            self.send_400_response(f"The head of the request is larger than {MAX_HEAD_BYTES} bytes.")
+            self.send_400_response(TOO_LARGE)
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(self._refusal or msg)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -58,11 +66,19 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        # A head that comes at once is over when its chunk has been parsed, so it is measured here.
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refusal = TOO_LARGE
+            raise ValueError(TOO_LARGE)  # the parser stops, and uvicorn answers
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._chunk_bytes = 0
+        super().on_message_complete()
 
     def _begin_head(self) -> None:
         self._end_head()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes = True, self._chunk_bytes
         self._deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
     def _end_head(self) -> None:

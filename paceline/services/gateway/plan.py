@@ -100,6 +100,8 @@ class Plan:
     """The client's name of the conversation; "" if there is none."""
     retention: str | None = None
     """How long the client wants the prompt to be cached, a key of RETENTION_SECONDS; None if it does not say."""
+    cache_key: str = ""
+    """The client's `prompt_cache_key`, which its prompts with a common beginning share; "" if there is none."""
     learnt: Learnt | None = None
     """An expectation of the gateway's own about the next use of the contexts."""
     owner: str = ""
@@ -185,7 +187,9 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
     prompt = dataclasses.replace(prompt, sampling=sampling, answer=answer, media=encoded.media, inputs=encoded.inputs)
     found = text_marks(text, request.messages, request.tools or (), request.cache_control)
     if found and request.truncate_prompt_tokens is None:
-        prompt = dataclasses.replace(prompt, marks=token_marks(found, text, len(prompt.token_ids), tokenizer))
+        prompt = dataclasses.replace(
+            prompt, marks=token_marks(found, rendered, media, len(prompt.token_ids), tokenizer)
+        )
     plan = _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
     is_later = any(message.role == "assistant" for message in request.messages)
     return dataclasses.replace(plan, learnt=LATER_TURN) if is_later else plan
@@ -275,6 +279,7 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rul
         logprobs_as_ids=rules.as_ids if as_ids is None else as_ids,
         session_id=request.session_id or "",
         retention=request.retention,
+        cache_key=request.prompt_cache_key or "",
         has_seed=gives_seed(request),
     )
 

@@ -11,6 +11,10 @@ other requests. The cheapest way is taken. In this table, "the worker" computes 
     others      load of the decode worker; if it computes the prompt itself, also the delay of each of its requests
     recent      a tenth of the tokens sent to the worker recently / its rate, so that equal workers share prompts and a
                 popular prefix is soon cached on several hosts
+
+The home of a request is the host that computed the client's latest prompt with the same `prompt_cache_key`. The
+cheapest way there is taken if it is little worse than the cheapest of all: the beginning of the prompt may be in the
+cache there soon, if it is not yet.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ LOAD_SECONDS = 1.0
 """Cost of a full decode worker, in seconds: how much longer a request waits for its first token to avoid it."""
 LATELY = 0.1
 """Share of the recently sent tokens that counts as waiting."""
+HOME_SHARE = 0.25
+"""Share of the time to compute its whole prompt that a request waits longer for its first token to be at home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,8 @@ class Need:
     """Numerics of the decode worker that generated the newest tokens; see `computed_with`."""
     cut: frozenset[Link] = frozenset()
     """Links on which transfers failed recently."""
+    home: str = ""
+    """Id of the host that computed the client's latest prompt with the same `prompt_cache_key`; "" if there is none."""
     local_tokens: int = 0
     """Largest number of prompt tokens, this prompt included, that may wait on a decode worker when it computes the
     prompt although a prefill worker could. 0 means that it never does."""
@@ -149,8 +157,22 @@ class Snapshot(abc.ABC, Iterable[Candidate]):
         """Return some workers, among which are those that `place` would choose among all."""
 
     @abc.abstractmethod
+    def on_host(self, host_id: str) -> list[Candidate]:
+        """Return the workers of one host."""
+
+    @abc.abstractmethod
     def usual_rate(self) -> float:
         """Return the rate of prefill to assume for a worker that has not measured its own, in tokens per second."""
+
+    @abc.abstractmethod
+    def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
+        """Return the worker with the least to compute among those that could compute a prompt: decode workers only if
+        there is no prefill worker. None if there is no such worker.
+
+        Args:
+            seconds: queues are compared with the prompts that a worker computes in this time.
+            tokens: the same in tokens, for a worker that has not measured its rate yet.
+        """
 
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
@@ -162,8 +184,36 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     """
     fleet = snapshot.nominees(need) if isinstance(snapshot, Snapshot) else list(snapshot)
     usual = snapshot.usual_rate() if isinstance(snapshot, Snapshot) else _usual_rate(fleet)
-    way = min(_ways(need, fleet), key=lambda way: (way.trouble(need), way.rank(need, usual)), default=None)
-    return None if way is None else way.placement(need)
+    way = _cheapest(need, fleet, usual)
+    if way is None:
+        return None
+    if need.home and not way.is_at_home(need):
+        known = snapshot.on_host(need.home) if isinstance(snapshot, Snapshot) else fleet
+        way = _at_home(need, known, way, usual) or way
+    return way.placement(need)
+
+
+def _cheapest(need: Need, fleet: Iterable[Candidate], usual: float) -> _Way | None:
+    """Return the way with the least trouble, and with the least cost among equals."""
+    return min(_ways(need, fleet), key=lambda way: (way.trouble(need), way.rank(need, usual)), default=None)
+
+
+def _at_home(need: Need, known: Iterable[Candidate], best: _Way, usual: float) -> _Way | None:
+    """Return the cheapest way to compute a prompt at its home, if it is little worse than the cheapest way of all.
+
+    Args:
+        known: all workers at the home, and perhaps others.
+        best: the cheapest way of all, whose decode worker may also decode what is computed at home.
+        usual: as for `_Way.rank`.
+    """
+    home = [each for each in known if each.member.host_id == need.home]
+    others = [each for each in (best.decode, best.prefill) if each is not None and each.member.host_id != need.home]
+    ways = [way for way in _ways(need, [*home, *others]) if way.is_at_home(need)]
+    way = min(ways, key=lambda way: (way.trouble(need), way.rank(need, usual)), default=None)
+    if way is None or way.trouble(need) > best.trouble(need):
+        return None
+    longest = HOME_SHARE * need.prompt_tokens / (way.computing.tokens_per_second or usual)
+    return way if way.rank(need, usual)[0] <= best.rank(need, usual)[0] + longest else None
 
 
 def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
@@ -266,13 +316,16 @@ class _Way:
         """Return how many prompt tokens need not be computed."""
         return need.cached.get(self.source or self.computing.member.host_id, 0)
 
+    def is_at_home(self, need: Need) -> bool:
+        return self.computing.member.host_id == need.home
+
     def trouble(self, need: Need) -> tuple[bool, ...]:
         """Return the disadvantages that outweigh any cost, the worst one first."""
         failed = (name in need.failed for name in self.names)
         other_decode = may_differ(need.decoded_with, self.decode.member.numerics)
         return self.alone, *failed, other_decode, may_differ(need.computed_with, self.computing.member.numerics)
 
-    def rank(self, need: Need, usual: float) -> tuple[object, ...]:
+    def rank(self, need: Need, usual: float) -> tuple[float, tuple[object, ...]]:
         """Return the cost in seconds, and what decides between ways of equal cost.
 
         The parts of the cost come before names. So a way that is no worse in any part is never behind, even if rounding
@@ -299,7 +352,7 @@ class _Way:
         prefill_load = 0.0 if self.prefill is None else self.prefill.load
         parts = ready + compute, ready, compute, prefill_load, decode.load, move
         # Ids break ties, so that equal snapshots give equal placements.
-        return seconds, self.local, self.far, *parts, self.names, self.source
+        return seconds, (self.local, self.far, *parts, self.names, self.source)
 
     def placement(self, need: Need) -> Placement:
         prefill = None if self.prefill is None else self.prefill.member

@@ -31,11 +31,13 @@ from paceline.services.gateway.errors import LeavingError, NoWorkerError
 from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
+from paceline.services.gateway.homes import Homes
 from paceline.services.gateway.kinds import KINDS, AnyAttempt, KindOfWork
 from paceline.services.gateway.load_control import FULL, PREMATURE, LoadControl
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.queueing.shedding import RefusedError
 from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
@@ -60,13 +62,14 @@ class SequenceRunner:
         classes: Classes = NO_CLASSES,
     ) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
-        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds / 2, classes)
+        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
         self._prefixes = prefixes
         self._encodings = EncodingIndex(prefixes)
-        self.hints = HintSender(fleet.host, prefixes)
+        self._homes = Homes()
+        self.hints = HintSender(fleet.host)
         self.traffic = TrafficBook()
         self.first_worker = FirstWorker(fleet, config.max_waiting)
         self._turns = itertools.count()
@@ -145,16 +148,21 @@ class SequenceRunner:
         now = time.monotonic()
         sequence.refused_since = sequence.refused_since or now
         if now >= sequence.refused_since + self._config.queue_seconds:
-            raise BusyError(
+            message = (
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "
                 f"{self._config.queue_seconds:g} seconds; try again later"
-            ) from refusal
+            )
+            raise self._counted_refusal(sequence, RefusedError(message, "timeout")) from refusal
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
+
+    def _counted_refusal(self, sequence: SequenceRun, refusal: RefusedError) -> RefusedError:
+        self.queue.on_refused(sequence.request_class, refusal.reason)
+        return refusal
 
     def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
         """Tell the hosts on which a sequence has run about the next use of its context."""
         if hints:
-            self.hints.put(self._fleet.hosts_of(sequence.trace.workers), sequence.context, hints)
+            self.hints.put(self._fleet.layouts_of(sequence.trace.workers), sequence.context, hints)
 
     def _hear(self, sequence: SequenceRun, attempt: AnyAttempt, take: Callable[[Event], object], event: Event) -> None:
         self._patience.hear(event)
@@ -166,7 +174,7 @@ class SequenceRunner:
             self.queue.wake()
 
     def _follow_fleet(self) -> None:
-        self._load.keep(self._fleet.worker_ids())
+        self._load.control.keep(self._fleet.worker_ids())
         self._leave_draining_workers()
 
     def _leave_draining_workers(self) -> None:
@@ -200,7 +208,10 @@ class SequenceRunner:
         own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
         record.tries.append(own)
         deadline = self._patience.begin_attempt(sequence)
-        await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        try:
+            await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+        except RefusedError as refusal:
+            raise self._counted_refusal(sequence, refusal) from None
         since = time.monotonic()
         claim = self._load.claim(sequence, lambda: self._cached_tokens(sequence), deadline)
         try:
@@ -240,7 +251,7 @@ class SequenceRunner:
         begun = time.thread_time()
         cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
-        full = frozenset() if again else self._load.full_workers()
+        full = frozenset() if again else self._load.control.full_workers()
         busy = False
         while True:
             self._check_can_go_on(sequence)
@@ -255,13 +266,18 @@ class SequenceRunner:
                 computed_with=record.computed_with,
                 decoded_with=record.decoded_with,
                 cut=self._fleet.failed_links(),
+                home=self._homes.get(sequence.owner, sequence.cache_key),
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
             placement = self._place(kind, need, snapshot)
             self.on_placed(time.thread_time() - begun)
             held = FULL if full and placement is None else ""
             may_wait = not again and not sequence.background  # the background has a pace of its own
-            if placement is not None and may_wait and self._load.is_premature(need, placement, snapshot, waited):
+            if (
+                placement is not None
+                and may_wait
+                and self._load.control.is_premature(need, placement, snapshot, waited)
+            ):
                 placement, held = None, PREMATURE
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:
@@ -282,6 +298,7 @@ class SequenceRunner:
             self._running[attempt] = sequence
             try:
                 await attempt.admit()
+                self._homes.put(sequence.owner, sequence.cache_key, placement.computing.host_id)
                 return attempt
             except NotCachedError as error:
                 self._discard(attempt)

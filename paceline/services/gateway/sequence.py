@@ -45,6 +45,8 @@ class SequenceRun:
     """Time from its arrival after which its client gives up; None if the client did not say."""
     ttft_seconds: float | None = None
     """Time from its arrival until which its client wants the first token; None if the client did not say."""
+    cache_key: str = ""
+    """The client's `prompt_cache_key`; "" if there is none."""
     background: bool = False
     """Whether nobody waits for the sequence, so that it may only use what is idle."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE

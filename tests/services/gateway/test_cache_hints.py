@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.services.gateway.cache_hints import MARK_SECONDS, OPEN_CALL, STORED, Mark, hints_after, text_marks
+import pytest
+
+from paceline.core.media import MediaInput, MediaKind
+from paceline.services.gateway.cache_hints import (
+    MARK_SECONDS,
+    OPEN_CALL,
+    STORED,
+    Mark,
+    TextMark,
+    hints_after,
+    text_marks,
+    token_marks,
+)
+from paceline.services.gateway.chat_prompt import RenderedChat
 from paceline.services.gateway.chat_schemas import CacheControl, ChatMessage, ToolDefinition
+from paceline.services.gateway.media.expansion import Expansion, Run
+from paceline.services.gateway.media.items import MediaItem
+from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.conftest import Stack, eventually
+from tests.services.gateway.toy_model import BOI, EOI, IMAGE
 
 MARK = CacheControl(type="ephemeral")
 HOUR = CacheControl(type="ephemeral", ttl="1h")
@@ -66,11 +83,11 @@ async def test_hosts_are_told_after_the_request(stack: Stack) -> None:
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x" * 60}], "max_tokens": 4}
 
     async def are_told(seconds: float, **fields: object) -> None:
-        """Ask, again and again until the gateway knows the host's layout and tells it the right hint."""
+        """Ask, and wait until the gateway has told the host the right hint, even after the host's first request."""
+        answer = await stack.http.post("/v1/chat/completions", json={**chat, **fields})
+        assert answer.status_code == 200, answer.text
 
         async def is_told() -> bool:
-            answer = await stack.http.post("/v1/chat/completions", json={**chat, **fields})
-            assert answer.status_code == 200, answer.text
             hints = [hint.within_ms / 1000 for told in host.expectations[-1:] for hint in told.hints]
             return hints == [seconds]
 
@@ -83,3 +100,15 @@ async def test_hosts_are_told_after_the_request(stack: Stack) -> None:
     await are_told(900.0, messages=later)
     told = host.expectations[-1]
     assert len(told.hashes) == told.hints[0].tokens // 16 * 16
+
+
+@pytest.mark.parametrize("rest", ["", "c" * 40])
+def test_breakpoints_behind_media_count_their_tokens(media_tokenizer: Tokenizer, rest: str) -> None:
+    item, marker = MediaItem("image", "data:,"), "<|image|>"
+    own = MediaInput(MediaKind.IMAGE, 30, "uint8", (30, 1, 3), bytes(90))
+    media = {item: Expansion((BOI, Run.of(IMAGE, own), EOI))}
+    chat = RenderedChat(f"a{marker}b{rest}", ["a", f"b{rest}"], [item], [marker])
+    total = len(chat.encode(media, media_tokenizer, False).token_ids)
+    marks = [TextMark(1, 300.0), TextMark(len(f"a{marker}b"), 300.0), TextMark(len(chat.text), 300.0)]
+    found = token_marks(marks, chat, media, total, media_tokenizer)
+    assert [mark.tokens for mark in found] == [1, 1 + 32 + 1, 1 + 32 + 1 + len(rest)]

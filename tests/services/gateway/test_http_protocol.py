@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from paceline.services.gateway import middleware
 from tests.services.gateway.conftest import PATIENCE, StartStack
@@ -78,3 +81,54 @@ async def test_a_connection_whose_request_is_answered_stays(
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             await asyncio.sleep(0.4)
     writer.close()
+
+
+class Transport(asyncio.Transport):
+    """A connection that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self._is_closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+LARGE = b"X-A: " + b"a" * middleware.MAX_HEAD_BYTES
+POST = b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "is_refused"),
+    [
+        ([HEALTH + LARGE + b"\r\n\r\n"], True),
+        ([HEALTH + LARGE], True),
+        ([HEALTH + LARGE[:-1000], b"a" * 1000], True),
+        ([POST, b"b" * 100_000 + HEALTH], False),
+        ([POST + b"b" * 100_000 + HEALTH, b"\r\n"], False),
+    ],
+)
+async def test_each_byte_of_a_head_counts_and_no_other(chunks: list[bytes], is_refused: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    protocol = middleware.BoundedHttp(config=uvicorn.Config(app), server_state=ServerState(), app_state={})
+    transport = Transport()
+    protocol.connection_made(transport)
+    for chunk in chunks:
+        protocol.data_received(chunk)
+        await asyncio.sleep(0)
+    assert (b"400 Bad Request" in transport.written) == transport.is_closing() == is_refused
+    protocol.connection_lost(None)

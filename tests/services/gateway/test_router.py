@@ -65,6 +65,22 @@ def test_a_prefill_worker_on_the_host_is_preferred_to_others() -> None:
     assert placed(Need(100, refused=frozenset({"p1"})), member("d"), near, far) == ("d", "p2")
 
 
+def test_a_home_is_taken_if_it_is_little_worse_than_the_best() -> None:
+    need = Need(2000, prompt_tokens=1000, home="h1")
+
+    def host(name: str, queued: int) -> list[Member]:
+        fields = {"host_id": name, "max_model_len": 4000, "prefill_tokens_per_second": 1000.0}
+        return [member(f"d-{name}", **fields), member(f"p-{name}", "prefill", queued_tokens=queued, **fields)]
+
+    assert placed(need, *host("h1", 200), *host("h2", 0)) == ("d-h1", "p-h1")
+    assert placed(need, *host("h1", 300), *host("h2", 0)) == ("d-h2", "p-h2")
+    assert placed(need, *host("h2", 0)) == ("d-h2", "p-h2")
+    # A home without a decode worker computes the prompt for one elsewhere, and its troubles weigh more than home.
+    assert placed(need, *host("h1", 100)[1:], *host("h2", 0)) == ("d-h2", "p-h1")
+    failed = dataclasses.replace(need, failed=frozenset({"p-h1"}))
+    assert placed(failed, *host("h1", 0), *host("h2", 0)) == ("d-h2", "p-h2")
+
+
 def test_nothing_is_moved_over_a_cut_link() -> None:
     need = Need(100, cut=frozenset({("other", "host")}))
     far = member("p", "prefill", host_id="other")

@@ -81,7 +81,11 @@ async def test_dashboards_find_every_metric_with_its_labels(start_stack: StartSt
     assert seen["vllm:num_preemptions_total"][0].value == 4  # of two workers
     reasons = {one.labels["finished_reason"]: one.value for one in seen["vllm:request_success_total"]}
     assert reasons.items() >= {"length": 1, "stop": 0, "abort": 0, "error": 0}.items()
-    assert {one.labels["reason"] for one in seen["vllm:num_requests_waiting_by_reason"]} == {"capacity", "deferred"}
+    assert {one.labels["reason"] for one in seen["vllm:num_requests_waiting_by_reason"]} == {
+        "capacity",
+        "deferred",
+        "no_worker",
+    }
     assert {one.labels["position"] for one in seen["vllm:spec_decode_num_accepted_tokens_per_pos_total"]} == {"0", "1"}
 
 

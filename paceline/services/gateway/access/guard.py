@@ -45,12 +45,15 @@ class Guard:
         try:
             caller = state["caller"] = state.get("caller") or self._admit(scope)
             answer = self._with_limits(send, caller)
-            state["admission"] = self._limiter.begin(caller.owner) if _is_computed(scope) else Admission()
+            state["admission"] = self._begin(scope, caller) if _is_computed(scope) else Admission()
         except ApiError as refusal:
             await refusal.response()(scope, receive, answer)
             return
         with state["admission"]:
             await self._app(scope, receive, answer)
+
+    def _begin(self, scope: Scope, caller: Caller) -> Admission:
+        return self._limiter.begin(caller.owner, is_line=scope["state"].get("background", False))
 
     def _with_limits(self, send: Send, caller: Caller) -> Send:
         """Return a `send` that adds the headers about the caller's limits, if it has any."""

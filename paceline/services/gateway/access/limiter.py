@@ -9,6 +9,7 @@ from functools import partial
 
 from fastapi import Request
 
+from paceline.core.request_classes import BACKGROUND
 from paceline.proto.fleet_pb2 import KeyUse
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.access.book import AccessBook
@@ -49,12 +50,19 @@ class Limiter:
         self._gateways = gateways
         self._clock = clock
         self._meters: dict[str, Meter] = {}
+        """What clients use, by owner."""
+        self._line_meters: dict[str, Meter] = {}
+        """What lines of batches use, by owner. Clients never wait for them."""
         self.on_refused: Callable[[str, Reason], object] = lambda request_class, reason: None
         """Called with the class of a request that is refused, and the reason."""
 
-    def begin(self, owner: str) -> Admission:
-        """Count a request of a key, by its digest, and return its admission. Raises ApiError if it is one too many."""
-        meter = self._meter(owner)
+    def begin(self, owner: str, *, is_line: bool = False) -> Admission:
+        """Count a request of a key, by its digest, and return its admission. Raises ApiError if it is one too many.
+
+        Args:
+            is_line: whether it is a line of a batch, which may only use what the clients of its key leave.
+        """
+        meter = self._line_meter(owner) if is_line else self._meter(owner)
         if meter is not None:
             meter.begin(self._clock())
         return Admission(meter, self._clock)
@@ -73,7 +81,7 @@ class Limiter:
         for owner, meter in list(self._meters.items()):
             requests, tokens = (limit.used(now) if limit else 0 for limit in (meter.requests, meter.tokens))
             wanted = meter.wanted_requests.now(now) * MINUTE
-            if requests or tokens or meter.running or wanted > NEGLIGIBLE:
+            if meter.is_used(now) or wanted > NEGLIGIBLE:
                 reports.append(
                     KeyUse(
                         name=meter.name,
@@ -87,6 +95,9 @@ class Limiter:
                 )
             else:
                 del self._meters[owner]
+        for owner, meter in list(self._line_meters.items()):
+            if not meter.is_used(now):
+                del self._line_meters[owner]
         return reports
 
     def _meter(self, owner: str) -> Meter | None:
@@ -102,6 +113,20 @@ class Limiter:
         gateways = self._gateways()
         uses = {name: next((use for use in told if use.name == key.name), None) for name, told in gateways.uses.items()}
         meter.parts = parts_of(key.limits, gateways.own, uses, gateways.is_current)
+        return meter
+
+    def _line_meter(self, owner: str) -> Meter | None:
+        """Return the meter of a key for the lines of its batches; None if the key has no limits."""
+        clients = self._meter(owner)
+        if clients is None:
+            return None
+        now = self._clock()
+        meter = self._line_meters.get(owner)
+        if meter is None:
+            meter = self._line_meters[owner] = Meter(clients.name, clients.limits, now)
+        meter.set_limits(clients.limits, now)
+        meter.on_refused = partial(self.on_refused, BACKGROUND, "limit")
+        meter.parts = clients.left(now)
         return meter
 
 

@@ -1,4 +1,4 @@
-"""What one key uses of its limits at this gateway."""
+"""What one key uses of its limits at this gateway. The lines of its batches have a meter of their own."""
 
 from __future__ import annotations
 
@@ -48,24 +48,36 @@ class Meter:
         self.parts = KeyParts()
         """The parts of the limits that this gateway may use."""
         self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
-        self._limits = Limits()
+        self.limits = Limits()
         self._usual: float | None = None
         """Mean number of tokens in the latest answers; None if there was none."""
         self.set_limits(limits, now)
 
     def set_limits(self, limits: Limits, now: float) -> None:
         """Change the limits; what was used of them counts on."""
-        if limits != self._limits:
+        if limits != self.limits:
             self.requests = _changed(self.requests, limits.requests_per_minute, now)
             self.tokens = _changed(self.tokens, limits.tokens_per_minute, now)
-            self._limits = limits
+            self.limits = limits
+
+    def is_used(self, now: float) -> bool:
+        """Return whether a request runs, or anything was used in the last minute."""
+        return self.running > 0 or any(limit is not None and limit.used(now) for limit in (self.requests, self.tokens))
+
+    def left(self, now: float) -> KeyParts:
+        """Return the parts of the limits that are left beside what this meter has counted."""
+        return KeyParts(
+            _left(self.requests, self.parts.requests, now),
+            _left(self.tokens, self.parts.tokens, now),
+            None if self.parts.places is None else self.parts.places - self.running,
+        )
 
     def begin(self, now: float) -> None:
         """Count a request. Raises ApiError if it is one too many."""
         self.wanted_requests.add(1, now)
         if self.parts.places is not None and self.running >= self.parts.places:
             self.refused_places.add(1, now)
-            told = f"only {self._limits.max_concurrent} requests of the key {self.name!r} may run at a time"
+            told = f"only {self.limits.max_concurrent} requests of the key {self.name!r} may run at a time"
             raise self._too_many("requests", told, BUSY_SECONDS)
         if self.requests is not None:
             self._take(self.requests, 1, now, self.parts.requests, "requests")
@@ -122,3 +134,11 @@ def _changed(limit: MinuteLimit | None, per_minute: int | None, now: float) -> M
         return None if per_minute is None else MinuteLimit(per_minute, now)
     limit.per_minute = per_minute
     return limit
+
+
+def _left(limit: MinuteLimit | None, part: Part, now: float) -> Part:
+    """Return what is left of a part: what was used of it counts as used by another gateway."""
+    if limit is None:
+        return part
+    others = limit.per_minute - part.ceiling(limit.per_minute)
+    return Part(part.share, math.ceil(others) + limit.used(now))

@@ -263,4 +263,4 @@ def _statements(database: Database) -> list[str]:
     ]
 
 
-_TABLES = Tables("SELECT id FROM paceline_batches WHERE 1 = 0", _statements)
+_TABLES = Tables(["paceline_batches", "paceline_batch_lines"], _statements)

@@ -189,4 +189,4 @@ def _statements(database: Database) -> list[str]:
     ]
 
 
-_TABLES = Tables("SELECT id FROM paceline_files WHERE 1 = 0", _statements)
+_TABLES = Tables(["paceline_files", "paceline_file_chunks"], _statements)

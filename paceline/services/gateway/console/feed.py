@@ -70,8 +70,11 @@ class Feed:
         self.end_streams()
         await end_tasks(*self._tasks)
 
-    async def watch(self) -> AsyncGenerator[bytes]:
+    async def watch(self, about: Json | None = None) -> AsyncGenerator[bytes]:
         """Yield server-sent events: `history` once, then `live` every LIVE_SECONDS and `rows` after each bin.
+
+        Args:
+            about: further facts for the first event.
 
         The stream ends if the viewer is too slow, and at the end of the gateway; before its start, after `history`.
         """
@@ -80,7 +83,7 @@ class Feed:
             self._viewers.add(viewer)
             self._watched.set()
         try:
-            yield event(self._about | self._history_part(self._history.rows()), "history") + self._live
+            yield event(self._about | (about or {}) | self._history_part(self._history.rows()), "history") + self._live
             while viewer in self._viewers and (events := await viewer.get()):
                 yield events
         finally:

@@ -36,6 +36,10 @@ class MediaMarks:
         """Return a rendered text as the model's own template writes it."""
         return self._any_mark.sub(lambda found: self._markers[self._marks[found[0]]], rendered)
 
+    def marker(self, kind: ItemKind) -> str:
+        """Return the text that the template writes for an item."""
+        return self._markers[kind]
+
     def split(self, rendered: str) -> tuple[list[str], list[ItemKind]]:
         """Return the texts between the marks of a rendered text, and the kinds of these marks: one less than texts."""
         kinds = [self._marks[mark] for mark in self._any_mark.findall(rendered)]

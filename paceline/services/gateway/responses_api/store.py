@@ -215,4 +215,4 @@ def _statements(database: Database) -> list[str]:
     ]
 
 
-_TABLES = Tables("SELECT id FROM paceline_responses WHERE 1 = 0", _statements)
+_TABLES = Tables(["paceline_responses"], _statements)

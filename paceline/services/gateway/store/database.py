@@ -9,14 +9,30 @@ import contextlib
 import os
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.core.errors import ConfigError, UnavailableError
+from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 
 BUSY_SECONDS = 10.0
 """Longest wait for another process that writes to the same SQLite file."""
+CONNECT_SECONDS = 10
+"""Longest wait for a connection to a database server."""
+ANSWER_SECONDS = 60
+"""Longest wait for the answer of a database server."""
+DRIVER_OPTIONS: Mapping[str, Mapping[str, int]] = {
+    "psycopg": {"connect_timeout": CONNECT_SECONDS, "tcp_user_timeout": 1000 * ANSWER_SECONDS},
+    "pymysql": {
+        "connect_timeout": CONNECT_SECONDS,
+        "read_timeout": ANSWER_SECONDS,
+        "write_timeout": ANSWER_SECONDS,
+    },
+}
+"""Arguments of connections by driver. Those that are in the URL, too, have the values of the URL."""
+
+CONFLICTS = frozenset({"40001", "40P01", 1020, 1213})
+"""Codes of conflicts of transactions: in PostgreSQL, and in MySQL and MariaDB."""
 
 Row = tuple[Any, ...]
 
@@ -34,6 +50,10 @@ class StoreError(UnavailableError):
     ) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class ConflictError(StoreError):
+    """Two transactions stood in each other's way. This one was undone and can run again."""
 
 
 class Execute(Protocol):
@@ -117,7 +137,10 @@ class AlchemyDatabase(Database):
             message = "--store is a URL, which needs the package SQLAlchemy: pip install 'paceline[sql]'"
             raise ConfigError(message) from None
         try:
-            self._engine = sqlalchemy.create_engine(url, pool_pre_ping=True)
+            parsed = sqlalchemy.make_url(url)
+            options = DRIVER_OPTIONS.get(parsed.get_driver_name(), {})
+            options = {name: value for name, value in options.items() if name not in parsed.query}
+            self._engine = sqlalchemy.create_engine(parsed, pool_pre_ping=True, connect_args=options)
         except (sqlalchemy.exc.ArgumentError, ImportError) as error:
             raise ConfigError(f"--store: SQLAlchemy cannot use this URL: {error}") from error
         self._statement = sqlalchemy.text
@@ -126,6 +149,9 @@ class AlchemyDatabase(Database):
             self.text, self.blob = "LONGTEXT", "LONGBLOB"
         elif self._engine.dialect.name == "postgresql":
             self.blob = "BYTEA"
+        if self._engine.dialect.name != "sqlite":
+            # Each statement sees what others have committed. MySQL would show, and MariaDB refuse to change, old rows.
+            self._engine = self._engine.execution_options(isolation_level="READ COMMITTED")
 
     @contextlib.contextmanager
     def transaction(self, *, writes: bool = True) -> Iterator[Execute]:
@@ -133,16 +159,32 @@ class AlchemyDatabase(Database):
             with self._engine.begin() as connection:
 
                 def execute(statement: str, parameters: Mapping[str, Any] = {}) -> tuple[list[Row], int]:
+                    _check_texts(parameters.values())
                     result = connection.execute(self._statement(statement), dict(parameters))
                     return [tuple(row) for row in result] if result.returns_rows else [], result.rowcount
 
                 yield execute
         except self._error as error:
+            kind = ConflictError if _code(error) in CONFLICTS else StoreError
             # Further lines hold the statement and its values.
-            raise StoreError(reason=str(error).splitlines()[0]) from error
+            raise kind(reason=str(error).splitlines()[0]) from error
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _code(error: Exception) -> object:
+    """Return the code that a database server gave an error of SQLAlchemy; None if there is none."""
+    own = getattr(error, "orig", None)
+    if (code := getattr(own, "sqlstate", None) or getattr(own, "pgcode", None)) is not None:
+        return code
+    return own.args[0] if isinstance(own, Exception) and own.args else None
+
+
+def _check_texts(values: Iterable[Any]) -> None:
+    """Raise InvalidRequestError if a text has a character that PostgreSQL does not store."""
+    if any(isinstance(value, str) and "\0" in value for value in values):
+        raise InvalidRequestError("names and ids cannot have the character NUL")
 
 
 def open_database(place: str) -> Database:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.services.gateway.store.database import Database, Execute, StoreError
+from paceline.services.gateway.store.database import ANSWER_SECONDS, ConflictError, Database, Execute, StoreError
 
 T = TypeVar("T")
+
+CONFLICT_SECONDS = (0.02, 0.1, 0.5)
+"""Mean pauses before a transaction that stood in another one's way runs again."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables that are created together, when they are first needed."""
+    """Tables that belong together. They are created when they are first needed."""
 
-    probe: str
-    """A query that fails if the tables do not exist."""
+    names: Sequence[str]
     statements: Callable[[Database], Sequence[str]]
-    """Returns the statements that create them, in the types of a database."""
+    """Returns the statements that create them, in the types of a database. Each has an effect of its own."""
 
 
 class Store:
@@ -47,6 +51,7 @@ class Store:
         """Run `work` in one transaction and return its result. Raises StoreError and the errors of `work`.
 
         Args:
+            work: may run more than once, if its transaction was undone.
             writes: whether the work may change something.
         """
 
@@ -55,14 +60,22 @@ class Store:
                 while self._missing:
                     _make_tables(self._database, self._missing[0])
                     del self._missing[0]
-                with self._database.transaction(writes=writes) as execute:
-                    return work(execute)
+                return _run_again(lambda: self._run(work, writes))
             except StoreError as error:
                 if error.reason:
                     log.error("the store cannot be used (%s); see --store", error.reason)
                 raise
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        except TimeoutError:
+            log.error("the store has not answered for %g seconds; see --store", ANSWER_SECONDS)
+            raise StoreError from None
+
+    def _run(self, work: Callable[[Execute], T], writes: bool) -> T:
+        with self._database.transaction(writes=writes) as execute:
+            return work(execute)
 
     def close(self) -> None:
         """Wait for what is being written, and close the database."""
@@ -70,24 +83,40 @@ class Store:
         self._thread.shutdown()
 
 
+def _run_again(run: Callable[[], T]) -> T:
+    """Run a transaction, and again if it stood in another one's way. Raises ConflictError if that does not help."""
+    for seconds in CONFLICT_SECONDS:
+        try:
+            return run()
+        except ConflictError:
+            time.sleep(seconds * random.uniform(0.5, 1.5))
+    return run()
+
+
 def _make_tables(database: Database, tables: Tables) -> None:
-    """Create tables, unless they exist. SQL has no common statement for that."""
+    """Create tables, unless they exist. SQL has no common statement for that.
+
+    Another gateway may do the same now, or may have ended half-way. So each statement has a transaction of its own,
+    its failure does not matter, and in the end all tables must exist.
+    """
     if _exist(database, tables):
         return
-    try:
-        with database.transaction() as execute:
-            for statement in tables.statements(database):
+    reason = ""
+    for statement in tables.statements(database):
+        try:
+            with database.transaction() as execute:
                 execute(statement)
-    except StoreError:
-        # Another gateway may have been faster.
-        if not _exist(database, tables):
-            raise
+        except StoreError as error:
+            reason = reason or error.reason
+    if not _exist(database, tables):
+        raise StoreError(reason=reason)
 
 
 def _exist(database: Database, tables: Tables) -> bool:
     try:
         with database.transaction(writes=False) as execute:
-            execute(tables.probe)
+            for name in tables.names:
+                execute(f"SELECT * FROM {name} WHERE 1 = 0")
     except StoreError:
         return False
     return True

@@ -227,3 +227,37 @@ def test_a_key_below_its_limits_may_come_to_any_gateway(tmp_path: Path) -> None:
             assert admission is not None
             admission.settle(100)
         cluster.advance(7.0)
+
+
+def test_clients_never_wait_for_lines_of_batches(tmp_path: Path) -> None:
+    keys, clock = book(tmp_path, "requests_per_minute = 600\nmax_concurrent = 2"), Clock()
+    limiter = alone(keys, clock)
+    lines, clients = [0, 0, 0], [0, 0, 0]
+    for tick in range(18_000):
+        clock.now = tick * 0.01
+        minute = tick // 6000
+        with contextlib.suppress(ApiError):
+            limiter.begin(owner(keys), is_line=True)
+            lines[minute] += 1
+        if minute and tick % 20 == 0:
+            limiter.begin(owner(keys))
+            clients[minute] += 1
+    assert clients == [0, 300, 300]
+    assert lines[0] == pytest.approx(600, rel=0.02)
+    assert lines[2] == pytest.approx(300, rel=0.02)
+
+
+def test_lines_have_the_places_that_clients_leave(tmp_path: Path) -> None:
+    keys = book(tmp_path, "max_concurrent = 2\ntokens_per_minute = 100")
+    limiter = alone(keys, Clock())
+    with limiter.begin(owner(keys), is_line=True) as line, limiter.begin(owner(keys), is_line=True):
+        with limiter.begin(owner(keys)) as client, limiter.begin(owner(keys)):
+            line.charge(60, 20)
+            client.charge(60, 20)
+        with pytest.raises(ApiError, match="only 2 requests"):
+            limiter.begin(owner(keys), is_line=True)
+    with limiter.begin(owner(keys)), limiter.begin(owner(keys), is_line=True) as line:
+        with pytest.raises(ApiError, match="tokens per minute"):
+            line.charge(30, 0)
+        with pytest.raises(ApiError, match="only 2 requests"):
+            limiter.begin(owner(keys), is_line=True)

@@ -34,7 +34,7 @@ async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
         yield open_
 
 
-def batch(name: str, owner: str = "me", created: float = 1.0) -> Batch:
+def batch(name: str, owner: str = "me", created: float = 1764000000.123456) -> Batch:
     return Batch(
         id=name,
         owner=owner,

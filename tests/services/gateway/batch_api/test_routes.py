@@ -310,6 +310,11 @@ async def test_a_key_at_its_limit_tries_few_lines(start_batches: StartBatches, t
     await eventually(is_at_the_limit)
     await asyncio.sleep(0.5)
     assert 0 < await refusals(stack) <= 20
+    # For clients of the key, its lines have used nothing.
+    for _ in range(2):
+        await stack.openai.completions.create(model="toy", prompt="x", max_tokens=1)
+    with pytest.raises(openai.RateLimitError):
+        await stack.openai.completions.create(model="toy", prompt="x", max_tokens=1)
 
 
 async def test_lines_go_on_one_after_another_if_a_key_may_run_only_one(
