@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.kernels import medians
 from bench.media_model import DTYPE, VISION, write_media_model
@@ -37,6 +38,20 @@ TEXT = {
 """A tiny text model with the hidden size of E2B."""
 
 
+def pixels_of(tokens: int) -> Tensor:
+    """Return random pixels of an image with a multiple of 14 soft tokens: uint8 [height, width, 3]."""
+    rows, columns = 14 * POOL, tokens // 14 * POOL
+    return torch.randint(0, 256, (rows * PATCH, columns * PATCH, 3), dtype=torch.uint8)
+
+
+def inputs_of_transformers(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the patches of an image from 0 to 1, [1, patches, 3 * PATCH ** 2], and their columns and rows."""
+    rows, columns = (size // PATCH for size in pixels.shape[:2])
+    patches = pixels.view(rows, PATCH, columns, PATCH, 3).transpose(1, 2).reshape(1, rows * columns, -1)
+    places = torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy")
+    return patches / 255, torch.stack(places, -1).view(1, -1, 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.encode", description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=280, help="rows of the encoding, a multiple of 14 [%(default)s]")
@@ -45,10 +60,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16, help="layers of the tower [%(default)s]")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    height, width = 14 * POOL, options.tokens // 14 * POOL
-    pixels = torch.randint(0, 256, (height * PATCH, width * PATCH, 3), dtype=torch.uint8)
-    patches = pixels.view(height, PATCH, width, PATCH, 3).transpose(1, 2).reshape(1, height * width, -1)
-    places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(1, -1, 2)
+    pixels = pixels_of(options.tokens)
+    patches, places = inputs_of_transformers(pixels)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         reference = write_media_model(Path(folder, "model"), {**VISION, "num_hidden_layers": options.layers}, text=TEXT)
         encoders = load_encoders(Path(folder, "model"), DTYPE, NativeKernels(options.threads), torch.device("cpu"))
@@ -58,7 +71,7 @@ def main() -> None:
             return encoders.encode(MediaKind.IMAGE, pixels)
 
         def theirs() -> Any:
-            return reference.model.get_image_features((patches / 255).to(DTYPE), places).pooler_output[0]
+            return reference.model.get_image_features(patches.to(DTYPE), places).pooler_output[0]
 
         wanted, found = theirs().float(), ours().float()
         error = ((found - wanted).norm() / wanted.norm()).item()

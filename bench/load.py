@@ -141,7 +141,7 @@ def understand(stream: Stream) -> Outcome:
     request, error, done = stream.request, stream.error, False
     usage: dict[str, int] = {}
     chunks: list[float] = []
-    for moment, data in [] if error else _events(stream.pieces):
+    for moment, data in [] if error else events_of(stream.pieces):
         if data == b"[DONE]":
             done = True
             continue
@@ -164,7 +164,7 @@ def understand(stream: Stream) -> Outcome:
     )
 
 
-def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+def events_of(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """Yield the data of each server-sent event with the arrival time of its last byte."""
     rest = b""
     for moment, piece in pieces:

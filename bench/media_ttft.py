@@ -1,6 +1,6 @@
 """Time to the first token of a chat with an image, beside `transformers`, and what a burst of images costs streams.
 
-    python -m bench.media_ttft [--rounds 5] [--burst 6] [--threads 2]
+    python -m bench.media_ttft [--rounds 5] [--burst 6] [--threads 2] [--device cuda]
 
 The model is random, in bf16: the vision tower of Gemma 4 E2B and a text model of about 100 million parameters. Each
 image is new and has 280 soft tokens. There are two stacks, without and with an encode worker, and the model of
@@ -79,12 +79,12 @@ def first_token_of_transformers(model: Any, file: bytes, prompt: list[int]) -> f
     """Return the seconds that `transformers` takes for the same image and prompt."""
     begun = time.perf_counter()
     made = Gemma4ImageProcessorPil()(Image.open(io.BytesIO(file)).convert("RGB"), return_tensors="pt")
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        pixel_values=made["pixel_values"].to(DTYPE),
-        image_position_ids=made["image_position_ids"],
+        pixel_values=made["pixel_values"].to(model.device, DTYPE),
+        image_position_ids=made["image_position_ids"].to(model.device),
         mm_token_type_ids=(ids == model.config.image_token_id).long(),
         max_new_tokens=1,
         do_sample=False,
@@ -120,12 +120,13 @@ async def burst(url: str, count: int, seed: int) -> dict[str, dict[str, float]]:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return seconds to first tokens of all ways, and the figures of `burst` of all stacks."""
     torch.set_num_threads(options.threads)
-    reference = write_media_model(folder / "model", {**VISION, "num_hidden_layers": options.layers})
+    reference = write_media_model(folder / "model", {**VISION, "num_hidden_layers": options.layers}).to(options.device)
     seconds: dict[str, list[float]] = {way: [] for way in (*WAYS, "transformers", "no image")}
     with contextlib.ExitStack() as stack:
         urls = {}
         for way, workers in WAYS.items():
-            flags = (f"--encode={workers}", f"--threads={options.threads}", "--kv-memory=512MiB")
+            places = (f"--threads={options.threads}", f"--device={options.device}")
+            flags = (f"--encode={workers}", *places, "--kv-memory=512MiB")
             _, urls[way] = stack.enter_context(serving(folder / f"log-{workers}", str(folder / "model"), *flags))
         for number in range(options.rounds + 1):
             now = {}
@@ -174,6 +175,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst", type=int, default=6, help="images in a burst [%(default)s]")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a worker, and of transformers")
+    parser.add_argument("--device", default="cpu", help="of all workers and of transformers [%(default)s]")
     parser.add_argument("--layers", type=int, default=16, help="layers of the vision tower [%(default)s]")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")

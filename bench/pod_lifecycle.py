@@ -3,7 +3,7 @@
     python -m bench.pod_lifecycle [--streams 1000] [--hurry 1]
 
 Decode workers, prefill workers and gateways are replaced again and again, one pod at a time: a new one starts and
-passes its probe, then an old one is deleted. Times, strategy and probes are those of kubernetes/base. A deleted gateway
+passes its probe, then an old one is deleted. Times, strategy and probes are those of kubernetes/. A deleted gateway
 gets new streams until the load balancers know of it. A stream is lost if it breaks, or has another text than without
 any of this. No stream is tried again.
 """
@@ -35,7 +35,7 @@ from bench.services import Services, role_of
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.tiny_checkpoints import write_tiny
 
-BASE = Path(__file__).parents[1] / "kubernetes" / "base"
+KUBERNETES = Path(__file__).parents[1] / "kubernetes"
 TOKENS = 128
 PROMPTS = 32
 """Different prompts, each with a known answer."""
@@ -45,7 +45,7 @@ PROBES = 20
 
 @dataclass(frozen=True, slots=True)
 class PodTimes:
-    """What kubernetes/base says about the end of a pod, in seconds."""
+    """What the manifests say about the end of a pod, in seconds."""
 
     pre_stop: float
     grace: float
@@ -56,12 +56,12 @@ class PodTimes:
     @classmethod
     def read(cls, role: str) -> PodTimes:
         """Return the times of a role's pods."""
-        component = "gateway" if role == "gateway" else "worker"
-        deployment = next(yaml.safe_load_all((BASE / f"{component}.yaml").read_text()))
+        file = "base/gateway.yaml" if role == "gateway" else "fleet/worker.yaml"
+        deployment = next(yaml.safe_load_all((KUBERNETES / file).read_text()))
         assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
         pod = deployment["spec"]["template"]["spec"]
         (container,) = pod["containers"]
-        options = tomllib.loads((BASE / "paceline.toml").read_text())
+        options = tomllib.loads((KUBERNETES / "base" / "paceline.toml").read_text())
         return cls(
             container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0),
             pod["terminationGracePeriodSeconds"],

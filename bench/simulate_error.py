@@ -1,16 +1,20 @@
 """Compare simulations with a real stack: the errors of TTFT, ITL and the hit rate for six loads.
 
-    python -m bench.simulate_error ~/.cache/paceline/smollm2-135m-instruct --seconds 60 --out errors.json
+    python -m bench.simulate_error ~/.cache/paceline/smollm2-135m-instruct --out errors.json
 
 For each kind of fleet (a prefill and a decode worker; one worker for both) a stack is started with --record-trace and
-profiled. Then each load runs, with an empty cache at its begin. The trace that the gateway recorded is simulated with
-the profile. Measured times are those of the client. ITL is the gap between two pieces of an answer.
+profiled. Then each load runs twice, with an empty cache at each begin. The traces that the gateway recorded are
+simulated with the profile. Measured times are those of the client. ITL is the gap between two pieces of an answer.
+
+The requests of both runs of a load are the same. So the difference between the two runs is the error that even a
+perfect simulator would have on this machine. The whole comparison takes about ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import math
 import sys
@@ -24,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from bench.load import new_file, percentile, table
+from bench.load import events_of, new_file, percentile, table
 from bench.services import Process, free_port
 from bench.simulate_loads import LOADS, Load, Talk, make_load
 from bench.systems import ending_on_sigterm
@@ -33,31 +37,49 @@ from paceline.core.errors import PacelineError
 from paceline.core.step_times import Profile, read_profile
 from paceline.profiler.profile import profile
 from paceline.simulator.scenario import Scenario
-from paceline.simulator.simulation import simulate
-from paceline.simulator.trace import Trace
+from paceline.simulator.simulation import Simulation
+from paceline.simulator.trace import Trace, TraceRequest
 from paceline.simulator.trace_files import read_trace
 
 REQUEST_SECONDS = 120.0
+RUNS = 2
 SETTLE_SECONDS = 2.0
 """Time until the recorder has written its last lines, and the fleet has told its figures."""
+PAUSE_SECONDS = 60.0
+"""Simulated time from the last request of a run to the first one of the next."""
 Figures = dict[str, float]
 """Seconds, and shares, by their names."""
+Pieces = Sequence[tuple[float, bytes]]
+"""Instants and bytes of what came of an answer."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What clients have seen."""
+    """What clients have seen, and the lines that the gateway has recorded of it."""
 
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
 
     def figures(self) -> Figures:
+        cached, asked = (sum(line[name] for line in self.lines) for name in ("cached_tokens", "input_length"))
         return {
             "TTFT p50": percentile(self.ttft, 50),
             "TTFT p99": percentile(self.ttft, 99),
             "ITL p50": percentile(self.itl, 50),
             "ITL p99": percentile(self.itl, 99),
+            "hit rate": cached / asked,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One load, measured and simulated."""
+
+    measured: Figures
+    """Of all runs together."""
+    runs: list[Figures]
+    simulated: Figures
 
 
 class RealStack:
@@ -69,18 +91,23 @@ class RealStack:
         self._trace = trace
         self._known_bytes = trace.stat().st_size
 
-    def run(self, load: Load, folder: Path) -> tuple[Figures, Trace]:
-        """Run a load. Return what was measured, and its trace."""
-        httpx.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
-        self._new_lines()
-        seen = asyncio.run(_run(self.url, load))
-        time.sleep(SETTLE_SECONDS)
-        lines = self._new_lines()
-        path = folder / f"{load.name}.jsonl"
-        path.write_bytes(lines)
-        entries = [json.loads(line) for line in lines.splitlines()]
-        cached, asked = (sum(entry[name] for entry in entries) for name in ("cached_tokens", "input_length"))
-        return {**seen.figures(), "hit rate": cached / asked}, read_trace(path)
+    def run(self, load: Load, folder: Path) -> Comparison:
+        """Run a load RUNS times and simulate what was recorded."""
+        runs, traces = list[Seen](), list[Trace]()
+        for number in range(RUNS):
+            httpx.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
+            self._new_lines()
+            seen = asyncio.run(_run(self.url, load))
+            time.sleep(SETTLE_SECONDS)
+            lines = self._new_lines()
+            path = folder / f"{load.name} {number + 1}.jsonl"
+            path.write_bytes(lines)
+            seen.lines = [json.loads(line) for line in lines.splitlines()]
+            runs.append(seen)
+            traces.append(read_trace(path))
+        together = Seen(*([each for run in runs for each in getattr(run, name)] for name in ("ttft", "itl", "lines")))
+        simulated = simulate_all(self.profile, traces, load.aggregated)
+        return Comparison(together.figures(), [seen.figures() for seen in runs], simulated)
 
     def _new_lines(self) -> bytes:
         """Return what the gateway has recorded since the last call."""
@@ -112,14 +139,23 @@ def real_stack(model: str, folder: Path, aggregated: bool) -> Iterator[RealStack
 async def _run(url: str, load: Load) -> Seen:
     seen = Seen()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, limits=limits, trust_env=False) as http:
+    headers = {"Accept-Encoding": "identity"}
+    answers = list[tuple[float, Pieces]]()
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=REQUEST_SECONDS, limits=limits, trust_env=False
+    ) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         begin = time.perf_counter()
-        await asyncio.gather(*(_talk(http, model, talk, begin, seen) for talk in load.talks))
+        await asyncio.gather(*(_talk(http, model, talk, begin, seen, answers) for talk in load.talks))
+    for sent, pieces in answers:
+        _note(pieces, sent, seen)
     return seen
 
 
-async def _talk(http: httpx.AsyncClient, model: str, talk: Talk, begin: float, seen: Seen) -> None:
+async def _talk(
+    http: httpx.AsyncClient, model: str, talk: Talk, begin: float, seen: Seen, answers: list[tuple[float, Pieces]]
+) -> None:
+    """Have a conversation. The last answer is added to `answers` with the time when it was asked for."""
     await asyncio.sleep(max(0.0, begin + talk.at - time.perf_counter()))
     context: list[int] = []
     for turn in talk.turns:
@@ -134,23 +170,26 @@ async def _talk(http: httpx.AsyncClient, model: str, talk: Talk, begin: float, s
             "stream": True,
             "return_token_ids": True,
         }
-        sent, pieces = time.perf_counter(), list[tuple[float, str]]()
+        sent, pieces = time.perf_counter(), list[tuple[float, bytes]]()
         async with http.stream("POST", "/v1/completions", json=body) as reply:
-            async for line in reply.aiter_lines():
-                pieces.append((time.perf_counter(), line))
+            async for piece in reply.aiter_raw():
+                pieces.append((time.perf_counter(), piece))
             if reply.status_code != 200:
                 raise RuntimeError(f"a request failed: {pieces}")
-        context += _note(pieces, sent, seen)  # parsing waits for the end, because it delays other streams
+        if turn is talk.turns[-1]:
+            answers.append((sent, pieces))  # parsing waits until the load is over, because it delays other streams
+        else:
+            context += _note(pieces, sent, seen)
 
 
-def _note(pieces: Sequence[tuple[float, str]], sent: float, seen: Seen) -> list[int]:
+def _note(pieces: Pieces, sent: float, seen: Seen) -> list[int]:
     """Note the times of an answer's pieces, and return its tokens."""
     tokens: list[int] = []
     last: float | None = None
-    for came, line in pieces:
-        if not line.startswith("data: {"):
+    for came, data in events_of(pieces):
+        if data == b"[DONE]":
             continue
-        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        event: dict[str, Any] = json.loads(data)
         if "error" in event:
             raise RuntimeError(f"a request failed: {event['error']}")
         ids = [each for choice in event["choices"] for each in choice.get("token_ids") or ()]
@@ -165,17 +204,31 @@ def _note(pieces: Sequence[tuple[float, str]], sent: float, seen: Seen) -> list[
     return tokens
 
 
-def simulated(learned: Profile, trace: Trace, aggregated: bool) -> Figures:
-    """Return what a simulation of the trace says, with the fleet that the stack had."""
+def simulate_all(learned: Profile, traces: Sequence[Trace], aggregated: bool) -> Figures:
+    """Return what simulations of the traces say, all of them together, with the fleet that the stack had."""
     scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated, workers_per_host=2)
-    (own,) = simulate(scenario, trace).classes.values()
+    simulation = Simulation(scenario, one_after_another(traces))
+    simulation.run()
+    (own,) = simulation.recorder.classes.values()
     return {
-        "TTFT p50": own.ttft.p50,
-        "TTFT p99": own.ttft.p99,
-        "ITL p50": own.itl.p50,
-        "ITL p99": own.itl.p99,
-        "hit rate": own.hit_rate,
+        "TTFT p50": percentile(own.ttft, 50),
+        "TTFT p99": percentile(own.ttft, 99),
+        "ITL p50": own.itl.percentile(0.50),
+        "ITL p99": own.itl.percentile(0.99),
+        "hit rate": own.cached_tokens / own.prompt_tokens,
     }
+
+
+def one_after_another(traces: Sequence[Trace]) -> Trace:
+    """Return one trace of all. The requests of one find nothing cached that those of another have computed."""
+    requests: list[TraceRequest] = []
+    begin = 0.0
+    for number, trace in enumerate(traces):
+        for request in trace:
+            blocks = [name ^ number for name in request.blocks]
+            requests.append(request._replace(arrival=begin + request.arrival, blocks=blocks))
+        begin = requests[-1].arrival + PAUSE_SECONDS
+    return Trace(traces[0].block_tokens, requests)
 
 
 def error_of(measured: float, simulated: float) -> float:
@@ -183,20 +236,21 @@ def error_of(measured: float, simulated: float) -> float:
     return abs(simulated - measured) / measured if measured else math.inf if simulated else 0.0
 
 
-def report(found: dict[str, tuple[Figures, Figures]]) -> str:
-    """Return a table: measured, simulated and the error of each figure, by load."""
+def report(found: dict[str, Comparison]) -> str:
+    """Return a table of each figure, by load: measured, how far the runs are apart, simulated, and the error."""
     rows = [
         [
             load,
             name,
-            _shown(name, measured[name]),
-            _shown(name, simulated[name]),
-            f"{error_of(measured[name], simulated[name]):.0%}",
+            _shown(name, own.measured[name]),
+            f"{error_of(min(run[name] for run in own.runs), max(run[name] for run in own.runs)):.0%}",
+            _shown(name, own.simulated[name]),
+            f"{error_of(own.measured[name], own.simulated[name]):.0%}",
         ]
-        for load, (measured, simulated) in found.items()
-        for name in measured
+        for load, own in found.items()
+        for name in own.measured
     ]
-    return table(["load", "figure", "measured", "simulated", "error"], rows)
+    return table(["load", "figure", "measured", "runs differ", "simulated", "error"], rows)
 
 
 def _shown(name: str, value: float) -> str:
@@ -207,7 +261,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate_error", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--load", action="append", choices=LOADS, help="may be repeated; default: all")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time in which the requests of a load arrive")
+    parser.add_argument("--seconds", type=float, default=25.0, help="time in which the requests of each run arrive")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--keep",
@@ -218,7 +272,7 @@ def main() -> int:
     options = parser.parse_args()
     ending_on_sigterm()
     loads = [make_load(name, options.seconds, options.seed) for name in options.load or LOADS]
-    found: dict[str, tuple[Figures, Figures]] = {}
+    found: dict[str, Comparison] = {}
     try:
         with tempfile.TemporaryDirectory() as temporary:
             folder = options.keep or Path(temporary)
@@ -226,15 +280,14 @@ def main() -> int:
             for aggregated in sorted({load.aggregated for load in loads}):
                 with real_stack(options.model, folder, aggregated) as stack:
                     for load in (load for load in loads if load.aggregated == aggregated):
-                        measured, trace = stack.run(load, folder)
-                        found[load.name] = measured, simulated(stack.profile, trace, aggregated)
+                        found[load.name] = stack.run(load, folder)
                         print(report({load.name: found[load.name]}), flush=True)
     except (PacelineError, RuntimeError, TimeoutError, httpx.HTTPError) as error:
         print(f"bench.simulate_error: {error}", file=sys.stderr)
         return 1
     print(report(found))
     if options.out:
-        figures = {name: {"measured": one, "simulated": other} for name, (one, other) in found.items()}
+        figures = {name: dataclasses.asdict(own) for name, own in found.items()}
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 

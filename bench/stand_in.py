@@ -10,13 +10,16 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
 
+from bench.stand_in_host import FINGERPRINT, StandInHost
 from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.metrics import Sample
 from paceline.core.step_loads import StepLoads
 from paceline.core.step_times import StepTimes
 from paceline.core.types import Token
@@ -24,7 +27,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.distributions import load_to_pb
-from paceline.services.common.registry import Member, Registrar, Role, State
+from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer, mapped_errors
 from paceline.services.common.tasks import InUse
 from paceline.services.decode.outbox import Outbox, Outboxes
@@ -34,7 +37,6 @@ CHUNK = 512
 KV_TOKENS = 200_000
 DRAIN_SECONDS = 10.0
 """Longest time that the requests of a draining worker may take to move."""
-_BLOCK = 16
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,9 +68,21 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
     Args:
         model: digest of the gateway's model.
         first_id: the answer to every request is the ids from this one on.
+        host: the host whose cache it uses; by default it caches nothing.
+        samples: its metrics.
     """
 
-    def __init__(self, name: str, role: Role, times: StepTimes, model: str, max_seqs: int = 64, first_id: int = 1000):
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        times: StepTimes,
+        model: str,
+        max_seqs: int = 64,
+        first_id: int = 1000,
+        host: StandInHost | None = None,
+        samples: Sequence[Sample] = (),
+    ) -> None:
         self.name = name
         self.role: Role = role
         self.wanted_role: Role = role
@@ -79,6 +93,8 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
         self._model = model
         self._max_seqs = max_seqs
         self._first_id = first_id
+        self._host = host
+        self._metrics = metrics_to_pb(samples)
         self._epoch = time.time_ns()
         self._rpc = RpcServer("127.0.0.1", 0, Credentials(), name)
         self._registrar: Registrar | None = None
@@ -151,14 +167,15 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
             role=self.role,
             epoch=self._epoch,
             address=f"127.0.0.1:{self._port}",
-            host_id="host",
+            host_id="host" if self._host is None else self._host.name,
             state=self.state,
             model=self._model,
-            layout="stand-in",
+            layout=FINGERPRINT,
             max_model_len=16384,
             max_seqs=self._max_seqs,
             load=LoadReport(running=self._calls.count, queued_tokens=queued, prefill_tokens_per_second=1 / per_token),
             work=work,
+            metrics=self._metrics,
         )
 
     # ---- the protocol
@@ -166,7 +183,7 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
     async def Run(self, request: worker_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]
         work = request.work
         async with mapped_errors(context), self._called():
-            cached = _cached_tokens(work)
+            cached = self._cached_tokens(work)
             await context.write(worker_pb2.PrefillEvent(opened=worker_pb2.Opened(key=work.key, cached_tokens=cached)))
             await self._compute_prompt(work, cached)
             position = len(work.token_ids) - work.prompt_tokens
@@ -191,7 +208,7 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
         work, number = command.admit, command.recipient.attempt
         outbox = self.outboxes.of(command.recipient)
         async with mapped_errors(context), self._called():
-            cached = _cached_tokens(work)
+            cached = self._cached_tokens(work)
             admitted = worker_pb2.Admitted(key=work.key, cached_tokens=cached)
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             if (then := await anext(commands, None)) is None:
@@ -227,6 +244,13 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
         with self._calls.running():
             yield
 
+    def _cached_tokens(self, work: common_pb2.Work) -> int:
+        """Return the tokens of a context that need not be computed: those of an earlier attempt, and those that the
+        host has cached."""
+        tokens = len(work.token_ids)
+        earlier = (tokens - 1) // BASE_TOKENS * BASE_TOKENS if tokens > work.prompt_tokens else 0
+        return max(earlier, 0 if self._host is None else self._host.cached_tokens(work))
+
     async def _compute_prompt(self, work: common_pb2.Work, cached: int) -> None:
         tokens = len(work.token_ids)
         prompt = _Prompt(tokens, tokens - cached)
@@ -237,6 +261,8 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
         finally:
             if prompt in self._prompts:
                 self._prompts.remove(prompt)
+        if self._host is not None:
+            self._host.store(work)
 
     # ---- steps
 
@@ -270,8 +296,3 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
                 if not answer.left:
                     self._answers.discard(answer)
                     answer.done.set()
-
-
-def _cached_tokens(work: common_pb2.Work) -> int:
-    """Return the tokens of the context that the host has: those of an attempt before this one, in whole blocks."""
-    return (len(work.token_ids) - 1) // _BLOCK * _BLOCK if len(work.token_ids) > work.prompt_tokens else 0

@@ -20,6 +20,7 @@ from paceline.cli import HIDDEN_OPTIONS, SERVICES, SHORT_FLAGS
 from paceline.core.metrics import Family
 from paceline.core.options import Options, flag, group_of, range_of
 from paceline.services.gateway.admission_queue import AdmissionQueue
+from paceline.services.gateway.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.metrics import Metrics
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 
@@ -106,8 +107,9 @@ def _worker_metrics() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
-    idle: Any = SimpleNamespace(sequences=SimpleNamespace(count=0), queue=AdmissionQueue(1, 1.0))
-    found: Iterator[Metric] = Metrics("model", lambda: (), idle).registry.collect()
+    idle: Any = SimpleNamespace(sequences=SimpleNamespace(count=0), queue=AdmissionQueue(1, 1.0), first_worker=())
+    registries = GatewayMetrics().registry, Metrics("model", lambda: (), idle).registry
+    found: list[Metric] = [metric for registry in registries for metric in registry.collect()]
     for metric in found:
         yield metric.name, metric.type, "gateway", metric.documentation
 

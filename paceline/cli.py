@@ -126,6 +126,7 @@ _METAVARS = {
     "classes_file": "FILE",
     "limit_mm_per_prompt": "JSON",
     "mm_processor_kwargs": "JSON",
+    "models_file": "FILE",
     "record_trace": "FILE",
     "root_path": "PATH",
     "ssl_ca_certs": "FILE",
@@ -139,6 +140,7 @@ _METAVARS = {
     "record": "FILE",
     "replay": "FILE",
     "docker_socket": "PATH",
+    "compose_prefix": "TEXT",
     "compose_project": "NAME",
     "redis": "URL",
     "speculative_config": "JSON",
@@ -189,6 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("--live-progress", action="store_true", help=argparse.SUPPRESS)
     watch = _add_command(commands, "top", "[options]", "Show the fleet and its speed, live; Ctrl-C ends it.")
     _add_gateway(watch)
+    _add_fleet(watch)
     watch.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates [%(default)s]"
     )
@@ -222,6 +225,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="role that the planner may scale again; with a planner, ROLE=N stays until then",
     )
     _add_gateway(resize)
+    _add_fleet(resize)
     resize.add_argument(
         "--wait",
         type=float,
@@ -271,6 +275,7 @@ def _add_profile(commands: Any) -> None:
         "--no-scale", action="store_true", help="do not start and drain one more decode worker to measure these times"
     )
     _add_gateway(learn)
+    _add_fleet(learn)
 
 
 def _add_gateway(
@@ -291,6 +296,16 @@ def _add_gateway(
         default="",
         metavar="KEY",
         help="key to send; by default the first one in $PACELINE_ADMIN_KEY, else in $PACELINE_API_KEY",
+    )
+
+
+def _add_fleet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="",
+        dest="fleet",
+        metavar="NAME",
+        help="model whose fleet is meant, if the gateway serves several",
     )
 
 
@@ -355,7 +370,7 @@ def _api_key(arguments: dict[str, Any]) -> str:
 
 
 def _gateway(arguments: dict[str, Any]) -> GatewayClient:
-    return GatewayClient(arguments["url"], _api_key(arguments), arguments["ssl_ca_certs"])
+    return GatewayClient(arguments["url"], _api_key(arguments), arguments["ssl_ca_certs"], arguments.get("fleet", ""))
 
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
@@ -374,6 +389,10 @@ def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
 def _load(name: str, file: Path | None, flags: dict[str, Any]) -> ServiceConfig | ServeConfig:
     config = load_config(SERVICES[name].config, name, file, flags)
     model = getattr(config, "model", None)
+    if getattr(config, "models_file", ""):
+        if "model" in flags:
+            raise ConfigError("MODEL and --models-file exclude each other: the file names the models")
+        return config
     if model == "":
         raise ConfigError(f"{name} needs a model: paceline {name} MODEL")
     if model and name != "serve" and not Path(model).is_dir():

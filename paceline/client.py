@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,18 @@ class GatewayClient:
     api_key: str = ""
     ca_certs: str = ""
     """PEM file with the certificates of the authorities to trust; "" for those of the system or $SSL_CERT_FILE."""
+    model: str = ""
+    """The model whose fleet is meant; "" if the gateway has one model, or if all are meant."""
+
+    def fetch_fleet(
+        self, path: str, body: Mapping[str, object] | None = None, seconds: float = SECONDS
+    ) -> dict[str, Any]:
+        """Return the JSON object at a path that is about the fleet of `model`. See `fetch`."""
+        if self.model and body is None:
+            path += f"{'&' if '?' in path else '?'}{urllib.parse.urlencode({'model': self.model})}"
+        elif self.model and body is not None:
+            body = {"model": self.model, **body}
+        return self.fetch(path, body, seconds)
 
     def fetch(self, path: str, body: Mapping[str, object] | None = None, seconds: float = SECONDS) -> dict[str, Any]:
         """Return the JSON object at `path` of the gateway.

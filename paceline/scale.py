@@ -32,13 +32,13 @@ def scale(
     """
     lists = {"drain": list(drain), "release": list(release)}
     wanted = _parse(targets) | {name: given for name, given in lists.items() if given}
-    state = gateway.fetch("/fleet/scale", wanted or None, SECONDS)
+    state = gateway.fetch_fleet("/fleet/scale", wanted or None, SECONDS)
     deadline = time.monotonic() + wait
     while wait and not (_is_settled(state) and _have_roles(gateway, wanted.get("flip", {}))):
         if time.monotonic() >= deadline:
             raise UnavailableError(f"after {wait:g} seconds the fleet has not reached its targets: {_describe(state)}")
         time.sleep(POLL_SECONDS)
-        state = gateway.fetch("/fleet/scale", seconds=SECONDS)
+        state = gateway.fetch_fleet("/fleet/scale", seconds=SECONDS)
     print(_describe(state))
 
 
@@ -63,7 +63,7 @@ def _have_roles(gateway: GatewayClient, roles: Mapping[str, str]) -> bool:
     """Return whether workers serve in their new roles. The numbers of workers do not show a change under way."""
     if not roles:
         return True
-    workers = gateway.fetch("/fleet", seconds=SECONDS)["workers"]
+    workers = gateway.fetch_fleet("/fleet", seconds=SECONDS)["workers"]
     ready = {each["worker_id"]: each["role"] for each in workers if each["state"] == "ready"}
     return all(ready.get(name) == role for name, role in roles.items())
 

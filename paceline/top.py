@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,11 +35,11 @@ def top(gateway: GatewayClient, interval: float, count: int) -> None:
 
     Raises the errors of `GatewayClient.fetch`.
     """
-    before, shown = gateway.fetch(_PATH), 0
+    before, shown = gateway.fetch_fleet(_PATH), 0
     began = time.monotonic()
     while count == 0 or shown < count:
         time.sleep(interval)
-        now, at = gateway.fetch(_PATH), time.monotonic()
+        now, at = gateway.fetch_fleet(_PATH), time.monotonic()
         # Move the cursor home and erase below it, because erasing the whole screen would flicker.
         print("\x1b[H\x1b[J" if count == 0 else "", end="")
         print("\n".join(render(before, now, at - began)), flush=True)
@@ -47,18 +48,27 @@ def top(gateway: GatewayClient, interval: float, count: int) -> None:
 
 def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
     """Return the lines for two answers of /fleet that are `seconds` apart. Rates and shares are of this time."""
-    earlier = {worker["worker_id"]: worker["stats"] for worker in before["workers"]}
+    earlier = {_name(worker): worker["stats"] for worker in before["workers"]}
     lines = ["".join(title.ljust(width) for title, width in _COLUMNS)]
-    for worker in now["workers"]:
-        if worker["role"] not in ("kvtransfer", "planner"):
+    shown = [worker for worker in now["workers"] if worker["role"] not in ("kvtransfer", "planner")]
+    several = len({_name(worker)[0] for worker in shown}) > 1
+    for model, workers in itertools.groupby(shown, lambda worker: _name(worker)[0]):
+        if several:
+            lines.append(f"{model}:")
+        for worker in workers:
             stats = worker["stats"]
-            gained = {name: value - earlier.get(worker["worker_id"], {}).get(name, 0) for name, value in stats.items()}
+            gained = {name: value - earlier.get(_name(worker), {}).get(name, 0) for name, value in stats.items()}
             lines.append(_row([*_state(worker), *_work(gained, seconds), worker["numerics"] or "-"]))
     lines.append("")
     for host in now["hosts"]:
         lines.append(_ledger(host))
     lines.append(f"waiting at the gateway: {now['waiting']}")
     return lines
+
+
+def _name(worker: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the model and the id of a worker. Workers of two models may have one id."""
+    return worker["model_name"], worker["worker_id"]
 
 
 def _state(worker: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -28,7 +29,7 @@ if not torch.cuda.is_available():
 from tests.stack.stacks import way_of  # noqa: E402
 
 # Tests may run on slow machines, so no example has a time limit. `--hypothesis-profile thorough` tries more examples.
-hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.register_profile("paceline", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=10_000)
 hypothesis.settings.load_profile("paceline")
 
@@ -42,6 +43,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config, "workerinput"):  # set by pytest-xdist
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage meanwhile, and leave what was imported out of later collections, because it stays.
+
+    To look at all of it takes half a second each time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # `-p no:xdist` works, too

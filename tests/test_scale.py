@@ -19,7 +19,7 @@ class ScriptedGateway:
     def __init__(self, *fleets: list[dict[str, str]]) -> None:
         self.fleets = list(fleets)
 
-    def fetch(self, path: str, body: Mapping[str, object] | None = None, seconds: float = 0.0) -> dict[str, Any]:
+    def fetch_fleet(self, path: str, body: Mapping[str, object] | None = None, seconds: float = 0.0) -> dict[str, Any]:
         return {"workers": self.fleets.pop(0)} if path == "/fleet" else SETTLED
 
 

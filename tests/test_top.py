@@ -11,7 +11,7 @@ from paceline.top import render, top
 
 def fleet(**stats: float) -> dict[str, Any]:
     worker = {"worker_id": "decode-0", "role": "decode", "state": "ready", "running": 3, "waiting": 0, "stats": stats}
-    worker |= {"numerics": None}
+    worker |= {"numerics": None, "model_name": "m"}
     host = {"host_id": "h", "total": 10, "held": 2, "in_flight": 1, "cached": 3, "free": 4, "hit_rate": 0.25}
     host |= {"balanced": True, "leases": []}
     return {"workers": [worker, {**worker, "role": "kvtransfer"}], "hosts": [host], "waiting": 7}
@@ -54,6 +54,16 @@ def test_a_worker_that_has_just_come_and_drafts_nothing_is_shown() -> None:
     now = fleet(sampled_tokens=10, steps=10)
     worker = render({**now, "workers": []}, now, 1.0)[1]
     assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-", "-", "-", "-"]
+
+
+def test_workers_of_several_models_stand_below_their_names() -> None:
+    now = fleet(sampled_tokens=10)
+    other = {**now["workers"][0], "model_name": "n", "stats": {"sampled_tokens": 30}}
+    now["workers"].append(other)
+    before = {**now, "workers": [{**each, "stats": {"sampled_tokens": 0}} for each in now["workers"]]}
+    lines = render(before, now, 1.0)
+    assert [line.split()[0] for line in lines[1:5]] == ["m:", "decode-0", "n:", "decode-0"]
+    assert [line.split()[5] for line in (lines[2], lines[4])] == ["10.0", "30.0"]
 
 
 def test_the_work_of_encoders_is_shown() -> None:

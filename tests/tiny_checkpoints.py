@@ -234,10 +234,16 @@ def _fixture(family: str) -> Callable[[Path], SaveTiny]:
 globals().update({f"save_{family}": _fixture(family) for family in FAMILIES})
 
 
+_QWEN_TOKEN_NAMES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
 def write_qwen3_5_with_vision(
     folder: Path, experts: bool = False, tie_word_embeddings: bool = False, **changes: object
 ) -> transformers.PreTrainedModel:
-    """Save a tiny random Qwen 3.5 with an encoder of images to a folder and return the `transformers` model."""
+    """Save a tiny random Qwen 3.5 with an encoder of images to a folder and return the `transformers` model.
+
+    A placeholder is never the best token, because the reference would take it for an image.
+    """
     family = "qwen3_5_moe" if experts else "qwen3_5"
     name, own = FAMILIES[family][0].removesuffix("Text"), FAMILIES[family][1]
     encoder = {
@@ -249,10 +255,19 @@ def write_qwen3_5_with_vision(
         "out_hidden_size": 48,
         "num_position_embeddings": 16,
     }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]}
     config = getattr(transformers, f"{name}Config")(
-        text_config={**_SMALL, **own, **changes}, vision_config=encoder, tie_word_embeddings=tie_word_embeddings
+        text_config={**_SMALL, **own, "rope_parameters": rope, **changes},
+        vision_config=encoder,
+        tie_word_embeddings=tie_word_embeddings,
+        **dict(zip(_QWEN_TOKEN_NAMES, QWEN3_VL_TOKENS)),
     )
-    return _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
+    model = _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
+    if not tie_word_embeddings:
+        with torch.no_grad():
+            model.lm_head.weight[list(QWEN3_VL_TOKENS[:2])] = 0
+        model.save_pretrained(folder)
+    return model
 
 
 def write_qwen3_vl(folder: Path, experts: bool = False, **changes: object) -> transformers.PreTrainedModel:
@@ -275,9 +290,8 @@ def write_qwen3_vl(folder: Path, experts: bool = False, **changes: object) -> tr
         "num_position_embeddings": 25,
         "deepstack_visual_indexes": [0, 2],
     }
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config = getattr(transformers, f"{name}Config")(
-        text_config={**own, **changes}, vision_config=vision, **dict(zip(names, QWEN3_VL_TOKENS))
+        text_config={**own, **changes}, vision_config=vision, **dict(zip(_QWEN_TOKEN_NAMES, QWEN3_VL_TOKENS))
     )
     model = _save(getattr(transformers, f"{name}ForConditionalGeneration"), config, folder)
     with torch.no_grad():

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "forward-llama-8b": ["forward", "--model", "llama-8b"],
     "forward-gemma-3-27b": ["forward", "--model", "gemma-3-27b"],
     "decode_loop": ["decode_loop"],
+    "encode": ["encode"],
 }
 """Each benchmark's module in this package and its options, by name."""
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -61,6 +62,13 @@ def give_back_large_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE_BYTES)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files and connections as the system allows it, rather than 1,024 by default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems name a limit that they do not allow
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def name_thread() -> None:

@@ -105,7 +105,8 @@ def _extra(service: type[Options], name: str) -> dict[str, Any]:
 class Options(BaseModel):
     """Immutable options, checked when they are made. A wrong value raises ConfigError, which names its flag."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    # A process makes one of all configs, so the others are not compiled.
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @model_validator(mode="wrap")
     @classmethod

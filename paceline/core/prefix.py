@@ -1,14 +1,22 @@
-"""Search for the longest prefix of a context whose blocks are cached."""
+"""Search for the longest prefix of a context whose blocks are cached, by one host or by many."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from paceline.core.context import full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
 
 Find = Callable[[int, bytes], int | None]
 """A function from (group number, hash) to the slot of the block with this name; None if no such block is cached."""
+
+HostSet = int
+"""A set of hosts. Bit n is set if the host with the number n is in it."""
+_ALL_HOSTS: HostSet = -1
+
+_BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
+"""For each byte, the numbers of the bits that are set."""
 
 
 def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
@@ -44,6 +52,76 @@ def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_token
     while length > 0 and any(missing(index, group) for index, group in enumerate(layout.groups)):
         length -= align
     return length, [_table(group, found[index], length) for index, group in enumerate(layout.groups)]
+
+
+def match_prefixes(
+    layout: KVLayout, holders: Sequence[Mapping[bytes, HostSet]], links: Sequence[bytes], max_tokens: int
+) -> dict[int, int]:
+    """Return the longest prefix that each of many hosts can reuse, by the rule of `match_prefix`.
+
+    Args:
+        layout: as for `match_prefix`, and so are `links` and `max_tokens`.
+        holders: for each group by its number, the hosts that have cached the block with a name.
+
+    Returns:
+        Lengths in tokens by the numbers of hosts. Hosts that can reuse nothing are left out.
+    """
+    align = layout.alignment
+    most = min(max_tokens, len(links) * BASE_TOKENS) // align * align
+    blocks = [
+        _Blocks(group, full_block_names(group, links, most), holders[layout.first_group + index])
+        for index, group in enumerate(layout.groups)
+    ]
+    full = [own for own in blocks if not own.group.shape.window]
+    windowed = [own for own in blocks if own.group.shape.window]
+    found: dict[int, int] = {}
+    for length, hosts in _full_prefixes(full, most, align):
+        while hosts and length > 0:
+            able = _with_windows(windowed, hosts, length)
+            found.update(dict.fromkeys(host_numbers(able), length))
+            hosts, length = hosts & ~able, length - align
+    return found
+
+
+class _Blocks(NamedTuple):
+    """The blocks of one group in a context, and who has them."""
+
+    group: KVGroup
+    names: Sequence[bytes]
+    holders: Mapping[bytes, HostSet]
+
+
+def _full_prefixes(groups: Sequence[_Blocks], most: int, align: int) -> Iterator[tuple[int, HostSet]]:
+    """Yield lengths, each with the hosts whose blocks of groups with full attention reach just so far."""
+    here = _ALL_HOSTS
+    for length in range(0, most, align):
+        still = here
+        for group, names, holders in groups:
+            for name in names[length // group.block_tokens : (length + align) // group.block_tokens]:
+                still &= holders.get(name, 0)
+        if still != here:
+            yield length, here & ~still
+            if not still:
+                return
+            here = still
+    yield most, here
+
+
+def _with_windows(groups: Sequence[_Blocks], hosts: HostSet, length: int) -> HostSet:
+    """Return those of the hosts that have all blocks of groups with a window which a query after the prefix reads."""
+    for group, names, holders in groups:
+        for index in reversed(range(group.first_needed_block(length), length // group.block_tokens)):
+            hosts &= holders.get(names[index], 0)
+            if not hosts:
+                return 0
+    return hosts
+
+
+def host_numbers(hosts: HostSet) -> Iterator[int]:
+    """Yield the numbers of the hosts in a set, ascending."""
+    for index, byte in enumerate(hosts.to_bytes((hosts.bit_length() + 7) // 8, "little")):
+        for bit in _BITS[byte]:
+            yield 8 * index + bit
 
 
 def lacking_links(layout: KVLayout, find: Find, links: Sequence[bytes]) -> Sequence[bytes]:

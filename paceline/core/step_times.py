@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import statistics
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -18,11 +20,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from paceline.core.errors import ConfigError
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=1)]
 Chance = Annotated[float, Field(ge=0, le=1)]
+
+
+_LEAST_SPEED = 0.1
+"""Least speed of prefill in its turns, however busy the cores are."""
 
 
 class _Value(BaseModel):
@@ -159,8 +165,11 @@ class WorkerTimes(_Value):
     max_batched_tokens: Tokens = 2048
     drafts: Drafts = Drafts()
     planned_steps: int = Field(default=1, ge=0, le=1)
-    """Steps after the one under way that are planned already, so that work which comes now is not in them. 0 if the
-    worker takes turns on shared cores, because it then plans each step just before the step begins."""
+    """Steps after the one under way that are planned already, so that work which comes now is not in them. 0 for a
+    decode worker that takes turns on shared cores, because it then plans each step just before the step begins."""
+    arrival: Seconds = 0.0
+    """Seconds by which a prompt that is being computed takes longer with each further request that arrives, because
+    the services that admit the request and hand it over use the same cores."""
     join: Delay = Delay()
     """Time from the message that begins a prompt on a worker, or hands one over to it, until a step can include it."""
     startup: Seconds = 60.0
@@ -181,17 +190,44 @@ class Turns(_Value):
     """Prefill gets what a decode step leaves of this time."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
-    overlap: Chance = 0.0
-    """How fast prefill computes during a decode step, compared with the time that is its own. Decode leaves the cores
-    idle while it chooses tokens."""
-    slowdown: float = Field(default=1.0, ge=1)
-    """How much longer a decode step takes while prefill has work, because it waits for prefill's operation to end."""
+    prefill_speed: Curve = Curve(points=((1, 1.0),))
+    """Seconds of prefill's work that are done in each second that is its own, by the number of rows that decode. More
+    than 1 if prefill also computes while decode leaves the cores idle. Less than 1 if tokens on their way to clients
+    use the cores, too."""
+    decode: Curve | None = None
+    """Seconds by the number of rows of a decode step while prefill has work, without attention to contexts. None: as
+    without prefill."""
+    decode_per_token: Seconds = 0.0
+    """Seconds by which such a step is longer for each token of prefill's step, because it waits until prefill's
+    operation ends."""
+    decode_spread: Spread = Spread()
+    """Distribution of the ratio to this time."""
+    late: Delay = Delay()
+    """Time from the end of prefill's turn until the next decode step begins."""
+    admit: Delay = Delay()
+    """How much later a prompt is on its worker while decode workers of the same cores have work."""
+    admission: Seconds = 0.0
+    """Seconds of an admission that are work on these cores. It takes as much longer for each other admission at the
+    same time."""
+
+    def speed_of_prefill(self, rows: int) -> float:
+        """Return how fast prefill computes in its turns while so many rows decode; 1 if there are none."""
+        points = self.prefill_speed.points
+        return max(_LEAST_SPEED, self.prefill_speed.at(min(rows, points[-1][0]))) if rows else 1.0
+
+    def left_to_prefill(self, recent: Collection[float]) -> float:
+        """Return the seconds that a decode worker leaves to prefill after a step.
+
+        Args:
+            recent: seconds of its last `core.turns.STEPS` steps; at least one.
+        """
+        return max(self.itl_target - max(recent), self.least_share * statistics.median(recent))
 
 
 class Profile(_Value):
     """Everything that was measured of a stack on one machine."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     machine: str
     """Name of the machine, such as its processor or its GPU."""
     model: str

@@ -9,15 +9,15 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from opentelemetry import propagate, trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from paceline.core import env
 from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 LogFormat = Literal["text", "json"]
 
@@ -28,6 +28,11 @@ _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "req
 
 def setup(service: str, level: str, log_format: LogFormat) -> None:
     """Configure logs and traces of this process. `service` is its name in both, e.g. "decode-1"."""
+    # Only services need these. Commands such as `paceline trace` start sooner without them.
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_context)
     handler.setFormatter(_JsonFormatter(service) if log_format == "json" else _TextFormatter(service))

@@ -51,7 +51,7 @@ _HANDOVER = 8 * _MS
 _NEXT_HANDOVER = 1 * _MS
 """Time between two requests whose prompts ended in the same step: they are handed over one right after the other."""
 _POLL_SECONDS = 0.0002
-_STEPS = 8
+STEPS = 8
 """Number of recent steps. The longest is the estimate for the next step, because a step often has to wait until an
 operation of prefill ends, so times vary. Their median decides the least time that prefill gets.
 """
@@ -172,7 +172,7 @@ class DecodeTurns:
         self._share = _AUTO_SHARE if itl_target is None else _LEAST_SHARE
         self._clock, self._sleep = clock, sleep
         self._began = 0
-        self._steps: deque[int] = deque(maxlen=_STEPS)
+        self._steps: deque[int] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
         self._wait_until(self._words[_PREFILL_UNTIL])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.models.encoders.base import Between
+from paceline.kernels.encoding import Between
 
 
 class EncodingStoppedError(Exception):

@@ -100,8 +100,7 @@ def load(
     """Load a model, and a draft model if `speculative` names one. The draft model is never quantized.
 
     Args:
-        packed_dir: folder in which the workers of a host share packed weights; None shares none. Quantized weights are
-            never shared.
+        packed_dir: folder in which the workers of a host share packed weights; None shares none.
         model_impl, trust_remote_code: see `load_model`; they also apply to the draft model.
 
     Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,8 +12,25 @@ if TYPE_CHECKING:
     from paceline.kernels.interface import Kernels, PackedWeight
 
 
+Between: TypeAlias = Callable[[], None]
+"""A function that an encoder calls between pieces of its work, so that a worker can give its cores to others."""
+
+
+Tower: TypeAlias = Callable[..., tuple[Tensor, ...]]
+"""The layers of an encoder: a function that takes tensors [rows, ...] on one device and, by name, `between`.
+
+It returns tensors [rows, ...]. All rows attend to each other.
+"""
+
+
 class EncoderKernels(Protocol):
-    """Operations over all rows of one image or audio clip. Nothing is cached, and nothing is recorded."""
+    """Operations over rows of one image or audio clip. Nothing is cached."""
+
+    def compile_tower(self, tower: Tower) -> Tower:
+        """Return a tower that computes the same, or records it to launch it faster.
+
+        All tensors that it reads besides its inputs must stay in their places.
+        """
 
     def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
         """Return x [rows, in] @ weight [out, in].T: [rows, out], with bounds of x and of the result.
@@ -38,11 +56,18 @@ class EncoderKernels(Protocol):
         """Return silu(x), elementwise."""
 
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Return attention of all rows to all rows: [rows, heads, head_dim] each -> the same shape."""
+        """Return attention of all queries to all keys: [queries, heads, head_dim].
+
+        Args:
+            keys, values: [keys, heads, head_dim].
+        """
 
 
 class TorchEncoding:
     """`EncoderKernels` in plain torch, for any device."""
+
+    def compile_tower(self, tower: Tower) -> Tower:
+        return tower
 
     def clipped_linear(self: Kernels, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
         least, greatest, least_out, greatest_out = bounds.unbind()

@@ -109,6 +109,8 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
     name: str
     packing: str
     """Identifies the layout of packed matrices, as part of a file's name; empty if matrices stay as they are."""
+    quantized_packing: str
+    """The same for a model whose matrices may be quantized."""
 
     @property
     def chooser(self) -> TokenChooser | None:

@@ -24,7 +24,7 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
     """
 
     name = "reference"
-    packing = ""
+    packing = quantized_packing = ""
 
     def take_turns(self, turns: Turns) -> None:
         pass

@@ -6,6 +6,7 @@ file ends no other process. If it fails, it exits with 1 and prints the reason t
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from paceline.models.config import read_config
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# Architectures that transformers converts and we compute.
-_ARCHITECTURES = ("llama", "gemma3", "qwen2", "qwen3", "qwen3moe")
+# Architectures that transformers converts and we compute, and the one that `convert_gemma4` converts.
+_CONVERTED_ELSEWHERE = ("llama", "gemma3", "qwen2", "qwen3", "qwen3moe")
+_GEMMA4 = "gemma4"
 
 # Head sizes that transformers takes for granted, or from which it takes the scale of attention.
 _HEAD_DIMS = {"gemma3": 256, "qwen3": 128}
@@ -34,6 +36,9 @@ _SPLITS_DIGITS = ("smollm",)
 # Qwen's vocabulary expects composed characters (NFC), which transformers does not restore.
 _SPLITS_COMPOSED = ("qwen2",)
 
+# Tokens after which a Gemma 4's answer ends. A file names at most two of them.
+_GEMMA4_STOPS = ("<turn|>", "<|tool_response>")
+
 
 def convert_gguf(source: Path, target: Path) -> None:
     """Write config, generation config, tokenizer, chat template, bf16 safetensors and the file's blocks to `target`.
@@ -43,18 +48,35 @@ def convert_gguf(source: Path, target: Path) -> None:
     """
     reader = _open(source)
     metadata = _read_metadata(source, reader)
-    _refuse_lossy(source, metadata)
-    # These imports are slow, and not needed to refuse a file.
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    if problem := _problem(metadata):
+        raise _refusal(source, problem)
+    # This import is slow, and not needed to refuse a file.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    from paceline.models.convert_blocks import write_blocks
-
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
+    own = PreTrainedTokenizerFast if metadata["general.architecture"] == _GEMMA4 else AutoTokenizer
+    tokenizer = own.from_pretrained(source.parent, gguf_file=source.name)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
         _split_digits(tokenizer)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:
         _compose_characters(tokenizer)
+    if metadata["general.architecture"] == _GEMMA4:
+        _convert_gemma4(source, reader, metadata, tokenizer, target)
+    else:
+        _convert_elsewhere(source, reader, metadata, target)
+    tokenizer.save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(0o644)  # safetensors writes private files, but users may share a cache
+    read_config(target)
+
+
+def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: dict[str, Any], target: Path) -> None:
+    """Write config, generation config, weights and blocks of a model that transformers converts."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    from paceline.models.convert_blocks import write_blocks
+
     model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
@@ -65,17 +87,26 @@ def convert_gguf(source: Path, target: Path) -> None:
     # The weights are not quantized any more, whatever the file's type was.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    stops = _stop_token_ids(metadata)
-    if stops:
+    if stops := _stop_token_ids(metadata):
         model.generation_config.eos_token_id = stops
     # transformers saves each matrix of an expert under a name of its own, but not if the model comes from a GGUF file.
     model._weight_conversions = None
     model.save_pretrained(target)
     write_blocks(reader, metadata["general.architecture"], model, target)
-    tokenizer.save_pretrained(target)
-    for file in target.iterdir():
-        file.chmod(0o644)  # safetensors writes private files, but users may share a cache
-    read_config(target)
+
+
+def _convert_gemma4(source: Path, reader: GGUFReader, metadata: dict[str, Any], tokenizer: Any, target: Path) -> None:
+    from paceline.models.convert_gemma4 import convert_gemma4
+
+    target.mkdir(exist_ok=True)
+    try:
+        convert_gemma4(reader, metadata, target)
+    except ModelError as error:
+        raise _refusal(source, str(error)) from error
+    vocabulary = tokenizer.get_vocab()
+    named = [vocabulary[token] for token in _GEMMA4_STOPS if token in vocabulary]
+    generation = {"eos_token_id": sorted({*_stop_token_ids(metadata), *named})}
+    (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
 
 
 def _open(source: Path) -> GGUFReader:
@@ -86,9 +117,13 @@ def _open(source: Path) -> GGUFReader:
 
 
 def _read_metadata(source: Path, reader: GGUFReader) -> dict[str, Any]:
-    """Return the scalars of a GGUF file, and the names of its tensors under "tensors"."""
+    """Return the metadata of a GGUF file without the lists of its tokenizer, and tensors' names under "tensors"."""
     with _named(source):
-        metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
+        metadata = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if len(field.data) == 1 or not name.startswith("tokenizer.")
+        }
         return {**metadata, "tensors": {tensor.name for tensor in reader.tensors}}
 
 
@@ -107,39 +142,43 @@ def _overlooked(metadata: dict[str, Any]) -> dict[str, int]:
     return {} if size is None else {"moe_intermediate_size": int(size)}
 
 
-def _refuse_lossy(source: Path, metadata: dict[str, Any]) -> None:
+def _refusal(source: Path, problem: str) -> ModelError:
+    return ModelError(f"{source.name} cannot be converted: {problem}; use the model's Hugging Face folder")
+
+
+def _problem(metadata: dict[str, Any]) -> str:
+    """Return why a file cannot be converted without loss; "" if it can, as far as its metadata tell."""
     architecture = str(metadata.get("general.architecture"))
-    head_dim = metadata.get(f"{architecture}.attention.key_length")
-    problem = ""
-    if architecture not in _ARCHITECTURES:
-        problem = f"its architecture {architecture} is not supported (supported are: {', '.join(_ARCHITECTURES)})"
-    elif metadata.get("split.count", 1) > 1:
-        problem = "it is one part of several"
-    elif (
-        metadata.get(f"{architecture}.rope.scaling.type", "none") != "none"
-        or "rope_freqs.weight" in metadata["tensors"]
-    ):
-        problem = "its rope scaling would be lost"
-    elif _HEAD_DIMS.get(architecture, head_dim) != head_dim:
-        problem = "its head size, and so its attention scale, would be lost"
-    elif architecture != "gemma3" and f"{architecture}.attention.sliding_window" in metadata:
-        problem = "its attention window would be lost"
-    elif metadata.get("general.name") == "mistral":
-        problem = "whether its attention has a window is not in the file"
-    elif lost := _lost_biases(architecture, metadata["tensors"]):
-        problem = f"its biases ({lost[0]}) would be lost"
-    elif metadata.get("tokenizer.ggml.model") == "gpt2":
+    known = (*_CONVERTED_ELSEWHERE, _GEMMA4)
+    if architecture == "clip":
+        return "it has encoders of images or audio, and no text model"
+    if architecture not in known:
+        return f"its architecture {architecture} is not supported (supported are: {', '.join(known)})"
+    if metadata.get("split.count", 1) > 1:
+        return "it is one part of several"
+    if metadata.get(f"{architecture}.rope.scaling.type", "none") != "none":
+        return "its rope scaling would be lost"
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
         split = metadata.get("tokenizer.ggml.pre", "none")
         if split not in (*_SPLITS_RESTORED, *_SPLITS_DIGITS, *_SPLITS_COMPOSED):
-            problem = f"how its tokenizer splits text ({split}) would be lost"
-    if problem:
-        raise ModelError(f"{source.name} cannot be converted: {problem}; use the model's Hugging Face folder")
+            return f"how its tokenizer splits text ({split}) would be lost"
+    return "" if architecture == _GEMMA4 else _lost_elsewhere(architecture, metadata)
 
 
-def _lost_biases(architecture: str, tensors: set[str]) -> list[str]:
-    """Return the biases that transformers would leave out without a word."""
+def _lost_elsewhere(architecture: str, metadata: dict[str, Any]) -> str:
+    """Return what transformers would lose without a word; "" if nothing."""
+    head_dim = metadata.get(f"{architecture}.attention.key_length")
+    if "rope_freqs.weight" in metadata["tensors"]:
+        return "its rope scaling would be lost"
+    if _HEAD_DIMS.get(architecture, head_dim) != head_dim:
+        return "its head size, and so its attention scale, would be lost"
+    if architecture != "gemma3" and f"{architecture}.attention.sliding_window" in metadata:
+        return "its attention window would be lost"
+    if metadata.get("general.name") == "mistral":
+        return "whether its attention has a window is not in the file"
     kept = _BIASES.get(architecture, ())
-    return sorted(name for name in tensors if name.endswith(".bias") and not name.endswith(kept))
+    lost = sorted(name for name in metadata["tensors"] if name.endswith(".bias") and not name.endswith(kept))
+    return f"its biases ({lost[0]}) would be lost" if lost else ""
 
 
 def _compose_characters(tokenizer: Any) -> None:

@@ -13,9 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.models.folder import BLOCKS_FILE
-from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
-
-_WHOLE_TYPES = ("F64", "F32", "F16", "BF16")
+from paceline.models.gguf_blocks import BLOCK_TYPES, WHOLE_TYPES, BlockMatrix
 
 
 def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path) -> None:
@@ -36,13 +34,13 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
     types: dict[str, str] = {}
     for name, own_name, weight, expert in _matrices(model):
         tensor = tensors.get(names.get_name(own_name, try_suffixes=(".weight",)) or "")
-        if tensor is None or tensor.tensor_type.name in _WHOLE_TYPES:
+        if tensor is None or tensor.tensor_type.name in WHOLE_TYPES:
             continue
         type_name = tensor.tensor_type.name
         if type_name in BLOCK_TYPES:
             data = tensor.data if expert is None else tensor.data[expert]
             raw = torch.from_numpy(data.copy())[_row_order(name, weight, architecture, model.config)]
-            if not torch.equal(decode_blocks(type_name, raw, torch.bfloat16).dequantize(), weight):
+            if not torch.equal(BlockMatrix(type_name, raw, torch.bfloat16).decode().dequantize(), weight):
                 continue
             blocks[name] = raw
         types[name] = type_name

@@ -28,8 +28,8 @@ _MEDIA = tuple(
     )
 )
 """Beginnings of the names of tensors for images and audio, which only encoders read."""
-TEXT = ("model.language_model.", "language_model.", "lm_head.")
-"""Beginnings of the names of the text model's tensors in a model for several media, which encoders do not read."""
+TEXT = ("model.language_model.", "language_model.", "lm_head.", "mtp.")
+"""Beginnings of the names of tensors that encoders do not read: those of the text model, and of a head that drafts."""
 
 
 def text_place(weights: Weights) -> str:

@@ -108,15 +108,29 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 }
 
 
-def decode_blocks(type_name: str, raw: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
-    """Return the matrix [out, in] that blocks represent, without loss.
+WHOLE_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types whose numbers are not quantized."""
 
-    Args:
-        type_name: one of BLOCK_TYPES.
-        raw: uint8 [out, bytes], whole blocks.
-        dtype: the dtype in which kernels compute with the matrix.
-    """
-    block = BLOCK_TYPES[type_name]
-    values, scales, offsets, bits = block.decode(raw.view(raw.shape[0], -1, block.bytes))
-    flat_offsets = None if offsets is None else offsets.flatten(1)
-    return QuantizedMatrix(values.flatten(1), scales.flatten(1), flat_offsets, bits, dtype)
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """A matrix [out, in] in blocks. It is decoded when it is packed."""
+
+    type_name: str
+    """One of BLOCK_TYPES."""
+    raw: Tensor
+    """uint8 [out, bytes], whole blocks."""
+    dtype: torch.dtype
+    """The dtype in which kernels compute with the matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        block = BLOCK_TYPES[self.type_name]
+        return len(self.raw), self.raw.shape[1] // block.bytes * block.elements
+
+    def decode(self) -> QuantizedMatrix:
+        """Return the same matrix as whole numbers with scales, without loss."""
+        block = BLOCK_TYPES[self.type_name]
+        values, scales, offsets, bits = block.decode(self.raw.view(len(self.raw), -1, block.bytes))
+        flat_offsets = None if offsets is None else offsets.flatten(1)
+        return QuantizedMatrix(values.flatten(1), scales.flatten(1), flat_offsets, bits, self.dtype)

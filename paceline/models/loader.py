@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ from paceline.models.folder import weight_files
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import model_identity
 from paceline.models.packed import Pack, packed_weights
-from paceline.models.quantized import quantized
+from paceline.models.quantized import Packer, weights_of
 from paceline.models.registry import MODELS
 
 _NAMED_AT_MOST = 5
@@ -64,19 +63,18 @@ def load_model(
         from paceline.models.transformers_backend.loader import load_transformers
 
         return load_transformers(path, dtype, kernels, device, packed_dir, quantization, trust_remote_code)
-    config = read_config(path)
+    config, packer = read_config(path), Packer(kernels, device, quantization)
 
     def build(pack: Pack) -> Architecture:
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
-        weights = quantized(checkpoint, path, quantization, kernels)
+        weights = weights_of(checkpoint, path, quantization)
         model = MODELS[config.architecture](config, weights, kernels)
         layers = range(config.num_layers, config.num_layers + config.unused_layers)
         unread = (*model.unread, *(f"model.layers.{layer}." for layer in layers))
         checkpoint.finish((*unread, *(("lm_head.weight",) if config.tie_word_embeddings else ())))
         return model
 
-    shared_dir = packed_dir if quantization == "none" else None
-    return CompiledModel(_with_packed(build, path, dtype, kernels, shared_dir), kernels)
+    return CompiledModel(_with_packed(build, path, dtype, packer, packed_dir), kernels)
 
 
 def load_assistant(
@@ -91,7 +89,7 @@ def load_assistant(
         checkpoint.finish(("lm_head.weight",))
         return model
 
-    return _with_packed(build, path, dtype, kernels, packed_dir)
+    return _with_packed(build, path, dtype, Packer(kernels, device), packed_dir)
 
 
 def load_encoders(
@@ -121,14 +119,14 @@ def load_encoders(
         checkpoint.finish(TEXT)
         return encoders
 
-    return _with_packed(build, path, dtype, kernels, packed_dir, "-encoders")
+    return _with_packed(build, path, dtype, Packer(kernels, device), packed_dir, "-encoders")
 
 
 def _with_packed(
     build: Callable[[Pack], Built],
     path: Path,
     dtype: torch.dtype,
-    kernels: Kernels,
+    packer: Packer,
     packed_dir: Path | None,
     part: str = "",
 ) -> Built:
@@ -137,21 +135,17 @@ def _with_packed(
     Args:
         part: a name for this part of the checkpoint; parts do not share a file.
     """
-    pack: Pack = partial(_pack, kernels)
-    if packed_dir is not None and kernels.packing:
-        pack = packed_weights(packed_dir, f"{path.name}{part}-{model_identity(path, str(dtype))[:16]}", kernels, build)
-    return build(pack)
-
-
-def _pack(kernels: Kernels, name: str, weight: Tensor) -> PackedWeight:
-    return kernels.pack(weight)
+    if packed_dir is None or not packer.form:
+        return build(packer)
+    model = f"{path.name}{part}{packer.suffix}-{model_identity(path, str(dtype))[:16]}"
+    return build(packed_weights(packed_dir, model, packer, build))
 
 
 class Checkpoint:
     """`Weights` from safetensors files, which are mapped into memory."""
 
     def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device, pack: Pack) -> None:
-        self._pack = pack
+        self.pack = pack
         self.dtype = dtype
         self._device = device
         self._file_of: dict[str, tuple[Path, Any]] = {}
@@ -198,27 +192,24 @@ class Checkpoint:
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)
-        return self._pack(name, weight if order is None else weight[list(order)])
+        return self.pack(name, weight if order is None else weight[list(order)])
 
     def take_packed_parts(
         self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
     ) -> list[PackedWeight]:
         weight = self.take(name, sum(sizes_out), size_in)
         parts = torch.split(weight if order is None else weight[list(order)], list(sizes_out))
-        return [self._pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+        return [self.pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
 
     def take_packed_derived(
         self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
     ) -> list[PackedWeight]:
         weight = self.take(name, *shape)
-        return [self._pack(f"{name}[{index}]", each(weight)) for index, each in enumerate(derive)]
+        return [self.pack(f"{name}[{index}]", each(weight)) for index, each in enumerate(derive)]
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         packed = [
-            [
-                self._pack(f"{name}[{expert}][{index}]", part if isinstance(part, Tensor) else self._dequantized(part))
-                for index, part in enumerate(parts)
-            ]
+            [self.pack(f"{name}[{expert}][{index}]", part) for index, part in enumerate(parts)]
             for expert, parts in enumerate(self.expert_parts(name, shape))
         ]
         return [list(part) for part in zip(*packed)]
@@ -242,9 +233,6 @@ class Checkpoint:
         for own, own_scales in zip(blocks, scales):
             parts = zip(shape.parts(own), shape.parts(own_scales))
             yield [mxfp4.decode_mxfp4(*part, size_in, self.dtype) for part in parts]
-
-    def _dequantized(self, matrix: QuantizedMatrix) -> Tensor:
-        return matrix.dequantize().to(self._device)
 
     def leave(self, name: str) -> None:
         """Count a tensor as taken without reading it, because the caller reads it from another file."""

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.interface import PackedWeight
 from paceline.models.file_lock import file_lock
+from paceline.models.quantized import Matrix, Packer
 
-Pack = Callable[[str, Tensor], PackedWeight]
-"""A function that packs the tensor of a given name."""
+Pack = Callable[[str, Matrix], PackedWeight]
+"""A function that packs the matrix of a given name, such as a `Packer`."""
 
 _Place = tuple[int, int, int | None]
 """Begin and end of a matrix in the file, in bytes, and its `PackedWeight.format`."""
@@ -42,31 +43,32 @@ _MOST_FORMS = 2
 log = logging.getLogger(__name__)
 
 
-def packed_weights(folder: Path, model: str, kernels: Kernels, visit: Callable[[Pack], object]) -> Pack:
+def packed_weights(folder: Path, model: str, packer: Packer, visit: Callable[[Pack], object]) -> Pack:
     """Return a `Pack` that takes a model's matrices from a file in `folder`. Write the file first if it does not exist.
 
     If the file cannot be kept, log a warning and return a `Pack` that packs into memory of this process.
 
     Args:
         model: a name for the model's content and dtype, used as a prefix of the file's name.
+        packer: packs the matrices, if the file does not have them yet.
         visit: calls a `Pack` with every matrix of the model.
 
     Raises:
         ModelError: the file is damaged, or `visit` raises it.
     """
-    file = folder / f"{model}-{kernels.packing}.packed"
+    file = folder / f"{model}-{packer.form}.packed"
     try:
         if not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             with file_lock(folder / f".{model}.lock", "packed weights", log.info):
                 if not file.is_file():
                     _remove_unused(folder, model)
-                    _write(file, kernels, visit)
+                    _write(file, packer, visit)
         os.utime(file)  # marks it as used; unlike Path.touch(), this makes no empty file if it was just removed
     except OSError as error:
         log.warning("this worker packs weights into its own memory, because %s cannot be kept: %s", file, error)
-        return lambda name, weight: kernels.pack(weight)
-    return _PackedFile(file, kernels).pack
+        return packer
+    return _PackedFile(file, packer).pack
 
 
 def _remove_unused(folder: Path, model: str) -> None:
@@ -76,7 +78,7 @@ def _remove_unused(folder: Path, model: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> None:
+def _write(file: Path, packer: Packer, visit: Callable[[Pack], object]) -> None:
     with _replacing(file) as output, ThreadPoolExecutor(_PACKING_THREADS) as executor:
         index: dict[str, _Place] = {}
         packing: deque[tuple[str, Future[PackedWeight]]] = deque()
@@ -89,13 +91,13 @@ def _write(file: Path, kernels: Kernels, visit: Callable[[Pack], object]) -> Non
             output.write(packed.data.view(torch.uint8).numpy().data)
             index[name] = start, output.tell(), packed.format
 
-        def pack(name: str, weight: Tensor) -> PackedWeight:
-            if not weight.is_meta:  # else it is a missing tensor, which the loader reports
-                packing.append((name, executor.submit(kernels.pack, weight)))
+        def pack(name: str, weight: Matrix) -> PackedWeight:
+            if not _is_missing(weight):  # else it is a missing tensor, which the loader reports
+                packing.append((name, executor.submit(packer, name, weight)))
                 # Reading, packing and writing overlap, and few packed matrices at a time are in memory.
                 if len(packing) > _PACKING_THREADS:
                     write_oldest()
-            return kernels.pack(weight.to("meta"))
+            return packer.without_data(weight)
 
         visit(pack)
         while packing:
@@ -121,6 +123,10 @@ def _replacing(file: Path) -> Iterator[IO[bytes]]:
         scratch.unlink(missing_ok=True)
 
 
+def _is_missing(weight: Matrix) -> bool:
+    return isinstance(weight, Tensor) and weight.is_meta
+
+
 def _map(file: Path) -> Tensor:
     """Map a file as uint8 [size], to read only. Processes share the file's pages."""
     with file.open("rb") as source:
@@ -137,28 +143,28 @@ def _map(file: Path) -> Tensor:
 class _PackedFile:
     """The matrices of a file that exists."""
 
-    def __init__(self, file: Path, kernels: Kernels) -> None:
+    def __init__(self, file: Path, packer: Packer) -> None:
         self._file = file
-        self._kernels = kernels
+        self._packer = packer
         try:
             self._bytes = _map(file)
             self._index = self._read_index()
         except (OSError, RuntimeError, ValueError) as error:
             raise self._damaged() from error
 
-    def pack(self, name: str, weight: Tensor) -> PackedWeight:
-        packed = self._kernels.pack(weight.to("meta"))
-        if weight.is_meta:
+    def pack(self, name: str, weight: Matrix) -> PackedWeight:
+        packed = self._packer.without_data(weight)
+        if _is_missing(weight):
             return packed
         try:
             start, end, layout = self._index[name]
             data = self._bytes[start:end]
             found = replace(packed, data=data if layout else data.view(weight.dtype), format=layout)
+            if self._packer.kernels.fits(found):
+                return found
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise self._damaged() from error
-        if not self._kernels.fits(found):
-            raise self._damaged()
-        return found
+        raise self._damaged()
 
     def _read_index(self) -> dict[str, _Place]:
         end = len(self._bytes) - _LENGTH_BYTES

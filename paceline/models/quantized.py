@@ -1,8 +1,9 @@
-"""`Weights` with quantized matrices: rounded to int8, or kept as the blocks of a GGUF file."""
+"""Quantized matrices: how each of a checkpoint's matrices is packed, and `Weights` with the blocks of a GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,70 +17,73 @@ from paceline.kernels.interface import Kernels, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.models.base import FusedExperts, Weights
 from paceline.models.folder import BLOCKS_FILE
-from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
+from paceline.models.gguf_blocks import BLOCK_TYPES, BlockMatrix
 
 if TYPE_CHECKING:
     from paceline.models.loader import Checkpoint
 
+Matrix = Tensor | QuantizedMatrix | BlockMatrix
+"""A matrix [out, in], or those of all heads [heads, out, in]. On the meta device it is missing in the checkpoint."""
 
-def quantized(checkpoint: Checkpoint, folder: Path, quantization: Quantization, kernels: Kernels) -> Weights:
-    """Return the checkpoint's weights, quantized as `quantization` says.
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Packs the matrices of a model for kernels, into memory of this process.
 
     Raises:
-        ConfigError: the quantization is unknown, or not possible for this folder.
+        ConfigError: the quantization is unknown.
+    """
+
+    kernels: Kernels
+    device: torch.device
+    """Where dequantized matrices are packed."""
+    quantization: Quantization = "none"
+
+    def __post_init__(self) -> None:
+        if self.quantization not in ("none", "int8", "gguf"):
+            raise ConfigError(f"--quantization must be none, int8 or gguf, not {self.quantization!r}")
+
+    @property
+    def form(self) -> str:
+        """The form of packed matrices, as part of a file's name; empty if matrices stay as they are."""
+        kernels = self.kernels
+        return kernels.packing if self.quantization == "none" else kernels.quantized_packing
+
+    @property
+    def suffix(self) -> str:
+        """A part of the names of files, so that each quantization of a model has its own."""
+        return "" if self.quantization == "none" else f"-{self.quantization}"
+
+    def __call__(self, name: str, weight: Matrix) -> PackedWeight:
+        """Pack the matrix of this name. Matrices of heads are never quantized."""
+        if isinstance(weight, BlockMatrix):
+            return self.kernels.pack(weight.decode())
+        rounds = self.quantization == "int8"
+        if isinstance(weight, QuantizedMatrix):
+            # Such a matrix of a checkpoint fits in eight bits as it is.
+            return self.kernels.pack(weight if rounds else weight.dequantize().to(self.device))
+        rounds = rounds and weight.dim() == 2 and not weight.is_meta
+        return self.kernels.pack(quantize_int8(weight) if rounds else weight)
+
+    def without_data(self, weight: Matrix) -> PackedWeight:
+        """Return what a call returns, but on the meta device and without a format."""
+        return self.kernels.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+
+
+def weights_of(checkpoint: Checkpoint, folder: Path, quantization: Quantization) -> Weights:
+    """Return the checkpoint's weights, with the folder's blocks in place of their matrices if `quantization` says so.
+
+    Raises:
+        ConfigError: the folder has no blocks.
         ModelError: the folder's blocks cannot be read.
     """
-    if quantization == "none":
-        return checkpoint
-    if quantization == "int8":
-        return Int8Weights(checkpoint, kernels)
-    if quantization == "gguf":
-        return GgufWeights(checkpoint, folder / BLOCKS_FILE, kernels)
-    raise ConfigError(f"--quantization must be none, int8 or gguf, not {quantization!r}")
-
-
-class Int8Weights:
-    """Weights of any checkpoint, whose matrices are rounded to signed bytes when they are read."""
-
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
-        self._checkpoint = checkpoint
-        self._kernels = kernels
-        self.take, self.take_table = checkpoint.take, checkpoint.take_table
-        self.has = checkpoint.has
-
-    def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
-        weight = self._checkpoint.take(name, *shape)
-        return self._pack(weight if order is None else weight[list(order)])
-
-    def take_packed_parts(
-        self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
-    ) -> list[PackedWeight]:
-        weight = self._checkpoint.take(name, sum(sizes_out), size_in)
-        weight = weight if order is None else weight[list(order)]
-        return [self._pack(part) for part in torch.split(weight, list(sizes_out))]
-
-    def take_packed_derived(
-        self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
-    ) -> list[PackedWeight]:
-        weight = self._checkpoint.take(name, *shape)
-        parts = [each(weight) for each in derive]
-        return [self._pack(part) if part.dim() == 2 else self._kernels.pack(part) for part in parts]
-
-    def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
-        packed = [[self._pack(part) for part in parts] for parts in self._checkpoint.expert_parts(name, shape)]
-        return [list(part) for part in zip(*packed)]
-
-    def _pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
-        """Round a matrix and pack it. A quantized one fits in eight bits as it is."""
-        if isinstance(weight, QuantizedMatrix) or weight.is_meta:
-            return self._kernels.pack(weight)
-        return self._kernels.pack(quantize_int8(weight))
+    return GgufWeights(checkpoint, folder / BLOCKS_FILE) if quantization == "gguf" else checkpoint
 
 
 class GgufWeights:
     """Weights of a converted GGUF file, as its own blocks. They dequantize to the checkpoint's matrices bit for bit."""
 
-    def __init__(self, checkpoint: Checkpoint, file: Path, kernels: Kernels) -> None:
+    def __init__(self, checkpoint: Checkpoint, file: Path) -> None:
         if not file.is_file():
             raise ConfigError(
                 f"--quantization gguf: {file.parent} was not converted from a GGUF file, or an older version converted "
@@ -87,13 +91,10 @@ class GgufWeights:
             )
         self._checkpoint = checkpoint
         self._file = file
-        self._kernels = kernels
         self.take, self.take_table = checkpoint.take, checkpoint.take_table
         self.has = checkpoint.has
         # No architecture that we convert has such matrices.
-        self.take_packed_parts = checkpoint.take_packed_parts
         self.take_packed_derived = checkpoint.take_packed_derived
-        self.take_packed_experts = checkpoint.take_packed_experts
         try:
             self._blocks: Any = safe_open(file, framework="pt", device="cpu")
             self._types = _types(self._blocks)
@@ -101,9 +102,32 @@ class GgufWeights:
             raise ModelError(f"{file} is damaged: {error}") from error
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
-        type_name = self._types.get(name)
-        if type_name is None:
+        if name not in self._types:
             return self._checkpoint.take_packed(name, *shape, order=order)
+        raw = self._take_raw(name, shape)
+        return self._pack(name, name, raw if order is None else raw[list(order)])
+
+    def take_packed_parts(
+        self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
+    ) -> list[PackedWeight]:
+        if name not in self._types:
+            return self._checkpoint.take_packed_parts(name, sizes_out, size_in, order)
+        raw = self._take_raw(name, (sum(sizes_out), size_in))
+        parts = torch.split(raw if order is None else raw[list(order)], list(sizes_out))
+        return [self._pack(name, f"{name}[{index}]", part) for index, part in enumerate(parts)]
+
+    def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
+        if name not in self._types or shape.transposed:
+            return self._checkpoint.take_packed_experts(name, shape)
+        packed = [
+            [self._pack(name, f"{name}[{expert}][{index}]", part) for index, part in enumerate(shape.parts(raw))]
+            for expert, raw in enumerate(self._take_raw(name, shape.shape))
+        ]
+        return [list(part) for part in zip(*packed)]
+
+    def _take_raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the blocks of a matrix, or of the matrices of all experts: uint8 [..., out, bytes]."""
+        type_name = self._types[name]
         if type_name not in BLOCK_TYPES:
             raise ConfigError(
                 f"--quantization gguf: {name} has GGUF's type {type_name}; supported are {', '.join(BLOCK_TYPES)}; "
@@ -114,13 +138,16 @@ class GgufWeights:
             raw: Tensor = self._blocks.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._file} is damaged: {error}") from error
-        block, (size_out, size_in) = BLOCK_TYPES[type_name], shape
-        if raw.dtype != torch.uint8 or raw.shape != (size_out, size_in // block.elements * block.bytes):
+        block = BLOCK_TYPES[type_name]
+        if raw.dtype != torch.uint8 or raw.shape != (*shape[:-1], shape[-1] // block.elements * block.bytes):
             raise ModelError(
                 f"{self._file} does not fit config.json: {name} has {list(raw.shape)} bytes of {type_name}"
             )
-        raw = raw if order is None else raw[list(order)]
-        return self._kernels.pack(decode_blocks(type_name, raw, self._checkpoint.dtype))
+        return raw
+
+    def _pack(self, tensor: str, name: str, raw: Tensor) -> PackedWeight:
+        """Pack the blocks of one matrix, which is called `name`, of a tensor."""
+        return self._checkpoint.pack(name, BlockMatrix(self._types[tensor], raw, self._checkpoint.dtype))
 
 
 def _types(blocks: Any) -> dict[str, str]:

@@ -19,7 +19,7 @@ from paceline.models.qwen3_moe import Qwen3Moe
 from paceline.models.rotary import Rotation
 
 
-class _ReadsGrids(Decoder):
+class ReadsGrids(Decoder):
     """A decoder with M-RoPE and deepstack.
 
     The three positions of a token differ only in images and videos. So a step without them is that of the text model,
@@ -55,14 +55,14 @@ class _ReadsGrids(Decoder):
         ]
 
 
-class Qwen3VL(_ReadsGrids, Llama):
+class Qwen3VL(ReadsGrids, Llama):
     """Qwen3VLForConditionalGeneration, without its encoder."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         super().__init__(config, weights, kernels, head_norms=True)
 
 
-class Qwen3VLMoe(_ReadsGrids, Qwen3Moe):
+class Qwen3VLMoe(ReadsGrids, Qwen3Moe):
     """Qwen3VLMoeForConditionalGeneration, without its encoder."""
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:

@@ -15,6 +15,7 @@ from paceline.models.granite_hybrid import GraniteHybrid
 from paceline.models.llama import Llama
 from paceline.models.mixtral import Mixtral
 from paceline.models.model_config import ModelConfig
+from paceline.models.qwen3_5 import Qwen35WithMedia
 from paceline.models.qwen3_moe import Qwen3Moe
 from paceline.models.qwen3_next import Qwen3Next
 from paceline.models.qwen3_vl import Qwen3VL, Qwen3VLMoe
@@ -44,8 +45,8 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = 
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen3Next,
     "Qwen3_5MoeForCausalLM": Qwen3Next,
-    "Qwen3_5ForConditionalGeneration": Qwen3Next,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3Next,
+    "Qwen3_5ForConditionalGeneration": Qwen35WithMedia,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35WithMedia,
     "Qwen3VLForConditionalGeneration": Qwen3VL,
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoe,
 }

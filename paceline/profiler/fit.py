@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.step_record import StepRecord
-from paceline.core.step_times import Curve, Spread, StepTimes
+from paceline.core.step_times import Curve, Delay, Spread, StepTimes
 
 HELD_OUT = 4
 """Every fourth step is held out of the fit, to say how good it is."""
@@ -74,6 +75,12 @@ def spread_of(ratios: Sequence[float]) -> Spread:
     """Return the distribution of ratios, with at most as many levels as there are ratios."""
     levels = max(2, min(MOST_LEVELS, len(ratios)))
     return Spread(quantiles=tuple(np.quantile(ratios, np.linspace(0, 1, levels)).round(5).tolist()))
+
+
+def delay_of(seconds: Sequence[float]) -> Delay:
+    """Return the delay that has exactly these times as its distribution; none if there are no times."""
+    scale = (statistics.median(seconds) or statistics.fmean(seconds)) if seconds else 0.0
+    return Delay(seconds=scale, spread=spread_of([each / scale for each in seconds])) if scale > 0 else Delay()
 
 
 def _hats(x: Floats, knots: Floats) -> Floats:
@@ -173,12 +180,21 @@ _READS_SHARE = 0.8
 def with_gaps(rows: Sequence[StepRecord]) -> list[StepRecord]:
     """Return steps with the time that the worker needs between two steps added to each.
 
-    This is the median time from the end of a step until the next one begins, if it begins at once.
+    This is the median time from the end of a step until the next one begins, if that goes on with the same requests.
     """
     gaps = [
         after.ended - before.ended - after.seconds
         for before, after in itertools.pairwise(rows)
-        if after.number == before.number + 1 and 0 <= after.ended - before.ended - after.seconds < 0.5 * after.seconds
+        if _goes_on(before, after)
     ]
-    gap = float(np.median(gaps)) if gaps else 0.0
+    gap = max(0.0, float(np.median(gaps))) if gaps else 0.0
     return [row._replace(seconds=row.seconds + gap) for row in rows]
+
+
+def _goes_on(before: StepRecord, after: StepRecord) -> bool:
+    """Return whether a step has only requests of the step before it. Otherwise, the worker may have waited for work."""
+    if after.number != before.number + 1 or after.sequences > before.sequences:
+        return False
+    if after.prompt_tokens:  # a prompt has not begun with this step if its tokens attend to earlier ones
+        return after.prompt_pairs > after.prompt_tokens * (after.prompt_tokens + 1) // 2
+    return after.sequences == before.sequences and after.context_tokens > before.context_tokens

@@ -4,7 +4,8 @@
     texts      single requests with texts, which the gateway has to tokenize
     batches    1, 2, 4, … requests at the same time, up to what the workers run at once
     contexts   4 requests at the same time with long prompts
-    mixed      prompts that arrive while 4 requests are being answered, to check the fit
+    arrivals   several short prompts and answers at the same time
+    beside     prompts that arrive while 1, 4 and 12 requests are being answered
 
 On a laptop all of them take about two minutes, and on a GPU a few seconds. On a slower machine, a phase leaves out
 larger sizes after one that took SLOW_SECONDS.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from paceline.profiler.stack import Answer, Facts, ProfiledStack
 
 Steps = dict[str, list[StepRecord]]
 """Steps by the role of their workers."""
+Traced = tuple[Answer, Mapping[str, Any]]
+"""A request and its trace."""
 
 REPEATS = 6
 LONGEST_PROMPT = 4096
@@ -34,6 +37,14 @@ ANSWER_TOKENS = 48
 SLOW_SECONDS = 20.0
 """If the requests of one size take longer than this, larger sizes are left out."""
 _SINGLE_TOKENS = 12
+_ARRIVALS = 8
+_ARRIVING_TOKENS = 48
+"""Requests at the same time, and tokens of each prompt. The gateway holds back none of them, and a prefill worker
+computes each."""
+_BESIDE = (1, 4, 12)
+_BESIDE_TOKENS = (128, 512)
+_MOST_BESIDE = 24
+"""Requests that are answered while prompts come, lengths of the prompts, which alternate, and the most prompts."""
 _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch from their tower of old grey stone "
 
 
@@ -41,17 +52,21 @@ _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch fr
 class Measured:
     """Everything that was measured."""
 
-    singles: list[tuple[Answer, dict[str, Any]]] = field(default_factory=list)
+    singles: list[Traced] = field(default_factory=list)
     """Requests that ran alone, with their traces."""
-    texts: list[tuple[Answer, dict[str, Any]]] = field(default_factory=list)
+    texts: list[Traced] = field(default_factory=list)
     prompts: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which prompts were computed while nothing else ran."""
     decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which a fixed number of requests were answered."""
     mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps that did both."""
+    arrivals: list[tuple[list[Traced], Steps]] = field(default_factory=list)
+    """Requests that came at the same time, and the steps that computed their prompts."""
     beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of prompts that were computed while a fixed number of requests were answered."""
+    crowded: list[Traced] = field(default_factory=list)
+    """The requests of these prompts, with their traces."""
 
 
 def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:
@@ -73,7 +88,8 @@ def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> 
     stack.new_steps()
     _batches(stack, facts, found, tell)
     _contexts(stack, facts, found, tell, longest)
-    _mixed(stack, facts, found, tell)
+    _arrivals(stack, facts, found, tell)
+    _beside(stack, facts, found, tell)
     return found
 
 
@@ -99,8 +115,8 @@ def _until_slow(sizes: Iterable[int], tell: Callable[[str], None]) -> Iterator[i
             return
 
 
-def _single(stack: ProfiledStack, prompt: list[int] | str) -> tuple[Answer, dict[str, Any]]:
-    answer = stack.ask(prompt, _SINGLE_TOKENS)
+def _single(stack: ProfiledStack, prompt: list[int] | str, tokens: int = _SINGLE_TOKENS) -> Traced:
+    answer = stack.ask(prompt, tokens)
     return answer, stack.trace(answer)
 
 
@@ -118,7 +134,7 @@ def _batches(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable
     tell(f"{', '.join(map(str, counts))} requests at the same time")
     for count in _until_slow(counts, tell):
         # The first ones must not have ended when the last one begins.
-        tokens = min(ANSWER_TOKENS + 2 * count, facts.max_model_len - 32)
+        tokens = min(ANSWER_TOKENS + count, facts.max_model_len - 32)
         stack.ask_together([stack.prompt(24) for _ in range(count)], tokens)
         _keep_full(found, stack.new_steps(), count // facts.workers["decode"])
 
@@ -139,17 +155,33 @@ def _keep_full(found: Measured, steps: Steps, least: int) -> None:
         found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]
 
 
-def _mixed(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
-    together = min(4, facts.max_seqs - 1)
-    length = min(256, facts.max_batched_tokens, facts.max_model_len // 2)
-    if together < 1:
-        return
-    tell(f"prompts of {length} tokens while {together} requests are answered")
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(together)], 4 * ANSWER_TOKENS)
-        for _ in range(2 * REPEATS):
-            stack.ask(stack.prompt(length), 1)
-        running.result()
-    for role, rows in stack.new_steps().items():
-        found.beside[role] += rows
-        found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]
+def _arrivals(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
+    count = min(_ARRIVALS, facts.max_seqs)
+    length = min(_ARRIVING_TOKENS, facts.max_batched_tokens, facts.max_model_len // 2)
+    # A second token comes after a handoff, if there is one.
+    tokens = 2 if facts.workers["prefill"] else 1
+    tell(f"{count} requests with {length} tokens each at the same time")
+    for _ in range(REPEATS):
+        answers = stack.ask_together([stack.prompt(length) for _ in range(count)], tokens)
+        found.arrivals.append(([(answer, stack.trace(answer)) for answer in answers], stack.new_steps()))
+
+
+def _beside(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
+    counts = sorted({count for count in _BESIDE if count < facts.max_seqs})
+    longest = min(facts.max_batched_tokens, facts.max_model_len // 2)
+    lengths = [min(length, longest) for length in _BESIDE_TOKENS]
+    tell(
+        f"prompts of {' and '.join(map(str, lengths))} tokens while {', '.join(map(str, counts))} requests are answered"
+    )
+    for count in _until_slow(counts, tell):
+        with ThreadPoolExecutor(1) as pool:
+            tokens = min(4 * ANSWER_TOKENS, facts.max_model_len - 32)
+            running = pool.submit(stack.ask_together, [stack.prompt(24) for _ in range(count)], tokens)
+            crowded: list[Traced] = []
+            while not running.done() and len(crowded) < _MOST_BESIDE:
+                crowded.append(_single(stack, stack.prompt(lengths[len(crowded) % 2]), 1))
+            running.result()
+            found.crowded += crowded[1:]  # the first one came together with these requests
+        for role, rows in stack.new_steps().items():
+            found.beside[role] += rows
+            found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]

@@ -8,16 +8,14 @@ sum matters to a request that runs alone.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import UnavailableError
 from paceline.core.step_times import Delay
-from paceline.profiler.fit import spread_of
-from paceline.profiler.stack import Answer
-
-Traced = tuple[Answer, Mapping[str, Any]]
+from paceline.profiler.fit import delay_of
+from paceline.profiler.measure import Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +57,48 @@ def find_overheads(singles: Sequence[Traced], texts: Sequence[Traced], decode_st
         if part["told"] is not None
     ]
     return Overheads(
-        gateway=_delay([part["asked"] for part in parts]).model_copy(update={"per_token": per_token}),
-        admit=_delay([part["admitted"] - part["asked"] for part in parts]),
-        first_token=_delay([half + part["client"] for part, half in zip(parts, after_step)]),
-        handoff=_delay(told),
-        token=_delay(around),
-        prefill_join=_delay(after_step),
-        decode_join=_delay(around),
+        gateway=delay_of([part["asked"] for part in parts]).model_copy(update={"per_token": per_token}),
+        admit=delay_of([part["admitted"] - part["asked"] for part in parts]),
+        first_token=delay_of([half + part["client"] for part, half in zip(parts, after_step)]),
+        handoff=delay_of(told),
+        token=delay_of(around),
+        prefill_join=delay_of(after_step),
+        decode_join=delay_of(around),
     )
+
+
+def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: float) -> Delay:
+    """Return how much later prompts are on their workers while decode workers use the same cores.
+
+    A prompt also waits for its turn, which the simulator counts apart: on average for half of a decode step.
+
+    Args:
+        alone, crowded: requests that ran alone, and those whose prompts came while others were answered.
+        decode_step: time of such a decode step, in seconds.
+    """
+    around, more = ([part["first"] - part["steps"] for part in map(_parts, own) if part] for own in (alone, crowded))
+    if not around or not more:
+        return Delay()
+    usual = statistics.median(around) + decode_step / 2
+    return delay_of([max(0.0, each - usual) for each in more])
+
+
+def find_admission(alone: Sequence[Traced], arrivals: Sequence[Sequence[Traced]]) -> float:
+    """Return by how many seconds an admission takes longer for each other one at the same time.
+
+    Args:
+        alone: requests that came alone.
+        arrivals: groups of requests that came at the same time. Those that were admitted last may have waited for
+            more than the work of admissions, so only the first half of each group counts.
+    """
+    usual = [part["admitted"] for part in map(_parts, alone) if part]
+    longer = []
+    for group in arrivals:
+        admitted = sorted(part["admitted"] for part in map(_parts, group) if part)
+        if usual and len(admitted) > 1:
+            first = statistics.median(admitted[: len(admitted) // 2])
+            longer.append(max(0.0, first - statistics.median(usual)) / (len(admitted) - 1))
+    return statistics.median(longer) if longer else 0.0
 
 
 def _parts(traced: Traced) -> dict[str, Any] | None:
@@ -90,12 +122,3 @@ def _parts(traced: Traced) -> dict[str, Any] | None:
         "told": handoff["told_ms"] / 1000 if handoff and handoff["told_ms"] is not None else None,
         "second": decode["first_token_ms"] / 1000 if decode else None,
     }
-
-
-def _delay(seconds: Iterable[float]) -> Delay:
-    """Return a delay with the median and the distribution of these times."""
-    times = list(seconds)
-    middle = statistics.median(times) if times else 0.0
-    if middle <= 0:
-        return Delay(seconds=max(middle, 0.0))
-    return Delay(seconds=middle, spread=spread_of([each / middle for each in times]))

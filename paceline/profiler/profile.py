@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -11,12 +12,12 @@ from typing import NamedTuple
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 from paceline.core.step_record import StepRecord
-from paceline.core.step_times import Drafts, Profile, StepTimes, WorkerTimes
+from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
 from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
-from paceline.profiler.overheads import find_overheads
+from paceline.profiler.overheads import find_admission, find_admit, find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack
-from paceline.profiler.turns import find_turns
+from paceline.profiler.turns import Arrivals, find_arrival, find_turns
 
 SCALE_SECONDS = 600.0
 """Deadline of a worker's start, and of its drain."""
@@ -68,23 +69,22 @@ def make_profile(
     Args:
         fetched: bytes that hosts have fetched from each other, and the seconds that this took.
     """
-    prefill, quality = _steps_of("prefill" if facts.workers["prefill"] else "decode", measured)
+    computing = "prefill" if facts.workers["prefill"] else "decode"
+    prefill, quality = _steps_of(computing, measured)
     decode, own = _steps_of("decode", measured)
+    turns = _turns(facts, measured, prefill, decode)
     overheads = find_overheads(measured.singles, measured.texts, decode.decode_seconds(1, 0))
     shared = WorkerTimes(
         steps=decode,
         max_seqs=facts.max_seqs,
         max_batched_tokens=facts.max_batched_tokens,
         drafts=Drafts(),
-        planned_steps=0 if facts.takes_turns and facts.workers["prefill"] else 1,
         join=overheads.decode_join,
+        arrival=_arrival(computing, facts, measured, prefill, turns),
         startup=lifetimes.startup,
         drain=lifetimes.drain,
     )
     moved, seconds = fetched
-    beside = measured.beside
-    prompts = [row for row in beside["prefill"] if row.prompt_tokens]
-    decoding = [row for row in beside["decode"] if row.sequences and not row.prompt_tokens]
     made = Profile(
         machine=machine or facts.numerics or "unknown",
         model=facts.model,
@@ -94,16 +94,47 @@ def make_profile(
         host_tokens=facts.host_tokens,
         prefill=shared.model_copy(update={"steps": prefill, "join": overheads.prefill_join}),
         decode=shared,
-        turns=find_turns(facts.itl_target_seconds, prompts, decoding, prefill, decode) if facts.takes_turns else None,
         gateway=overheads.gateway,
         admit=overheads.admit,
         first_token=overheads.first_token,
         handoff=overheads.handoff,
         token=overheads.token,
     )
+    if facts.takes_turns:
+        # A decode worker that takes turns plans each step just before the step begins.
+        planned = 0 if facts.workers["prefill"] else 1
+        alternating = shared.model_copy(update={"planned_steps": planned})
+        made = made.model_copy(update={"decode": alternating, "turns": turns})
     if moved and seconds:
         made = made.model_copy(update={"transfer_bytes": moved / seconds})
     return made, {f"steps of {name}": each for name, each in (quality | own).items()}
+
+
+def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTimes) -> Turns:
+    prompts = [row for row in measured.beside["prefill"] if row.prompt_tokens]
+    decoding = [row for row in measured.beside["decode"] if row.sequences and not row.prompt_tokens]
+    found = find_turns(facts.itl_target_seconds, prompts, decoding, prefill, decode)
+    singles = measured.singles
+    own: dict[str, object] = {"admission": find_admission(singles, [group for group, _ in measured.arrivals])}
+    if prompts and decoding:
+        step = statistics.median(row.seconds for row in decoding)
+        own["admit"] = find_admit(singles, measured.crowded, step)
+    return found.model_copy(update=own)
+
+
+def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turns: Turns) -> float:
+    """Return what an arrival costs the prompts under way. Steps of several workers do not show it, so it is 0 then."""
+    if facts.workers[role] > 1:
+        return 0.0
+    arrivals = [
+        Arrivals(
+            len(group),
+            [row for row in own[role] if row.prompt_tokens],
+            [row for row in own["decode"] if facts.takes_turns and role == "prefill"],
+        )
+        for group, own in measured.arrivals
+    ]
+    return find_arrival(arrivals, steps, turns)
 
 
 def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:

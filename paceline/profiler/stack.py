@@ -61,14 +61,17 @@ class ProfiledStack:
         """Number of the newest known step of each worker, by its name and epoch."""
         self._ids = itertools.count()
         self._source = random.Random(time.time_ns())
-        self.model = str(self._fetch("/v1/models")["data"][0]["id"])
+        self.model = gateway.model or str(self._fetch("/v1/models")["data"][0]["id"])
 
     def _fetch(self, path: str) -> dict[str, Any]:
         return self._gateway.fetch(path, seconds=FETCH_SECONDS)
 
+    def _fetch_fleet(self, path: str) -> dict[str, Any]:
+        return self._gateway.fetch_fleet(path, seconds=FETCH_SECONDS)
+
     def facts(self) -> Facts:
         """Return the stack's facts. Raises UnavailableError if it has other work, or lacks a worker."""
-        fleet, steps = self._fetch("/fleet"), self._fetch("/fleet/steps?most=1")
+        fleet, steps = self._fetch_fleet("/fleet"), self._fetch_fleet("/fleet/steps?most=1")
         workers = [
             each for each in fleet["workers"] if each["role"] in ("prefill", "decode") and each["state"] == "ready"
         ]
@@ -99,7 +102,7 @@ class ProfiledStack:
     def new_steps(self) -> dict[str, list[StepRecord]]:
         """Return the steps of all workers since the last call, by role, in the order of their ends."""
         found: dict[str, list[StepRecord]] = {"prefill": [], "decode": []}
-        for worker in self._fetch("/fleet/steps?most=4096")["workers"]:
+        for worker in self._fetch_fleet("/fleet/steps?most=4096")["workers"]:
             name = worker["worker_id"], worker["epoch"]
             rows = [StepRecord(*row) for row in worker["steps"]]
             found[worker["role"]] += [row for row in rows if row.number > self._seen.get(name, -1)]
@@ -109,7 +112,7 @@ class ProfiledStack:
 
     def fetched(self) -> tuple[int, float]:
         """Return the bytes that hosts have fetched from other hosts, and the seconds that this took."""
-        hosts = self._fetch("/fleet/steps?most=1")["hosts"]
+        hosts = self._fetch_fleet("/fleet/steps?most=1")["hosts"]
         return sum(each["fetched_bytes"] for each in hosts), sum(each["fetch_seconds"] for each in hosts)
 
     def trace(self, answer: Answer) -> dict[str, Any]:
@@ -153,4 +156,4 @@ class ProfiledStack:
 
     def scale(self, targets: dict[str, int] | None = None) -> dict[str, Any]:
         """Set numbers of workers, and return the state of all roles."""
-        return self._gateway.fetch("/fleet/scale", targets, seconds=60.0)
+        return self._gateway.fetch_fleet("/fleet/scale", targets, seconds=60.0)

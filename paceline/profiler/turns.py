@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from paceline.core.step_record import StepRecord
-from paceline.core.step_times import StepTimes, Turns
+from paceline.core.step_times import Curve, StepTimes, Turns
+from paceline.core.turns import STEPS
+from paceline.profiler.fit import Fit, delay_of, fit
 
 _LEAST_SHARE = 0.2
-"""Share of a prompt's step during which decode must have computed, or the step tells nothing about it."""
+"""Share of a prompt's step that decode must have had, and prefill too, or the step tells nothing about turns."""
+_LEAST_PROMPTS = 3
+"""Least number of prompts beside the same number of rows from which the speed of prefill is known."""
+_WHOLE = 0.9
+"""Share of the time between two decode steps during which prefill must have computed, so that it was prefill's turn."""
+_LEAST_STEPS = 8
+"""Least number of steps from which times are fitted."""
 
 
 def find_turns(
@@ -27,22 +38,89 @@ def find_turns(
         prefill, decode: how long such steps take alone.
     """
     turns = Turns(itl_target=itl_target, least_share=0.5) if itl_target else Turns()
-    progress, longer = [], []
+    found: dict[str, object] = {}
+    if speeds := list(_speeds(prompts, decoding, prefill)):
+        found["prefill_speed"] = Curve(points=tuple(speeds))
+    if late := list(_lateness(turns, prompts, decoding)):
+        found["late"] = delay_of(late)
+    if fitted := _crowded_steps(prompts, decoding, decode):
+        found |= {"decode": fitted.curve, "decode_per_token": fitted.slope, "decode_spread": fitted.spread}
+    return turns.model_copy(update=found)
+
+
+class Arrivals(NamedTuple):
+    """Requests that came at the same time."""
+
+    requests: int
+    prompts: Sequence[StepRecord]
+    """The steps that computed their prompts, on one worker."""
+    decoding: Sequence[StepRecord] = ()
+    """Steps of decoding on the same cores."""
+
+
+def find_arrival(arrivals: Sequence[Arrivals], prefill: StepTimes, turns: Turns) -> float:
+    """Return the seconds by which a prompt takes longer with each further request that arrives.
+
+    Args:
+        prefill: how long the steps of prompts take alone.
+        turns: how much longer they take beside decoding.
+    """
+    longer = []
+    for count, prompts, decoding in arrivals:
+        if prompts and count > 1:
+            usual = sum(_alone(row, prefill) / turns.speed_of_prefill(_rows_beside(row, decoding)) for row in prompts)
+            whole = prompts[-1]._replace(seconds=prompts[-1].ended - prompts[0].ended + prompts[0].seconds)
+            own = whole.seconds - sum(_common(whole, other) for other in decoding)
+            longer.append(max(0.0, own - usual) / (count - 1))
+    return statistics.median(longer) if longer else 0.0
+
+
+def _speeds(
+    prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], prefill: StepTimes
+) -> Iterator[tuple[float, float]]:
+    """Yield numbers of decoding rows, in ascending order, and how fast prefill was in its own time beside them."""
+    speeds = defaultdict[int, list[float]](list)
     for row in prompts:
-        taken = sum(_common(row, other) for other in decoding)
-        if taken >= _LEAST_SHARE * row.seconds:
-            alone = prefill.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2)
-            # What is not computed in the time that is left was computed while decode computed.
-            progress.append((alone - (row.seconds - taken)) / taken)
+        own = row.seconds - sum(_common(row, other) for other in decoding)
+        if _LEAST_SHARE * row.seconds <= own <= (1 - _LEAST_SHARE) * row.seconds:
+            speeds[_rows_beside(row, decoding)].append(_alone(row, prefill) / own)
+    for rows, found in sorted(speeds.items()):
+        if len(found) >= _LEAST_PROMPTS:
+            yield rows, statistics.median(found)
+
+
+def _crowded_steps(prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], decode: StepTimes) -> Fit | None:
+    """Return the times of decode steps while prefill has work, by rows and by tokens of prefill's step."""
+    rows, tokens, seconds = [], [], []
     for row in decoding:
-        if sum(_common(row, other) for other in prompts) > 0.5 * row.seconds:
-            longer.append(row.seconds / decode.decode_seconds(row.sequences + row.drafts, row.context_tokens))
-    return turns.model_copy(
-        update={
-            "overlap": min(1.0, max(0.0, statistics.median(progress))) if progress else 0.0,
-            "slowdown": max(1.0, statistics.median(longer)) if longer else 1.0,
-        }
-    )
+        common, beside = max(((_common(row, other), other.prompt_tokens) for other in prompts), default=(0.0, 0))
+        if common > 0.5 * row.seconds:
+            rows.append(row.sequences + row.drafts)
+            tokens.append(beside)
+            seconds.append(max(1e-6, row.seconds - decode.decode_context * row.context_tokens))
+    return fit(rows, tokens, seconds) if len(rows) >= _LEAST_STEPS else None
+
+
+def _lateness(turns: Turns, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]) -> Iterator[float]:
+    """Yield for each turn of prefill how much longer it was than `core/turns.py` says."""
+    recent: deque[float] = deque(maxlen=STEPS)
+    for before, after in itertools.pairwise(decoding):
+        recent.append(before.seconds)
+        gap = after.ended - after.seconds - before.ended
+        turn = after._replace(ended=before.ended + gap, seconds=gap)
+        if after.number == before.number + 1 and sum(_common(turn, other) for other in prompts) > _WHOLE * gap > 0:
+            yield max(0.0, gap - turns.left_to_prefill(recent))
+
+
+def _alone(row: StepRecord, prefill: StepTimes) -> float:
+    """Return the time of a prompt's step without decoding."""
+    return prefill.prefill_seconds(row.prompt_tokens, row.prompt_pairs - row.prompt_tokens / 2)
+
+
+def _rows_beside(row: StepRecord, decoding: Sequence[StepRecord]) -> int:
+    """Return how many rows decoded during a prompt's step; 0 if none did."""
+    beside = [other.sequences for other in decoding if _common(row, other)]
+    return int(statistics.median(beside)) if beside else 0
 
 
 def _common(one: StepRecord, other: StepRecord) -> float:

@@ -64,6 +64,7 @@ class Member(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    BEATS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """gateway, prefill, decode, encode, kvtransfer, planner, or standby: a worker that waits for a role."""
@@ -87,6 +88,8 @@ class Member(_message.Message):
     """Path of the Unix socket from which gateways on the same host read events. Only decode workers have it."""
     release: _builtins.str
     """Release of the service, for people."""
+    beats: _builtins.bool
+    """Whether the service adds a beat to the stream of its cluster each time it writes this."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """For placing requests. Only gateways and workers have it."""
@@ -147,10 +150,11 @@ class Member(_message.Message):
         plan: Global___PlanReport | None = ...,
         wire: _common_pb2.WireVersions | None = ...,
         release: _builtins.str = ...,
+        beats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

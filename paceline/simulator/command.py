@@ -1,30 +1,29 @@
-"""`paceline simulate`: the answer in words, as JSON and as a page."""
+"""`paceline simulate`: from options to simulations, and their answers in words, as JSON and as a page."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
+from paceline.core.planner.objectives import Latency, Objectives, RoleLimits, class_latencies
+from paceline.core.request_classes import DEFAULT, read_classes
 from paceline.core.step_times import read_profile
+from paceline.simulator.answers import on_caches, on_disaggregation, on_failure
 from paceline.simulator.described_load import read_load
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.report import render
 from paceline.simulator.report.content import Report
 from paceline.simulator.report.describe import describe
-from paceline.simulator.result import ClassResult
 from paceline.simulator.scenario import Failure, Scenario
 from paceline.simulator.search import Found, MissedError, cheapest
 from paceline.simulator.simulation import simulate
+from paceline.simulator.text import lines
 from paceline.simulator.trace import Trace, TraceRequest
 from paceline.simulator.trace_files import read_trace
-
-PAYS = 0.02
-"""Share by which one kind of fleet must be better than the other before this is called a difference."""
 
 
 def simulate_fleet(arguments: dict[str, Any]) -> int:
@@ -35,22 +34,35 @@ def simulate_fleet(arguments: dict[str, Any]) -> int:
     load = _Load.read(arguments)
     scenario = _scenario(arguments)
     found = _find(scenario, load, arguments["find"])
-    alternatives: list[Found] = []
-    notes: list[str] = []
-    if not (arguments["no_compare"] or arguments["planner"] or found.scenario.is_aggregated or not scenario.prefill):
+    others: list[Found] = []
+    notes = [on_failure(each, found.result, arguments["share"]) for each in scenario.failures]
+    for tokens in arguments["cache_tokens"][1:]:
         try:
-            other = _find(dataclasses.replace(found.scenario, is_aggregated=True), load, arguments["find"])
+            others.append(_find(dataclasses.replace(scenario, host_tokens=tokens), load, arguments["find"]))
+        except MissedError:
+            notes.append(f"With {tokens:,} tokens of cache on each host, no number of workers meets the objectives.")
+    if others:
+        notes.append(on_caches([found, *others]))
+    if _is_compared(arguments, found.scenario):
+        try:
+            together = _find(dataclasses.replace(found.scenario, is_aggregated=True), load, arguments["find"])
         except MissedError:
             notes.append("Disaggregation pays for this load: workers that do both miss the objectives, however many.")
         else:
-            alternatives.append(other)
-            notes.extend(compare(found, other))
-    for own in (found, *alternatives):
+            others.append(together)
+            notes.append(on_disaggregation(found, together))
+    for own in (found, *others):
         print(*lines(own), sep="\n")
         print()
     print(*notes, sep="\n", end="\n" if notes else "")
-    _write(arguments, load.name, [found, *alternatives], notes)
+    _write(arguments, load.name, [found, *others], notes)
     return 0 if found.result.is_met else 1
+
+
+def _is_compared(arguments: dict[str, Any], scenario: Scenario) -> bool:
+    """Return whether a fleet is compared with an aggregated one."""
+    is_asked = not (arguments["no_compare"] or arguments["planner"])
+    return is_asked and not scenario.is_aggregated and scenario.prefill > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +102,18 @@ def _scenario(arguments: dict[str, Any]) -> Scenario:
     if arguments["find"] and arguments["planner"]:
         raise ConfigError("--find searches a fleet that stays as it is; leave out --find or --planner")
     limits = RoleLimits(0, 1_000_000)
+    classes = read_classes(str(arguments["classes_file"] or ""))
+    latencies = class_latencies(classes, arguments["share"]) if arguments["classes_file"] else {}
     objectives = Objectives(
-        default=Latency(arguments["ttft"], arguments["itl"], arguments["share"]),
+        classes=latencies,
+        default=latencies.get(DEFAULT, Latency(arguments["ttft"], arguments["itl"], arguments["share"])),
         roles={"prefill": limits, "decode": dataclasses.replace(limits, least=1)},
         budget=arguments["budget"] or None,
     )
+    if min(arguments["cache_tokens"]) < 0:
+        raise ConfigError("--cache-tokens must be at least 0, which takes the profile's")
+    if arguments["no_restart"] and not arguments["fail"]:
+        raise ConfigError("--no-restart is for workers that fail; add --fail SHARE@SECONDS, or leave it out")
     scenario = Scenario(
         profile=read_profile(arguments["profile"]),
         prefill=arguments["prefill"],
@@ -103,9 +122,15 @@ def _scenario(arguments: dict[str, Any]) -> Scenario:
         is_aggregated=arguments["aggregated"],
         workers_per_host=arguments["per_host"],
         cache_policy=arguments["cache_policy"],
-        host_tokens=arguments["cache_tokens"],
-        gateway=GatewayOptions(queue_seconds=arguments["queue_seconds"]),
+        host_tokens=arguments["cache_tokens"][0],
+        gateway=GatewayOptions(
+            queue_seconds=arguments["queue_seconds"],
+            max_waiting=arguments["max_waiting"],
+            classes=classes,
+            retries=arguments["retries"],
+        ),
         failures=tuple(map(Failure.parse, arguments["fail"])),
+        restarts=not arguments["no_restart"],
         plans=arguments["planner"],
         seed=arguments["seed"],
     )
@@ -119,67 +144,6 @@ def _find(scenario: Scenario, load: _Load, searches: bool) -> Found:
     if searches:
         return cheapest(scenario, lambda own: simulate(own, load.requests()))
     return Found(scenario, simulate(scenario, load.requests()))
-
-
-def lines(found: Found) -> Iterator[str]:
-    """Yield the result in lines of text."""
-    scenario, result = found.scenario, found.result
-    devices = result.device_seconds / result.seconds if result.seconds else 0.0
-    yield scenario.name
-    yield (
-        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {result.cost:.3g} "
-        f"({result.cost / max(1e-9, result.seconds) * 3600:.2f} an hour)"
-    )
-    for name, own in sorted(result.classes.items()):
-        yield from _class_lines(name, own, scenario.objectives.latency(name))
-    busy = ", ".join(f"{role} workers compute {share:.0%} of the time" for role, share in result.busy.items() if share)
-    yield f"  {busy or 'no worker computed'}; {result.preemptions} preemptions"
-    for decision in result.decisions:
-        yield f"  {decision.at:7.0f} s  {decision.line}"
-
-
-def _class_lines(name: str, own: ClassResult, limits: Latency) -> Iterator[str]:
-    label = f"class {name}: " if name else ""
-    verdict = "meets" if own.is_met else "misses"
-    yield (
-        f"  {label}{own.requests} requests, {own.refused} refused, {own.attained:.1%} within objectives "
-        f"({verdict} {limits.percentile:.0%}), goodput {own.goodput:.3g} requests/s, {own.hit_rate:.1%} cached"
-    )
-    for title, times, limit in (
-        ("TTFT", own.ttft, limits.ttft),
-        ("ITL", own.itl, None),
-        ("mean ITL", own.mean_itl, limits.itl),
-    ):
-        goal = "" if limit is None else f"   objective {limit * 1000:g} ms"
-        values = "  ".join(f"{part} {getattr(times, part) * 1000:8.1f}" for part in ("p50", "p90", "p95", "p99"))
-        yield f"    {title:<8}  {values}  ms{goal}"
-
-
-def compare(apart: Found, together: Found) -> Iterable[str]:
-    """Yield sentences that say whether disaggregation pays.
-
-    Args:
-        apart: a disaggregated fleet.
-        together: an aggregated one under the same load.
-    """
-    one, other = apart.result, together.result
-    if one.is_met and other.is_met and one.cost and other.cost:
-        saved = 1 - one.cost / other.cost
-        what = f"it costs {one.cost:.3g} and the aggregated fleet {other.cost:.3g}, and both meet the objectives"
-        better = saved
-    else:
-        better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
-        what = f"goodput is {one.goodput:.3g} requests/s, that of the aggregated fleet {other.goodput:.3g}"
-    if better > PAYS:
-        yield f"Disaggregation pays for this load: {what}."
-    elif better < -PAYS:
-        yield f"Disaggregation does not pay for this load: {what}."
-    else:
-        itl, theirs = (max((c.itl.p99 for c in own.classes.values()), default=0.0) for own in (one, other))
-        yield (
-            f"Disaggregation makes little difference in goodput and cost for this load: {what}. "
-            f"The 99th percentile of ITL is {itl * 1000:.0f} ms with it and {theirs * 1000:.0f} ms without."
-        )
 
 
 def _write(arguments: dict[str, Any], load: str, found: list[Found], notes: list[str]) -> None:

@@ -7,29 +7,37 @@ so it goes on later where it was.
 
 from __future__ import annotations
 
-import statistics
+import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.core.step_times import Turns
+from paceline.core.turns import STEPS
 from paceline.simulator.events import Events
+from paceline.simulator.series import ratios_of
+from paceline.simulator.sharing import Sharing
 
 if TYPE_CHECKING:
     from paceline.simulator.worker import Worker
 
-_STEPS = 8
-"""Number of recent steps from which the time for prefill follows."""
-
 
 class Cores:
-    """The turns of one host's workers."""
+    """The turns of one host's workers.
 
-    def __init__(self, turns: Turns, events: Events) -> None:
+    Args:
+        seed: decides how late decode begins after the turns of prefill.
+    """
+
+    def __init__(self, turns: Turns, events: Events, seed: int = 0) -> None:
         self.turns = turns
         self._events = events
+        self.decode_ratios = ratios_of(turns.decode_spread, seed)
+        """Ratios of the times of decode steps while prefill has work."""
+        self._admissions = Sharing(events)
+        self._random = random.Random(seed)
         self._workers: list[Worker] = []
-        self._recent: deque[float] = deque(maxlen=_STEPS)
+        self._recent: deque[float] = deque(maxlen=STEPS)
         self._until = 0.0
         """Instant until which prefill has the cores although decode has work."""
 
@@ -48,11 +56,41 @@ class Cores:
         """Return whether a prefill worker waits for this decode worker's turn to end."""
         return worker.role == "decode" and any(own.has_work for own in self._of("prefill"))
 
+    def admit(self, done: Callable[[], object]) -> None:
+        """Do the work of an admission, which takes longer while others are admitted, too. Then call `done`."""
+        if self.turns.admission:
+            self._admissions.add(self.turns.admission, done)
+        else:
+            done()
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decode worker has work."""
+        return any(own.has_work for own in self._of("decode"))
+
+    def speed_of(self, worker: Worker) -> float:
+        """Return how fast a worker computes in its turns."""
+        rows = sum(own.rows.count for own in self._of("decode") if own.has_work)
+        return self.turns.speed_of_prefill(rows) if worker.role == "prefill" else 1.0
+
+    def decode_seconds(self, alone: float, rows: int, reading: float) -> float:
+        """Return the fitted time of a decode step while prefill has work.
+
+        Args:
+            alone: seconds without prefill.
+            rows: sequences and their drafts.
+            reading: seconds of `alone` for attention to contexts.
+        """
+        if self.turns.decode is None:
+            return alone
+        tokens = max(own.clock.prompt_tokens for own in self._of("prefill"))
+        return max(alone, self.turns.decode.at(rows) + self.turns.decode_per_token * tokens + reading)
+
     def may_begin(self, worker: Worker) -> bool:
         """Return whether a worker may begin a step now. If not, it is woken when it may."""
         if worker.role == "prefill":
             for own in self._of("decode"):
-                own.cut()
+                own.clock.cut(own.clock.steps_begun())
             return not self._decode_computes() or self._events.now < self._until
         return not (self._events.now < self._until and self.is_wanted(worker))
 
@@ -60,7 +98,7 @@ class Cores:
         """Note that a worker has begun a step."""
         if worker.role == "decode":
             for own in self._of("prefill"):
-                own.pause()
+                own.clock.pause()
 
     def ended(self, worker: Worker, seconds: Sequence[float]) -> None:
         """Note that a worker's steps have ended, of which the last ones took these times."""
@@ -68,8 +106,8 @@ class Cores:
             return
         self._recent.extend(seconds)
         if self.is_wanted(worker) and not self._decode_computes():
-            left = self.turns.itl_target - max(self._recent)
-            self._until = self._events.now + max(left, self.turns.least_share * statistics.median(self._recent))
+            late = self.turns.late.at(0, self._random.random())
+            self._until = self._events.now + self.turns.left_to_prefill(self._recent) + late
             self._events.at(self._until, self._release)
             self._give_to_prefill()
 
@@ -95,7 +133,7 @@ class Cores:
 
     def _give_to_prefill(self) -> None:
         for own in self._of("prefill"):
-            own.resume()
+            own.clock.resume(self.speed_of(own))
             own.wake()
 
     def _of(self, role: str) -> list[Worker]:

@@ -9,6 +9,8 @@ schedule = [[0, 2.0], [300, 8.0]]       # (second, conversations per second from
 
 [[requests]]                            # one table for each kind of conversation
 class = "chat"
+key = "app"                             # API key; keys share what there is if requests wait
+priority = 0                            # lower is more urgent
 weight = 3                              # share of the conversations, relative to the other kinds
 prompt = {median = 300, p99 = 3000}     # new tokens of each turn; or a number, or {least = 100, most = 500}
 answer = {median = 150, p99 = 800}
@@ -142,6 +144,8 @@ class Kind(_Table):
     """One kind of conversation."""
 
     group: str = Field(default="", alias="class")
+    key: str = ""
+    priority: int = 0
     weight: Positive = 1.0
     prompt: Amount
     answer: Amount
@@ -214,7 +218,7 @@ class _Conversation:
             return None
         self._context = prompt + answer
         session = str(self._number) if kind.turns > 1 else ""
-        return TraceRequest(at, prompt, answer, self._blocks(), kind.group, session)
+        return TraceRequest(at, prompt, answer, self._blocks(), kind.group, session, kind.key, kind.priority)
 
     def after(self, at: float) -> float | None:
         """Return when the turn after the one at `at` arrives; None if there is none."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.cache_policy.registry import find_policy
 from paceline.core.step_times import Profile, WorkerTimes
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
 from paceline.simulator.gateway import Gateway
 from paceline.simulator.host import Host
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.series import Yields, ratios_of
 from paceline.simulator.steps import Kit
@@ -38,7 +38,7 @@ class SimulatedFleet:
         block_tokens: int,
         events: Events,
         gateway: Gateway,
-        hints: PrefixHints,
+        hints: BlockHolders,
         goes_on: Callable[[], bool],
     ) -> None:
         self.workers: dict[str, Worker] = {}
@@ -104,7 +104,7 @@ class SimulatedFleet:
         host = host or next((own for own in self.hosts if self._has_place(own)), None) or self._add_host()
         cores = self._cores.get(host.number)
         is_coalesced = self._scenario.is_coalesced
-        worker = Worker(self._count, role, host, self._kits, self._events, self._gateway, cores, is_coalesced)
+        worker = Worker(self._count, role, host, self._kits, self._events, self._gateway.attempts, cores, is_coalesced)
         self._count += 1
         self.workers[worker.name] = worker
         host.workers.append(worker)
@@ -117,7 +117,7 @@ class SimulatedFleet:
         host = Host(len(self.hosts), self._profile, self._block_tokens, self._policy, self._hints)
         self.hosts.append(host)
         if self._profile.turns is not None:
-            self._cores[host.number] = Cores(self._profile.turns, self._events)
+            self._cores[host.number] = Cores(self._profile.turns, self._events, self._scenario.seed + host.number)
         return host
 
     def _ready(self, worker: Worker) -> None:

@@ -1,8 +1,5 @@
-"""The gateway of a simulation: the real router and the real counts of calls, with requests that only take time.
-
-The life of a request is that of docs/design.md: placement, admission by the decode worker with its blocks, the prompt,
-the handoff, decoding, the end. A request whose worker ends goes on elsewhere from the tokens that it has.
-"""
+"""The gateway of a simulation: the real router, queue, admission control and counts of calls, with requests that only
+take time."""
 
 from __future__ import annotations
 
@@ -10,17 +7,19 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from paceline.core.errors import BusyError, InvalidRequestError
-from paceline.core.step_times import Delay, Profile
-from paceline.services.gateway.router import Need, Placement, place
-from paceline.services.kvtransfer.lease import TRANSFER
+from paceline.core.block_holders import BlockHolders
+from paceline.core.errors import InvalidRequestError
+from paceline.core.request_classes import BACKGROUND, DEFAULT, NO_CLASSES, Classes
+from paceline.core.step_times import Profile
+from paceline.services.gateway.queueing.admission_control import AdmissionControl
+from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.shedding import RefusedError
+from paceline.services.gateway.router import Candidate, Need, place
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
+from paceline.simulator.attempts import Attempts
 from paceline.simulator.events import Events
-from paceline.simulator.host import Host
 from paceline.simulator.known_workers import KnownWorkers
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.recorder import Recorder
-from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Run
 from paceline.simulator.trace import TraceRequest
@@ -34,19 +33,22 @@ this makes no difference but takes time."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The options of `paceline gateway` that matter here."""
+    """The options of `paceline gateway` that matter here, and how often clients come back."""
 
     queue_seconds: float = 60.0
-    max_waiting: int = 1_000_000
+    max_waiting: int = 256
+    request_seconds: float = 1800.0
     local_prefill_tokens: int = 32
+    classes: Classes = dataclasses.field(default_factory=lambda: NO_CLASSES)
+    retries: int = 0
+    """Times that a refused client comes back when it was told to."""
 
 
 class Gateway:
-    """Runs requests on workers.
+    """Places requests on workers, and refuses those that would wait too long.
 
     Args:
-        seed: decides the delays of the gateway and of handoffs.
-        on_over: called when a request has ended or was refused.
+        seed: decides all delays.
     """
 
     def __init__(
@@ -54,46 +56,58 @@ class Gateway:
         events: Events,
         profile: Profile,
         block_tokens: int,
-        hints: PrefixHints,
+        hints: BlockHolders,
         recorder: Recorder,
         options: GatewayOptions,
         seed: int,
-        on_over: Callable[[Sequence], None],
     ) -> None:
         self.known = KnownWorkers(events, profile.max_model_len)
-        self._events, self._profile, self._recorder, self._hints = events, profile, recorder, hints
+        self.attempts = Attempts(events, profile, block_tokens, self.known, hints, recorder, seed + 1)
+        self.waiting = WaitingQueue(
+            events, options.max_waiting, options.queue_seconds, self._try, self._refused, seed + 2
+        )
+        self.attempts.on_room = self.waiting.wake
+        self.attempts.on_lost = self._enter
+        self.attempts.on_first_token = self._note_first_token
+        self.attempts.on_ended = self._ended
+        self.attempts.on_steps = self._note_steps
+        self.on_over: Callable[[Sequence], object] = lambda sequence: None
+        """Called when a request has ended or was refused."""
+        self.on_steps: Callable[[Worker, Run], object] = lambda worker, run: None
+        """Called after steps of a worker."""
+        self._control = AdmissionControl(self.waiting.shedder, self._find, options.queue_seconds, options.classes)
+        self._has_itl_objectives = any(each.itl_seconds is not None for each in options.classes.values())
+        self._events, self._profile, self._recorder = events, profile, recorder
         self._options = options
         self._block_tokens = block_tokens
         self._random = random.Random(seed)
-        self._on_over = on_over
-        self._queue = WaitingQueue()
-        self._is_waking = False
-        self.on_steps: Callable[[Worker, Run], object] = lambda worker, run: None
-        """Called after steps of a worker."""
 
     # ---- the fleet
 
     def join(self, worker: Worker) -> None:
         """Give work to a worker that is ready."""
         self.known.join(worker)
-        self._wake()
+        self.waiting.wake()
 
     def drain(self, worker: Worker) -> None:
         """Give a worker nothing new, and move its decoding sequences to others that have room for them."""
         self.known.withdraw(worker)
         for sequence in list(worker.admitted):
             if sequence.decode is worker and worker.rows.has(sequence):
-                self._leave(sequence)
-                self._enter_first(sequence)
+                self.attempts.move(sequence)
 
     def lose(self, worker: Worker) -> None:
         """Let the requests of a worker that has ended go on elsewhere."""
         self.known.withdraw(worker)
         for sequence in worker.stop():
             sequence.failed |= {worker.name}
-            self._leave(sequence, GRACE_SECONDS)
-            self._enter_first(sequence)
+            self.attempts.leave(sequence, GRACE_SECONDS)
+            self._enter(sequence)
         self.known.forget(worker)
+
+    def _find(self, worker_id: str) -> Candidate | None:
+        calls = self.known.calls.get(worker_id)
+        return None if calls is None else calls.candidate(0.0)
 
     # ---- arrival and placement
 
@@ -104,75 +118,81 @@ class Gateway:
             names: names of its full blocks.
         """
         sequence = Sequence(
-            number, self._events.now, request.prompt_tokens, request.answer_tokens, request.group, names
+            number,
+            self._events.now,
+            request.prompt_tokens,
+            request.answer_tokens,
+            request.group,
+            names,
+            owner=request.owner,
+            priority=request.priority,
         )
         self._recorder.arrived(sequence)
-        self._events.after(self._delay(self._profile.gateway, request.prompt_tokens), self._enter, sequence)
+        self._receive(sequence)
 
-    @property
-    def waiting(self) -> dict[Sequence, None]:
-        """The requests for which no worker has room, in the order in which they began to wait."""
-        return self._queue.waiting
+    def _receive(self, sequence: Sequence) -> None:
+        """Begin with a request that comes for the first time, or comes back."""
+        sequence.received = self._events.now
+        level = self._random.random()
+        self._events.after(self._profile.gateway.at(sequence.prompt_tokens, level), self._enter, sequence)
 
     def _enter(self, sequence: Sequence) -> None:
-        if self.waiting or not self._try(sequence):
-            if sequence.is_over:
-                return
-            if len(self.waiting) >= self._options.max_waiting:
-                self._refuse(sequence)
-                return
-            self._queue.add(sequence, first=False)
-            self._events.after(self._options.queue_seconds, self._give_up, sequence)
+        """Let a request be placed, now or when it is its turn."""
+        sequence.context = sequence.prompt_tokens + sequence.done
+        sequence.waits_since = self._events.now
+        self.waiting.admit(sequence, self._claim(sequence))
 
-    def _enter_first(self, sequence: Sequence) -> None:
-        """Let a request that lost its worker go on before all others."""
-        self._queue.add(sequence, first=True)
-        self._wake()
+    def _claim(self, sequence: Sequence) -> Claim:
+        name = sequence.group or DEFAULT
 
-    def _give_up(self, sequence: Sequence) -> None:
-        if sequence in self.waiting and sequence.placed < 0:
-            self._refuse(sequence)
+        def measure() -> Demand:
+            uncached = sequence.context - max(self._cached_tokens(sequence).values(), default=0)
+            return self._control.demand(
+                request_class=name,
+                owner=sequence.owner,
+                uncached=uncached,
+                max_tokens=max(1, self._profile.max_model_len - sequence.context),
+                arrived=sequence.received,
+                deadline=sequence.received + self._options.request_seconds,
+                fingerprint=sequence.number,
+            )
 
-    def _refuse(self, sequence: Sequence) -> None:
-        self._queue.remove(sequence)
-        sequence.is_over = True
-        self._recorder.refused(sequence)
-        self._on_over(sequence)
-
-    def _wake(self) -> None:
-        if self.waiting and not self._is_waking:
-            self._is_waking = True
-            self._events.after(0.0, self._serve_queue)
-
-    def _serve_queue(self) -> None:
-        """Place waiting requests, until one finds no room."""
-        self._is_waking = False
-        self._queue.serve(lambda sequence: self._try(sequence) or sequence.is_over)
+        return Claim(
+            owner=sequence.owner,
+            weight=self._control.class_of(name).weight,
+            priority=sequence.priority,
+            request_class=name,
+            first=sequence.placed >= 0,
+            background=name == BACKGROUND and sequence.placed < 0,
+            measure=measure,
+        )
 
     def _try(self, sequence: Sequence) -> bool:
         """Place a request on workers that admit it. Return False if none does."""
-        sequence.context = sequence.prompt_tokens + sequence.done
+        again = sequence.placed >= 0
         sequence.computed = 0
-        most = (sequence.context - 1) // self._block_tokens
-        found = self._hints.cached_blocks(sequence.block_names(most))
-        cached = {self.known.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
+        cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
+        full = frozenset() if again else self._control.full_workers()
         while len(refused) < MOST_REFUSALS:
             need = Need(
                 sequence.prompt_tokens + sequence.answer_tokens,
                 prompt_tokens=sequence.context,
                 cached=cached,
-                refused=refused,
+                refused=refused | full,
                 failed=sequence.failed,
                 local_tokens=self._options.local_prefill_tokens,
             )
-            placement = place(need, self.known.candidates())
-            if placement is None:
+            snapshot = self.known.candidates()
+            placement = place(need, snapshot)
+            waited = self._events.now - sequence.waits_since
+            may_wait = not again and sequence.group != BACKGROUND
+            if placement is None or (may_wait and self._control.is_premature(need, placement, snapshot, waited)):
                 return False
             try:
-                refusal = self._admit(sequence, placement)
+                refusal = self.attempts.begin(sequence, placement)
             except InvalidRequestError:
-                self._refuse(sequence)
+                self._end_refused(sequence, "too long")
                 return False
             if refusal is None:
                 return True
@@ -182,226 +202,50 @@ class Gateway:
                 cached[refusal[0]] = refusal[1]
         return False
 
-    def _admit(self, sequence: Sequence, placement: Placement) -> str | tuple[str, int] | None:
-        """Begin an attempt. Return None, or the name of the worker that refuses, or a host and what it really has
-        cached."""
-        assert placement.decode is not None
-        decode = self.known.workers[placement.decode.worker_id]
-        prefill = None if placement.prefill is None else self.known.workers[placement.prefill.worker_id]
-        if not decode.has_room:
-            return decode.name
-        if prefill is not None and not prefill.has_room:
-            return prefill.name
-        sequence.decode, sequence.prefill = decode, prefill
-        sequence.attempt += 1
-        if placement.source:
-            self._fetch(sequence, placement)
-        elif (refusal := self._reserve(sequence, placement.least_cached_tokens)) is not None:
-            return refusal
-        if sequence.placed < 0:
-            sequence.placed = self._events.now
-        tokens = sequence.context - placement.cached_tokens
-        computing = prefill or decode
-        for worker in {decode, computing}:
-            worker.admitted[sequence] = None
-            self.known.calls[worker.name].begin_call(tokens if worker is computing else 0)
-        sequence.sent = tokens
-        if not placement.source:
-            self._start(sequence)
-        return None
+    def _cached_tokens(self, sequence: Sequence) -> dict[str, int]:
+        """Return how many tokens of a context each host has cached, as far as the gateway knows."""
+        most = (sequence.context - 1) // self._block_tokens
+        found = self.attempts.cached_blocks(sequence, most)
+        return {self.known.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
 
-    def _fetch(self, sequence: Sequence, placement: Placement) -> None:
-        """Have a prefix brought to the computing worker's host before the attempt goes on."""
-        host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
-        blocks = placement.cached_tokens // self._block_tokens
-        here = self._hints.cached_blocks(sequence.block_names(blocks)).get(host.number, 0)
-        at = host.receive((blocks - here) * self._block_tokens, self._events.now)
-        self._events.at(at, self._fetched, sequence, sequence.attempt, host, blocks)
+    # ---- the end
 
-    def _fetched(self, sequence: Sequence, attempt: int, host: Host, blocks: int) -> None:
-        host.store(sequence, blocks, self._events.now)
-        if sequence.attempt != attempt:
-            return
-        if self._reserve(sequence, 0) is None:
-            self._start(sequence)
+    def _refused(self, sequence: Sequence, refusal: RefusedError) -> None:
+        """Have a refused client come back when it was told to, or end its request."""
+        if sequence.retries < self._options.retries:
+            sequence.retries += 1
+            self._events.after(refusal.seconds, self._receive, sequence)
         else:
-            self._leave(sequence)
-            self._enter_first(sequence)
+            self._end_refused(sequence, refusal.reason)
 
-    def _reserve(self, sequence: Sequence, least_cached: int) -> str | tuple[str, int] | None:
-        """Reserve blocks for an attempt. Return the same as `_admit`."""
-        now, decode, prefill = self._events.now, sequence.decode, sequence.prefill
-        assert decode is not None
-        try:
-            cached = decode.host.reserve(sequence, decode.session, now)
-        except BusyError:
-            return decode.name
-        if prefill is None and cached < least_cached:
-            decode.host.release(sequence, now)
-            return decode.host.name, cached
-        if prefill is not None and prefill.host is not decode.host:
-            try:
-                here = prefill.host.reserve(sequence, prefill.session, now)
-            except BusyError:
-                decode.host.release(sequence, now)
-                return prefill.name
-            sequence.moved = decode.host.receive(sequence.context - cached, now)
-            decode.host.open(sequence, TRANSFER, now)
-            cached = here
-        elif prefill is not None:
-            decode.host.open(sequence, prefill.session, now)
-        sequence.cached = sequence.computed = cached
-        return None
-
-    def _start(self, sequence: Sequence) -> None:
-        computing = sequence.prefill or sequence.decode
-        assert computing is not None
-        self._recorder.started(sequence, self._events.now)
-        delay = self._delay(self._profile.admit) + self._delay(computing.kit.times.join)
-        self._events.after(delay, self._compute, sequence, sequence.attempt)
-
-    def _compute(self, sequence: Sequence, attempt: int) -> None:
-        computing = sequence.prefill or sequence.decode
-        if sequence.attempt == attempt and computing is not None:
-            computing.compute(sequence)
-
-    # ---- what workers do
-
-    def computed(self, worker: Worker, sequence: Sequence, tokens: int) -> None:
-        """Publish the blocks of a chunk, and hand the request over after the last one."""
-        now = self._events.now
-        worker.host.seal(sequence, sequence.computed, now)
-        if sequence.is_computing:
-            return
-        sequence.done += 1
-        self._recorder.first_token(sequence, now + self._delay(self._profile.first_token))
-        self.known.calls[worker.name].computed(sequence.sent)
-        sequence.sent = 0
-        decode = sequence.decode
-        assert decode is not None
-        if worker is not decode:
-            worker.admitted.pop(sequence, None)
-            self.known.calls[worker.name].end_call()
-            self._wake()
-        if sequence.left == 0:
-            self.ended(decode, sequence)
-        elif worker is decode:
-            self._decode(sequence)
-        else:
-            ready = now
-            if worker.host is not decode.host:
-                last = tokens * self._profile.token_bytes / self._profile.transfer_bytes
-                ready = max(sequence.moved, now + last + self._profile.transfer_seconds)
-            delay = self._delay(self._profile.handoff) + self._delay(decode.kit.times.join)
-            self._events.at(ready + delay, self._hand_over, sequence, sequence.attempt)
-
-    def _hand_over(self, sequence: Sequence, attempt: int) -> None:
-        decode, prefill, now = sequence.decode, sequence.prefill, self._events.now
-        if sequence.attempt != attempt or decode is None or prefill is None:
-            return
-        if prefill.host is not decode.host:
-            prefill.host.release(sequence, now)
-            decode.host.seal(sequence, sequence.context, now)
-        decode.host.hand_over(sequence, decode.session, now)
-        sequence.prefill = None
-        self._decode(sequence)
-
-    def _decode(self, sequence: Sequence) -> None:
-        decode = sequence.decode
-        assert decode is not None
-        if decode.state == "draining":
-            self._leave(sequence)
-            self._enter_first(sequence)
-        else:
-            decode.decode(sequence, sequence.held[decode.host.name].capacity)
-
-    def ended(self, worker: Worker, sequence: Sequence) -> None:
-        """End a request that has all of its tokens."""
-        now = self._events.now
-        if sequence.held:
-            worker.host.seal(sequence, sequence.prompt_tokens + sequence.done - 1, now)
-        at = sequence.first_token if sequence.answer_tokens == 1 else now + self._profile.token.at(0, 0.5)
-        self._recorder.ended(sequence, at)
+    def _end_refused(self, sequence: Sequence, reason: str) -> None:
         sequence.is_over = True
-        self._leave(sequence)
-        self._on_over(sequence)
+        self._recorder.refused(sequence, reason)
+        self.on_over(sequence)
 
-    def needs_blocks(self, worker: Worker, row: Row) -> None:
-        """Give a row more blocks. If there are none, the newest sequence of the worker gives back its own."""
-        sequence, now = row.sequence, self._events.now
-        length = worker.rows.length(row)
-        worker.host.seal(sequence, length - 1, now)
-        while row.is_here:
-            try:
-                worker.rows.grown(row, worker.host.extend(sequence, length, now))
-                return
-            except BusyError:
-                self._preempt(worker, next((own for own in reversed(worker.admitted) if own.held), sequence))
+    def _ended(self, sequence: Sequence) -> None:
+        self._control.note_answer(sequence.owner, sequence.answer_tokens)
+        self.on_over(sequence)
 
-    def _preempt(self, worker: Worker, sequence: Sequence) -> None:
-        """Take the blocks of a sequence."""
-        self._recorder.preemptions += 1
-        if worker.rows.has(sequence):
-            # It keeps its place, and computes its context again when there are other blocks.
-            worker.rows.leave(sequence)
-            worker.host.release(sequence, self._events.now)
-            sequence.attempt += 1
-            worker.preempted.append(sequence)
-        else:  # Another worker may be computing its prompt.
-            self._leave(sequence)
-            self._enter_first(sequence)
+    # ---- what is measured
 
-    def _retry_preempted(self, host: Host) -> None:
-        """Let sequences of a host that were preempted go on, in order, if there are blocks."""
-        for worker in host.workers:
-            while worker.preempted and worker.state == "ready":
-                sequence = worker.preempted[0]
-                sequence.context = sequence.prompt_tokens + sequence.done
-                sequence.attempt += 1
-                try:
-                    sequence.cached = sequence.computed = host.reserve(sequence, worker.session, self._events.now)
-                except BusyError:
-                    break
-                worker.preempted.pop(0)
-                worker.compute(sequence)
+    def _note_first_token(self, sequence: Sequence) -> None:
+        if sequence.starts == 1 and sequence.done == 1:
+            uncached = sequence.prompt_tokens - sequence.first_cached
+            self._control.note_first_token(self._events.now - sequence.placed, uncached, self._events.now)
 
-    def stepped(self, worker: Worker, run: Run) -> None:
-        self._recorder.stepped(worker, run)
+    def _note_steps(self, worker: Worker, run: Run) -> None:
+        if self._has_itl_objectives and run.rows:
+            self._note_gaps(worker, run)
         self.on_steps(worker, run)
 
-    # ---- leaving
-
-    def _leave(self, sequence: Sequence, grace: float = 0.0) -> None:
-        """End an attempt on all of its workers.
-
-        Args:
-            grace: seconds for which the blocks stay in use, because a worker may still touch them.
-        """
-        now = self._events.now
-        sequence.attempt += 1
-        workers = [own for own in (sequence.decode, sequence.prefill) if own is not None]
-        for worker in workers:
-            if sequence in worker.preempted:
-                worker.preempted.remove(sequence)
-            if worker.admitted.pop(sequence, 0) is None or worker.state == "gone":
-                worker.remove(sequence)
-                if (calls := self.known.calls.get(worker.name)) is not None:
-                    if worker is (sequence.prefill or sequence.decode) and sequence.sent:
-                        calls.computed(sequence.sent)
-                    calls.end_call()
-        sequence.sent = 0
-        for worker in workers:
-            held = sequence.held.pop(worker.host.name, None)
-            if held is not None:
-                self._events.at(now + grace, self._release, worker.host, held.session, held.key)
-        sequence.decode = sequence.prefill = None
-        self._wake()
-
-    def _release(self, host: Host, session: int, key: object) -> None:
-        host.ledger.release(session, key, self._events.now)  # type: ignore[arg-type]
-        self._wake()
-        if any(worker.preempted for worker in host.workers):
-            self._retry_preempted(host)
-
-    def _delay(self, delay: Delay, tokens: int = 0) -> float:
-        return delay.at(tokens, self._random.random())
+    def _note_gaps(self, worker: Worker, run: Run) -> None:
+        """Measure the times between tokens of each class."""
+        now, running = self._events.now, self.known.calls[worker.name].in_flight
+        gaps = run.gaps().tolist()
+        joined = [sequence.group for sequence in run.joined]
+        for group, rows in run.by_group.items():
+            # The gap before the first tokens of those that join is the handoff.
+            counts = [rows - joined.count(group), *[rows] * (run.steps - 1)]
+            for seconds, count in zip(gaps, counts):
+                self._control.note_gap(worker.name, running, seconds, group or DEFAULT, now, count)

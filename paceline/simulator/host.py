@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.block_pool import Counts
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.errors import BusyError
@@ -12,14 +13,13 @@ from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
 from paceline.core.step_times import Profile
 from paceline.core.types import Key
 from paceline.engine.scheduler import GROWTH_TOKENS
-from paceline.services.gateway.fleet import MEASURED_BYTES
+from paceline.services.gateway.members import MEASURED_BYTES
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.services.kvtransfer.ledger import Ledger
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.sequence import Held, Sequence
 from paceline.simulator.worker import Worker
 
-_LAYOUT = KVLayout((KVGroup(GroupShape("kv", (0,), 1, 1), BASE_TOKENS),), 2, 64, "simulated")
+LAYOUT = KVLayout((KVGroup(GroupShape("kv", (0,), 1, 1), BASE_TOKENS),), 2, 64, "simulated")
 """One group. The ledger counts in units, BASE_TOKENS of which fill a block; a block may have any number of tokens."""
 
 
@@ -33,7 +33,12 @@ class Host:
     """
 
     def __init__(
-        self, number: int, profile: Profile, block_tokens: int, policy: Callable[[int], CachePolicy], hints: PrefixHints
+        self,
+        number: int,
+        profile: Profile,
+        block_tokens: int,
+        policy: Callable[[int], CachePolicy],
+        hints: BlockHolders,
     ) -> None:
         self.number, self.name = number, f"h{number:04}"
         self.workers: list[Worker] = []
@@ -47,7 +52,7 @@ class Host:
         """Instant at which the network into the host has moved all that was requested."""
         self._fetched_bytes = self._fetch_seconds = 0.0
         blocks = max(1, self.tokens // block_tokens)
-        self.ledger = Ledger(_LAYOUT, blocks, math.inf, policy(blocks))
+        self.ledger = Ledger(LAYOUT, blocks, math.inf, policy(blocks))
 
     # ---- leases
 

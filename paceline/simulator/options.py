@@ -8,8 +8,10 @@ from pathlib import Path
 DESCRIPTION = """\
 Say what a fleet would do under a load, before there is the fleet. `paceline profile` measures a running stack. This
 command takes its times, a load, and a number of workers, and prints times to the first token and between tokens, good
-requests per second, devices and cost. For example: paceline simulate --profile a100.json --trace day.jsonl --find
---ttft 1 --itl 0.05"""
+requests per second, devices and cost. How many of each: --find. Which cache size: --cache-tokens with several numbers.
+What if a third fails: --fail 0.33@600. What would the planner do: --planner. Whether disaggregation pays is said for
+each fleet with prefill workers. For example: paceline simulate --profile a100.json --trace day.jsonl --find --ttft 1
+--itl 0.05"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument("--per-host", type=int, default=8, metavar="N", help="workers of one host [%(default)s]")
     fleet.add_argument(
-        "--cache-tokens", type=int, default=0, metavar="N", help="tokens of KV that a host holds; 0 for the profile's"
+        "--cache-tokens",
+        type=_numbers,
+        default=(0,),
+        metavar="N[,N…]",
+        help="tokens of KV that a host holds; 0 for the profile's. Several numbers are compared",
     )
     fleet.add_argument("--cache-policy", default="adaptive", metavar="NAME", help="cache policy [%(default)s]")
     fleet.add_argument(
@@ -52,7 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE@SECONDS",
         help="end this share of the workers then, such as 0.33@600; they start again. May be given often",
     )
-    fleet.add_argument("--planner", action="store_true", help="let the planner scale the fleet, beginning with these")
+    fleet.add_argument("--no-restart", action="store_true", help="do not start workers again that have failed")
+    fleet.add_argument(
+        "--planner", action="store_true", help="let the planner scale the fleet, beginning with these workers"
+    )
     fleet.add_argument(
         "--budget", type=int, default=0, metavar="DEVICES", help="most devices for the planner; 0 for no limit"
     )
@@ -67,7 +76,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     goals.add_argument(
         "--queue-seconds", type=float, default=60.0, metavar="SECONDS", help="longest wait for a worker [%(default)s]"
     )
+    goals.add_argument(
+        "--classes-file",
+        type=Path,
+        metavar="FILE",
+        help="the gateway's file of classes: objectives, which replace those above, and weights. Requests that would "
+        "miss an objective while they wait are refused, as the gateway does",
+    )
+    goals.add_argument("--max-waiting", type=int, default=256, metavar="N", help="most waiting requests [%(default)s]")
+    goals.add_argument(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="times that a client whose request was refused comes back when it was told to [%(default)s]",
+    )
     goals.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all that is random [%(default)s]")
     results = parser.add_argument_group("results")
     results.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
     results.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as 500000,1000000."""
+    return tuple(int(part.replace("_", "")) for part in text.split(","))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,6 +75,8 @@ class ClassRecord:
     finished: int = 0
     good: int = 0
     refused: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of refused requests by reason, as in `queueing/shedding.py`."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of the prompts of first attempts that were cached."""
@@ -146,6 +148,7 @@ class Recorder:
         """Count an attempt that has its blocks."""
         own = self.of(sequence.group)
         own.attempts += 1
+        sequence.starts += 1
         if sequence.first_cached < 0:
             sequence.first_cached = sequence.cached
             own.prompt_tokens += sequence.prompt_tokens
@@ -171,8 +174,8 @@ class Recorder:
         """Count the tokens that steps gave to decoding sequences."""
         if not run.rows:
             return
-        first = run.seconds(1)
-        given = run.begin + first + self._token_delay
+        gaps = run.gaps()
+        given = run.begin + run.seconds(1) + self._token_delay
         joined: dict[str, int] = {}
         for sequence in run.joined:
             self._gap(sequence, given)
@@ -182,13 +185,13 @@ class Recorder:
         for group, rows in run.by_group.items():
             if rows:
                 own = self.of(group).itl
-                own.add(first, rows - joined.get(group, 0))
+                own.add(float(gaps[0]), rows - joined.get(group, 0))
                 if run.steps > 1:
-                    own.add_all(_durations(run), rows)
+                    own.add_all(gaps[1:], rows)
                 if more:
                     own.add(0.0, rows * run.steps * more)
                 if self._watches:
-                    self.recent[group].itl.add(run.seconds(run.steps) / run.steps, rows * run.steps)
+                    self.recent[group].itl.add((run.waited + run.seconds(run.steps)) / run.steps, rows * run.steps)
 
     def _gap(self, sequence: Sequence, at: float) -> None:
         self.of(sequence.group).itl.add(at - sequence.last_token)
@@ -217,14 +220,10 @@ class Recorder:
             recent.finished += 1
             recent.answers.add(sequence.answer_tokens)
 
-    def refused(self, sequence: Sequence) -> None:
-        """Count a request that found no room in time, or never fits."""
+    def refused(self, sequence: Sequence, reason: str) -> None:
+        """Count a request that was refused, or that never fits."""
         own = self.of(sequence.group)
         own.refused += 1
+        own.reasons[reason] += 1
         own.minutes[int(sequence.arrival / MINUTE)].refused += 1
         self.recent[sequence.group].refused += 1
-
-
-def _durations(run: Run) -> NDArray[np.float64]:
-    """Return the times of all steps of a run but the first one."""
-    return (run.first + run.growth * np.arange(1, run.steps)) * run.ratios.values(run.index + 1, run.steps - 1)

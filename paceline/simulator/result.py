@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -55,6 +56,8 @@ class ClassResult:
     requests: int
     finished: int
     refused: int
+    refusals: dict[str, int]
+    """Number of refused requests by reason: queue_full, priority, overload, timeout, deadline, or too long."""
     good: int
     """Those that met all objectives of the class: time to first token, and mean time between tokens."""
     attained: float
@@ -95,6 +98,10 @@ class Level(NamedTuple):
     """Those for which no worker has room."""
     kv_used: float
     """Share of the blocks of all hosts that requests use."""
+    devices: float
+    """Devices that all workers occupy, also those that start or drain."""
+    cost: float
+    """What they cost in an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,24 @@ class Result:
         """Good requests of all classes per second."""
         return sum(own.goodput for own in self.classes.values())
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens of all classes that were cached."""
+        prompts = sum(own.prompt_tokens for own in self.classes.values())
+        return sum(own.prompt_tokens * own.hit_rate for own in self.classes.values()) / max(1, prompts)
+
+    def within(self) -> list[float | None]:
+        """Return the share of good requests among those that arrived in each minute; None if none did."""
+        arrivals, good = Counter[int](), Counter[int]()
+        for own in self.classes.values():
+            for each in own.minutes:
+                arrivals[each.minute] += each.arrivals
+                good[each.minute] += each.good
+        return [
+            good[minute] / arrivals[minute] if arrivals[minute] else None
+            for minute in range(max(arrivals, default=-1) + 1)
+        ]
+
     def to_json(self) -> str:
         """Return the result as JSON."""
         return json.dumps({**self.as_dict(), "is_met": self.is_met, "goodput": self.goodput})
@@ -156,6 +181,7 @@ def class_result(record: ClassRecord, latency: Latency, seconds: float) -> Class
         requests=record.arrivals,
         finished=record.finished,
         refused=record.refused,
+        refusals=dict(record.reasons),
         good=record.good,
         attained=attained,
         is_met=attained >= latency.percentile,

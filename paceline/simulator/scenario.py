@@ -64,9 +64,10 @@ class Scenario:
     @property
     def name(self) -> str:
         """The fleet in words."""
+        cache = f", {self.host_tokens:,} tokens of cache on each host" if self.host_tokens else ""
         if self.is_aggregated:
-            return f"{self.prefill + self.decode} workers that compute prompts and decode"
-        return f"{self.prefill} prefill and {self.decode} decode workers"
+            return f"{self.prefill + self.decode} workers that compute prompts and decode{cache}"
+        return f"{self.prefill} prefill and {self.decode} decode workers{cache}"
 
     def check(self) -> None:
         """Raise ConfigError if there is no such fleet."""
@@ -78,6 +79,8 @@ class Scenario:
             raise ConfigError("--cache-tokens must be at least 0, which takes the profile's")
         if not self.gateway.queue_seconds >= 0:
             raise ConfigError("--queue-seconds must be at least 0")
+        if self.gateway.max_waiting < 1 or self.gateway.retries < 0:
+            raise ConfigError("--max-waiting must be at least 1, and --retries at least 0")
         if self.hint_seconds <= 0 or self.heartbeat_seconds <= 0:
             raise ConfigError("the times of hints and heartbeats must be above 0")
         self.objectives.check()

@@ -22,6 +22,11 @@ class Found:
     scenario: Scenario
     result: Result
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of KV that a host holds."""
+        return self.scenario.host_tokens or self.scenario.profile.host_tokens
+
 
 class MissedError(ConfigError):
     """No number of workers meets the objectives."""

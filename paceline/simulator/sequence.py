@@ -45,6 +45,16 @@ class Sequence:
     group: str
     names: list[bytes]
     """Names of full blocks of the context, as far as they are known."""
+    owner: str = ""
+    """Name of its key, which shares with other keys that wait."""
+    priority: int = 0
+    """Lower is more urgent."""
+    received: float = 0.0
+    """Instant at which its client sent it last."""
+    retries: int = 0
+    """Times that its client came back after a refusal."""
+    waits_since: float = 0.0
+    """Instant at which it came to the queue last."""
     attempt: int = 0
     done: int = 0
     """Tokens of the answer that the client has."""
@@ -69,6 +79,8 @@ class Sequence:
     """Instant of the newest token; only kept at joins, leaves and ends."""
     placed: float = -1.0
     """Instant of the first placement."""
+    starts: int = 0
+    """Attempts that had their blocks."""
     first_cached: int = -1
     """Cached tokens of the first attempt."""
     is_over: bool = False

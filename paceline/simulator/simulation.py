@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import math
 
+from paceline.core.block_holders import BlockHolders
 from paceline.core.planner.planner import Planner
 from paceline.simulator.events import Events
 from paceline.simulator.fleet import SimulatedFleet
 from paceline.simulator.gateway import Gateway
+from paceline.simulator.host import LAYOUT
 from paceline.simulator.planning import SimulatedPlanner
-from paceline.simulator.prefix_hints import PrefixHints
 from paceline.simulator.recorder import Recorder
 from paceline.simulator.result import Level, Result, class_result
 from paceline.simulator.scenario import Scenario
@@ -35,10 +37,11 @@ class Simulation:
         self._requests = enumerate(trace)
         self._running = 0
         self._is_over = False
-        hints = PrefixHints()
+        hints = BlockHolders(LAYOUT)
         self.gateway = Gateway(
-            self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed, self._over
+            self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed
         )
+        self.gateway.on_over = self._over
         self.fleet = SimulatedFleet(
             scenario, profile, trace.block_tokens, self.events, self.gateway, hints, self._goes_on
         )
@@ -98,6 +101,8 @@ class Simulation:
                 self._running,
                 len(self.gateway.waiting),
                 sum(own.held + own.in_flight for own in counts) / total if total else 0.0,
+                sum(own.kit.times.devices for own in workers),
+                math.fsum(own.kit.times.devices * own.kit.times.hourly_cost for own in workers),
             )
         )
         if self._goes_on():

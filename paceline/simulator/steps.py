@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.core.step_times import WorkerTimes
 from paceline.engine.scheduler import TAIL_TOKENS
 from paceline.simulator.sequence import Sequence
@@ -45,10 +48,18 @@ class Run:
     """The same by class of requests."""
     joined: list[Sequence]
     """Those that decode in these steps for the first time."""
+    waited: float
+    """Seconds from the end of the step before until the first one began; 0 if all rows have just joined."""
 
     def seconds(self, steps: int) -> float:
         """Return the time of the first `steps` steps."""
         return self.ratios.seconds(self.index, steps, self.first, self.growth)
+
+    def gaps(self) -> NDArray[np.float64]:
+        """Return the time between two tokens that each step ends, for rows that have not just joined."""
+        gaps = (self.first + self.growth * np.arange(self.steps)) * self.ratios.values(self.index, self.steps)
+        gaps[0] += self.waited
+        return gaps
 
 
 def plan_prompts(waiting: Iterable[Sequence], budget: int) -> list[tuple[Sequence, int]]:

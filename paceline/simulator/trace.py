@@ -28,6 +28,10 @@ class TraceRequest(NamedTuple):
     """Class of the request, for which objectives may be given."""
     session: str = ""
     """Conversation of the request, if known. The simulator does not need it."""
+    owner: str = ""
+    """Name of its key. Keys share what there is if requests wait."""
+    priority: int = 0
+    """Lower is more urgent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,5 +78,12 @@ def _request(entry: dict[str, Any], block_tokens: int) -> TraceRequest | None:
     names = array("Q", entry["hash_ids"][:full])
     session = entry.get("session", "")
     return TraceRequest(
-        float(entry["timestamp"]) / 1000, prompt, answer, names, str(entry.get("class", "")), str(session or "")
+        float(entry["timestamp"]) / 1000,
+        prompt,
+        answer,
+        names,
+        str(entry.get("class", "")),
+        str(session or ""),
+        str(entry.get("key", "")),
+        int(entry.get("priority", 0)),
     )

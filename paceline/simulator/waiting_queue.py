@@ -1,48 +1,140 @@
-"""The requests for which no worker has room. The real queue also knows priorities and fair shares of keys."""
+"""The gateway's queue in a simulation: the real decisions (`QueueState`), and events instead of tasks that wait."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from paceline.services.gateway.admission_queue import IDLE_SECONDS, POLL_SECONDS
+from paceline.services.gateway.queueing.claim import Claim
+from paceline.services.gateway.queueing.queue_state import QueueState, Turn
+from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError
+from paceline.simulator.events import Events
 from paceline.simulator.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Turn(Turn):
+    """A request's entry in the queue."""
+
+    sequence: Sequence
+    is_here: bool = True
+
+
 class WaitingQueue:
-    """Requests that wait: first those that lost their worker, then all others, each in order of arrival."""
+    """The requests for which no worker has room.
 
-    def __init__(self) -> None:
-        self.waiting: dict[Sequence, None] = {}
-        """The requests, in the order in which they began to wait."""
-        self._queue: list[tuple[bool, int, Sequence]] = []
-        """A heap, in which requests that have left stay until it is their turn."""
-        self._tickets = 0
+    Args:
+        max_waiting: the most ordinary requests that wait.
+        queue_seconds: the longest time for which they wait.
+        attempt: a function that places a request, and returns whether it did. It may also end the request.
+        refuse: a function that takes a request which must not wait any longer, and the reason.
+        seed: decides when requests try again by themselves.
+    """
 
-    def add(self, sequence: Sequence, first: bool) -> None:
-        """Let a request wait.
+    def __init__(
+        self,
+        events: Events,
+        max_waiting: int,
+        queue_seconds: float,
+        attempt: Callable[[Sequence], bool],
+        refuse: Callable[[Sequence, RefusedError], object],
+        seed: int,
+    ) -> None:
+        self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds)
+        self._state.on_refused = lambda turn: events.after(0.0, self._drop, turn)
+        self._events, self._attempt, self._refuse = events, attempt, refuse
+        self._random = random.Random(seed)
+        self._is_waking = self._is_polling = False
 
-        Args:
-            first: whether it lost its worker, and so goes before requests that never had one.
-        """
-        self._tickets += 1
-        self.waiting[sequence] = None
-        heapq.heappush(self._queue, (not first, self._tickets, sequence))
+    @property
+    def shedder(self) -> LoadShedder:
+        return self._state.shedder
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a request, if it waits."""
-        self.waiting.pop(sequence, None)
+    def __len__(self) -> int:
+        return len(self._state)
 
-    def serve(self, place: Callable[[Sequence], bool]) -> None:
-        """Place waiting requests in order.
+    def __iter__(self) -> Iterator[Sequence]:
+        """Return the requests that wait."""
+        return (turn.sequence for turn in self._state)
 
-        Args:
-            place: a function that places or refuses a request. It returns False if there is no room, which ends the
-                call.
-        """
-        while self._queue:
-            sequence = self._queue[0][2]
-            if sequence in self.waiting:
-                if not place(sequence):
-                    return
-                self.remove(sequence)
-            heapq.heappop(self._queue)
+    def admit(self, sequence: Sequence, claim: Claim) -> None:
+        """Place a request now, or as soon as it is its turn and there is room, or refuse it."""
+        if claim.background:
+            self._use_idle_room(sequence)
+            return
+        # A request that lost its worker is never placed at once, because that worker is just ending its step.
+        if not claim.first and not self._state and (self._attempt(sequence) or sequence.is_over):
+            return
+        turn = _Turn(owner=claim.owner, weight=claim.weight, priority=claim.priority, claim=claim, sequence=sequence)
+        turn.demand = claim.measure()
+        turn.work = turn.demand.work
+        if claim.is_ordinary:
+            try:
+                self._state.let_in(turn, self._events.now)
+            except RefusedError as refusal:
+                self._refuse(sequence, refusal)
+                return
+        most = self._state.join(turn, self._events.now)
+        now, deadline = self._events.now, turn.demand.deadline
+        if most is not None:
+            self._events.after(max(0.0, most.seconds), self._expire, turn, most.reason)
+        elif deadline is not None:
+            self._events.after(max(0.0, deadline - now), self._expire, turn, "deadline")
+        if claim.first:
+            self.wake()
+        else:
+            self._poll_later()
+
+    def wake(self) -> None:
+        """Let waiting requests try again, because there may be room now."""
+        if not self._is_waking and self._state:
+            self._is_waking = True
+            self._events.after(0.0, self._serve)
+
+    def _serve(self) -> None:
+        """Place waiting requests in their order, until one finds no room."""
+        self._is_waking = False
+        while (turn := self._state.next()) is not None:
+            if turn.refusal is not None:
+                self._drop(turn)
+                continue
+            turn.asks = True
+            is_served = self._attempt(turn.sequence)
+            turn.asks = False
+            if not (is_served or turn.sequence.is_over):
+                self._poll_later()
+                return
+            self._leave(turn, is_served)
+
+    def _poll_later(self) -> None:
+        """Have the first request try again soon, as in the gateway, which does not hear of all room that comes."""
+        if not self._is_polling:
+            self._is_polling = True
+            self._events.after(self._random.uniform(*POLL_SECONDS), self._poll)
+
+    def _poll(self) -> None:
+        self._is_polling = False
+        self._serve()
+
+    def _expire(self, turn: _Turn, reason: Reason) -> None:
+        if turn.is_here and turn.refusal is None:
+            turn.refusal = self._state.refusal(turn, reason, self._events.now)
+            self._drop(turn)
+
+    def _drop(self, turn: _Turn) -> None:
+        """Take a refused request out of the queue."""
+        if turn.is_here and turn.refusal is not None:
+            self._leave(turn, False)
+            self._refuse(turn.sequence, turn.refusal)
+            self.wake()
+
+    def _leave(self, turn: _Turn, is_served: bool) -> None:
+        turn.is_here = False
+        self._state.leave(turn, self._events.now, is_served=is_served)
+
+    def _use_idle_room(self, sequence: Sequence) -> None:
+        """Place a request of the background as soon as a worker has room and nobody waits."""
+        if (self._state or not self._attempt(sequence)) and not sequence.is_over:
+            self._events.after(self._random.uniform(*IDLE_SECONDS), self._use_idle_room, sequence)

@@ -14,6 +14,7 @@ from paceline.engine.stats import MEASURED_TOKENS
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
 from paceline.simulator.rows import Row, Rows
+from paceline.simulator.run_clock import RunClock
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Kit, Run, plan_prompts
 
@@ -74,21 +75,19 @@ class Worker:
         self.tokens_per_second = 0.0
         self.busy_seconds = 0.0
         self.steps = 0
-        self._events, self._owner, self._cores = events, owner, cores
+        self._events, self._owner, self.cores = events, owner, cores
         self._is_coalesced = is_coalesced
         self._kits = kits
         self._prompts: dict[Sequence, int] = {}  # in order of arrival; the first step that may include each
         self._joining: dict[Sequence, tuple[int, int]] = {}  # the first step of each, and the capacity of its blocks
-        self._run: Run | None = None
+        self.clock = RunClock(events, self._end)
+        """The steps under way."""
         self._is_ending = False
         """Whether the ends of steps are being told, so that the next ones are not planned yet."""
         self._lingering = 0
         """Sequences that ended with the last step, but were still there when the next one was planned."""
-        self._version = 0
-        self._left = 0.0
-        """Seconds of the step that are left while it is paused."""
-        self._is_paused = False
-        self._resumed = self._paused = 0.0
+        self._ended = 0.0
+        """Instant at which the newest steps ended."""
         self.take_role(role)
 
     def take_role(self, role: Role) -> None:
@@ -97,8 +96,8 @@ class Worker:
         self.kit = self._kits[role]
         self.rows = Rows(self.kit.yields)
         self._offset = self.number * 2_654_435_761 % (1 << 20)
-        if self._cores is not None:
-            self._cores.enter(self)
+        if self.cores is not None:
+            self.cores.enter(self)
 
     @property
     def has_room(self) -> bool:
@@ -106,11 +105,11 @@ class Worker:
 
     @property
     def is_computing(self) -> bool:
-        return self._run is not None
+        return self.clock.run is not None
 
     @property
     def has_work(self) -> bool:
-        return bool(self._run or self._prompts or self._joining or self.rows.count)
+        return bool(self.clock.run or self._prompts or self._joining or self.rows.count)
 
     # ---- work that comes and goes
 
@@ -131,52 +130,47 @@ class Worker:
             self.queued_tokens -= max(0, sequence.context - sequence.computed)
         self._joining.pop(sequence, None)
         if self.rows.has(sequence):
-            if self._run is not None and self._run.steps > 1:
-                self._count_steps_so_far()
+            run = self.clock.run
+            if run is not None and run.steps > 1:
+                self._count_steps_so_far(run)
             self.rows.leave(sequence)
 
-    def _count_steps_so_far(self) -> None:
+    def _count_steps_so_far(self, run: Run) -> None:
         """End the run after the steps that are over, and begin the step under way as another run."""
-        run = self._run
-        assert run is not None
-        over = max(0, self._steps_at(run, self._events.now) - 1)
+        over = self.clock.steps_begun() - 1
         if over:
             end = run.begin + run.seconds(over)
             self._note(run, over)
             self.rows.advance(over)
             first = run.first + over * run.growth
             context = run.context + over * run.rows * self.kit.yields.mean
-            run = Run(end, run.index + over, 1, run.ratios, first, 0.0, [], run.rows, context, run.by_group, [])
+            run = Run(end, run.index + over, 1, run.ratios, first, 0.0, [], run.rows, context, run.by_group, [], 0.0)
         run.steps = 1
-        self._run = run
-        self._schedule(run)
+        self.clock.begin(run)
 
     def stop(self) -> list[Sequence]:
         """End at once. Return all sequences that were here, with the tokens that they have."""
         sequences = list(self.admitted)
         for sequence in sequences:
             self.remove(sequence)
-        self._version += 1
-        self._run, self._is_paused = None, False
+        self.clock.stop()
         self.admitted.clear()
         self.preempted.clear()
-        if self._cores is not None:
-            self._cores.leave(self)
+        if self.cores is not None:
+            self.cores.leave(self)
         return sequences
 
     # ---- steps
 
     def _first_step(self) -> int:
         """Return the first step that can include work that comes now, and end the run before it."""
-        run = self._run
+        run = self.clock.run
         if run is None:
             return self.rows.step
-        steps = self._steps_at(run, self._events.now)
+        steps = self.clock.steps_begun()
         if steps < run.steps or self._goes_on_after(run):
             steps += self.kit.times.planned_steps
-        if steps < run.steps:
-            run.steps = steps
-            self._schedule(run)
+        self.clock.cut(steps)
         return run.index - self._offset + steps
 
     def _goes_on_after(self, run: Run) -> bool:
@@ -193,25 +187,18 @@ class Worker:
         """Return whether a sequence decodes here after its prompt was computed here."""
         return sequence.prefill is not self and sequence.left > 1
 
-    def _steps_at(self, run: Run, now: float) -> int:
-        """Return how many steps of a run have begun at an instant."""
-        if run.steps == 1 or self._is_paused:
-            return run.steps
-        return max(1, run.ratios.steps_within(now - run.begin, run.index, run.steps, run.first, run.growth))
-
     def _begin(self) -> None:
         """Begin the next steps, if none is under way and there is work."""
-        if self._run is not None or self._is_ending or not self.has_work or self.state == "gone":
+        if self.clock.run is not None or self._is_ending or not self.has_work or self.state == "gone":
             return
-        if self._cores is not None and not self._cores.may_begin(self):
+        if self.cores is not None and not self.cores.may_begin(self):
             return
         run = self._plan(self.rows.step) or self._plan(None)
         self._lingering = 0
         if run is not None:
-            self._run = run
-            if self._cores is not None:
-                self._cores.begun(self)
-            self._schedule(run)
+            self.clock.begin(run, 1.0 if self.cores is None else self.cores.speed_of(self))
+            if self.cores is not None:
+                self.cores.begun(self)
 
     def _plan(self, step: int | None) -> Run | None:
         """Return the next steps; None if nothing may run in step number `step`. Without a number, everything may."""
@@ -226,6 +213,7 @@ class Worker:
         if not chunks and not rows:
             return None
         steps, context = 1, self.rows.context
+        ratios = self.kit.prompts if chunks else self.kit.decoding
         index = self.rows.step + self._offset
         if chunks:
             tokens = sum(count for _, count in chunks)
@@ -234,33 +222,27 @@ class Worker:
             growth = 0.0
         else:
             first = times.steps.decode_seconds(rows * (1 + drafts), context, rows * drafts)
-            if self._cores is not None and self._cores.is_wanted(self):
-                first *= self._cores.turns.slowdown
             growth = times.steps.decode_context * self.rows.growth
-            if self._is_coalesced and (self._cores is None or not self._cores.is_wanted(self)):
+            if self.cores is not None and self.cores.is_wanted(self):
+                first = self.cores.decode_seconds(first, rows * (1 + drafts), times.steps.decode_context * context)
+                ratios = self.cores.decode_ratios
+            elif self._is_coalesced:
                 coming = [first for first, _ in self._joining.values()] + list(self._prompts.values())
                 steps = min([self.rows.steps_until_due(), *(first - self.rows.step for first in coming)])
-        ratios = self.kit.prompts if chunks else self.kit.decoding
         groups = dict(self.rows.by_group) if rows else {}
-        return Run(self._events.now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined)
+        now = self._events.now
+        waited = now - self._ended if rows > len(joined) else 0.0
+        return Run(now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined, waited)
 
-    def _schedule(self, run: Run) -> None:
-        """Have the run ended in time; an earlier call of this counts no more."""
-        self._version += 1
-        self._resumed = self._events.now
-        self._left = max(0.0, run.begin + run.seconds(run.steps) - self._events.now)
-        self._events.after(self._left, self._end, self._version)
-
-    def _end(self, version: int) -> None:
-        run = self._run
-        if version != self._version or run is None:
-            return
-        self._run, self._is_ending = None, True
+    def _end(self, run: Run) -> None:
+        """Tell what steps have led to, and begin the next ones."""
+        self._is_ending = True
+        self._ended = self._events.now
         self._note(run, run.steps)
         due = self.rows.advance(run.steps)
-        if self._cores is not None:
+        if self.cores is not None:
             last = range(max(0, run.steps - 8), run.steps)
-            self._cores.ended(self, [run.ratios.at(run.index + i) * (run.first + i * run.growth) for i in last])
+            self.cores.ended(self, [run.ratios.at(run.index + i) * (run.first + i * run.growth) for i in last])
         for sequence, tokens in run.chunks:
             if sequence in self._prompts:
                 sequence.computed += tokens
@@ -280,8 +262,8 @@ class Worker:
         self._is_ending = False
         self._begin()
         self._lingering = 0
-        if self._run is None and self._cores is not None:
-            self._cores.idle(self)
+        if self.clock.run is None and self.cores is not None:
+            self.cores.idle(self)
 
     def _note(self, run: Run, steps: int) -> None:
         """Count steps of a run that have ended."""
@@ -289,8 +271,9 @@ class Worker:
         self.steps += steps
         self.busy_seconds += seconds
         prompts = sum(tokens for _, tokens in run.chunks)
-        if prompts >= MEASURED_TOKENS and seconds > 0:
-            speed, known = (prompts + run.rows) / seconds, self.tokens_per_second
+        taken = self._events.now - run.begin  # pauses count, as in a real worker
+        if prompts >= MEASURED_TOKENS and taken > 0:
+            speed, known = (prompts + run.rows) / taken, self.tokens_per_second
             self.tokens_per_second = speed if known == 0 else known + (speed - known) / 8
         if steps != run.steps:
             run = dataclasses.replace(run, steps=steps)
@@ -301,29 +284,3 @@ class Worker:
     def wake(self) -> None:
         """Begin the next steps, if it is this worker's turn now."""
         self._begin()
-
-    def pause(self) -> None:
-        """Stop in the middle of a step, because another worker has the cores."""
-        if self._run is not None and not self._is_paused:
-            self._is_paused = True
-            self._left = max(0.0, self._left - (self._events.now - self._resumed))
-            self._paused = self._events.now
-            self._version += 1
-
-    def resume(self) -> None:
-        """Go on with the step."""
-        if self._run is not None and self._is_paused:
-            self._is_paused = False
-            self._resumed = self._events.now
-            assert self._cores is not None
-            overlap = self._cores.turns.overlap * (self._events.now - self._paused)
-            self._left = max(0.0, self._left - overlap)
-            self._version += 1
-            self._events.after(self._left, self._end, self._version)
-
-    def cut(self) -> None:
-        """End the run with the step under way, because another worker waits for its turn."""
-        run = self._run
-        if run is not None and (steps := self._steps_at(run, self._events.now)) < run.steps:
-            run.steps = steps
-            self._schedule(run)

@@ -13,7 +13,7 @@ async def test_streams_are_counted_to_their_end(tmp_path: Path, monkeypatch: pyt
     # The toy's vocabulary is too small for the token ids that the benchmark uses with real models.
     monkeypatch.setattr(gateway, "FIRST_ID", ord("a"))
     monkeypatch.setattr(gateway, "IDS", 26)
-    async with gateway.stack(write_toy_model(tmp_path / "toy"), 0.01) as gateways:
+    async with gateway.stack(write_toy_model(tmp_path / "toy"), 0.005) as gateways:
         found = [await gateway.measure(gateways, streams=3, tokens=80, way=way) for way in gateway.WAYS]
         with pytest.raises(RuntimeError, match="3 streams failed"):
             await gateway.measure(gateways, streams=3, tokens=9000)  # more than the worker's longest context

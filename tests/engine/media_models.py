@@ -23,6 +23,7 @@ from tests.tiny_checkpoints import (
     write_gemma4_unified,
     write_gemma4_with_media,
     write_llava,
+    write_qwen3_5_with_vision,
     write_qwen3_vl,
 )
 
@@ -64,16 +65,18 @@ class MediaModel:
 
     @property
     def has_grids(self) -> bool:
-        return self.kind.startswith("qwen3_vl")
+        return self.kind.startswith("qwen")
 
     def tower_rows(self, seed: int) -> torch.Tensor:
         """Return the rows of a random image: [length, size]."""
         generator, core = torch.Generator().manual_seed(seed), self.reference.model
         with torch.inference_mode():
             if self.has_grids:
-                patches = torch.randn(8 * 12, 3 * 2 * 16**2, generator=generator)
+                side = self.reference.config.vision_config.patch_size
+                patches = torch.randn(8 * 12, 3 * 2 * side**2, generator=generator)
                 found = core.get_image_features(patches, torch.tensor([[1, 8, 12]]), return_dict=True)
-                return torch.cat([own for (own,) in (found.pooler_output, *found.deepstack_features)], dim=1)
+                added = getattr(found, "deepstack_features", ())
+                return torch.cat([own for (own,) in (found.pooler_output, *added)], dim=1)
             if self.kind == "gemma3":
                 pixels = torch.randn(1, 3, 56, 56, generator=generator)
                 return core.get_image_features(pixels, return_dict=True).pooler_output[0]
@@ -159,13 +162,15 @@ def _qwen3_vl_inputs(prompt: Prompt) -> dict[str, Any]:
 
 
 def media_model(kind: str, folder: Path, kernels: str = "native") -> MediaModel:
-    """Make a random model of one of KINDS, and save it to a folder."""
+    """Make a random model of one of KINDS, or a Qwen 3.5, and save it to a folder."""
     if kind == "gemma3":
         reference = write_gemma3_with_vision(folder)
     elif kind == "unified":
         reference = write_gemma4_unified(folder)
     elif kind == "llava":
         reference = write_llava(folder, max_position_embeddings=4096)
+    elif kind == "qwen3_5":
+        reference = write_qwen3_5_with_vision(folder)
     elif kind.startswith("qwen3_vl"):
         reference = write_qwen3_vl(folder, experts=kind == "qwen3_vl_moe")
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.context import Context
@@ -25,7 +25,6 @@ from tests.engine.toy_requests import FULL, MIXED, next_token
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(
     layout=st.sampled_from([FULL, MIXED]),
     wishes=st.lists(

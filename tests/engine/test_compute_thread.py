@@ -10,7 +10,7 @@ from paceline.core.turns import PAGE_BYTES, DecodeTurns, Turns
 from paceline.engine.compute_thread import ComputeThread, Launch
 from paceline.engine.encode_job import EncodeJob, EncodingStoppedError
 from paceline.engine.step import Step, StepResult
-from paceline.models.encoders.base import Between
+from paceline.kernels.encoding import Between
 
 
 class Bench:

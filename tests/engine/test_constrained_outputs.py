@@ -81,7 +81,7 @@ SAMPLING = st.builds(
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking would take minutes
 
 
-examples = settings(max_examples=12, suppress_health_check=list(HealthCheck), phases=PHASES)
+examples = settings(max_examples=6, suppress_health_check=list(HealthCheck), phases=PHASES)
 
 
 @given(wanted=st.lists(st.tuples(SCHEMAS, SAMPLING), min_size=6, max_size=6))

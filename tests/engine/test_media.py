@@ -19,7 +19,12 @@ GREEDY = SamplingParams(max_tokens=64)
 IMAGE, FRAME = MediaKind.IMAGE, MediaKind.VIDEO_FRAME
 
 
-@pytest.fixture(scope="module", params=KINDS)
+RARE = ("unified", "qwen3_vl_moe")
+"""Kinds that differ from the others in their encoders or experts alone, which have tests of their own."""
+MODELS = [pytest.param(kind, marks=pytest.mark.thorough) if kind in RARE else kind for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MediaModel:
     return media_model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -46,15 +51,24 @@ def check_all(made: MediaModel, asked: list[Prompt], outputs: list[list[int]]) -
         made.check(prompt, output)
 
 
-@pytest.mark.parametrize("drafter", ["none", "lookup", "model"])
-@pytest.mark.parametrize("on_device", [None, 1.5])
+@pytest.mark.parametrize(
+    ("drafter", "on_device"),
+    [
+        ("none", None),
+        ("lookup", 1.5),
+        *(
+            pytest.param(*rare, marks=pytest.mark.thorough)
+            for rare in (("none", 1.5), ("lookup", None), ("model", None), ("model", 1.5))
+        ),
+    ],
+)
 def test_tokens_are_those_of_transformers(made: MediaModel, drafter: str, on_device: float | None) -> None:
     check_drafts(made, drafter, on_device)
 
 
 # A model that runs in transformers cannot stop after some layers.
-@pytest.mark.parametrize("made", [kind for kind in KINDS if kind != "llava"], indirect=True)
-@pytest.mark.parametrize("on_device", [None, 1.5])
+@pytest.mark.parametrize("made", [kind for kind in MODELS if kind != "llava"], indirect=True)
+@pytest.mark.parametrize("on_device", [pytest.param(None, marks=pytest.mark.thorough), 1.5])
 def test_drafts_of_early_layers_leave_the_tokens_as_they_are(made: MediaModel, on_device: float | None) -> None:
     check_drafts(made, "early", on_device)
 
@@ -69,7 +83,7 @@ def check_drafts(made: MediaModel, drafter: str, on_device: float | None) -> Non
     assert (loop.engine.stats.accepted_tokens > 0) == (drafter != "none")
 
 
-@pytest.mark.parametrize("budget", [8, 32, 500])
+@pytest.mark.parametrize("budget", [8, pytest.param(32, marks=pytest.mark.thorough), 500])
 def test_tokens_do_not_depend_on_chunks(made: MediaModel, budget: int) -> None:
     host, asked = MediaHost(made.model, budget), prompts(made)
     check_all(made, asked, host.run(asked))
@@ -132,10 +146,9 @@ def test_a_recorded_step_gives_the_same_tokens_over_the_same_memory(made: MediaM
     ("kind", "kernels"),
     [
         ("experts", "reference"),
-        ("edge", "triton-invariant"),
         *(
-            pytest.param(*rare, marks=pytest.mark.thorough)
-            for rare in (("experts", "triton-invariant"), ("qwen3_vl", "triton-invariant"))
+            pytest.param(kind, "triton-invariant", marks=pytest.mark.thorough)
+            for kind in ("edge", "experts", "qwen3_vl")
         ),
     ],
 )
@@ -148,3 +161,11 @@ def test_other_kernels_read_encodings_too(tmp_path: Path, kind: str, kernels: st
     host = MediaHost(made.model, 24, max_tokens=3)
     for prompt, output in zip(asked, host.run(asked)):
         made.check(prompt, output)
+
+
+def test_a_model_with_states_reads_images(tmp_path: Path) -> None:
+    """Qwen 3.5 has positions with three dimensions in a few layers, and states in the others."""
+    made = media_model("qwen3_5", tmp_path)
+    asked = prompts(made)
+    for budget, hands_over in ((8, False), (500, True)):
+        check_all(made, asked, MediaHost(made.model, budget).run(asked, hands_over=hands_over))

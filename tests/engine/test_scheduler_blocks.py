@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.context import Context
@@ -139,7 +139,6 @@ class ToyPool:
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 120)), min_size=1, max_size=8),
     pool_blocks=st.integers(14, 40),

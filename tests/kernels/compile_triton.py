@@ -1,16 +1,16 @@
 """Compile, for GPUs and without a GPU, every kernel that `TritonKernels` launches for the shapes of known models.
 
-    TRITON_INTERPRET=0 python -m tests.kernels.compile_triton [ARCHITECTURE...]
+    TRITON_INTERPRET=0 python -m tests.kernels.compile_triton ARCHITECTURE [MODEL...]
 
-Launches are only recorded, and tensors have shapes but no content. The command prints a line of JSON for each kernel
-and architecture.
+Launches are only recorded, and tensors have shapes but no content. The command prints a line of JSON for each kernel.
+Without the name of a model, it compiles the kernels of all.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.interface import HeadNorms, Kernels, NormKind
 from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
-ARCHITECTURES = tuple(map(int, sys.argv[1:])) or (80, 90)
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -111,21 +110,20 @@ def record_sampling_and_moving(kernels: Kernels) -> None:
 
 
 def compile_launch(
-    kernel: triton.JITFunction, args: tuple[Any, ...], options: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Compile a launch for each architecture, with its types and options, and yield the results."""
+    architecture: int, kernel: triton.JITFunction, args: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Compile a launch with its types and options, and return the result."""
     values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in options.items() if k in kernel.arg_names}
     constants = {param.name: values[param.name] for param in kernel.params if param.is_constexpr}
     signature = {name: "constexpr" if name in constants else _type_of(values[name]) for name in kernel.arg_names}
     aligned = [["tt.divisibility", 16]]
     attributes = {(param.num,): aligned for param in kernel.params if _is_aligned(param, values[param.name])}
-    for architecture in ARCHITECTURES:
-        compiled = triton.compile(
-            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
-            target=GPUTarget("cuda", architecture, 32),
-            options={name: options[name] for name in _OPTIONS if name in options},
-        )
-        yield {"kernel": kernel.__name__, "architecture": architecture, "shared_bytes": compiled.metadata.shared}
+    compiled = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", architecture, 32),
+        options={name: options[name] for name in _OPTIONS if name in options},
+    )
+    return {"kernel": kernel.__name__, "architecture": architecture, "shared_bytes": compiled.metadata.shared}
 
 
 def _is_aligned(param: KernelParam, value: object) -> bool:
@@ -141,23 +139,29 @@ def _type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def main() -> None:
-    llama = launches(32, 8, 128, 0, 0.0)
-    differing = ("rms_norm", "add_rms_norm", "attend", "combine", "rotate", "rotate_and_store")
-    gemma3 = launches(4, 1, 256, 512, 50.0, NormKind.UNIT_OFFSET, head_norms=True, looks_ahead=True)
-    gemma4 = launches(8, 1, 512, 0, 0.0, NormKind.WIDE, head_norms=True)
-    gemma = [launch for launch in gemma3 + gemma4 if launch[0].__name__ in differing]
-    gpt_oss = launches(64, 8, 64, 128, 0.0, sinks=True)
-    gpt_oss = [launch for launch in gpt_oss if launch[0].__name__ in ("attend", "combine")]
+_ATTENTION = ("attend", "combine")
+_DIFFERING = (*_ATTENTION, "rms_norm", "add_rms_norm", "rotate", "rotate_and_store")
+MODELS: dict[str, tuple[Callable[[], list[Launch]], tuple[str, ...]]] = {
+    "llama": (lambda: launches(32, 8, 128, 0, 0.0), ()),
+    "gemma3": (
+        lambda: launches(4, 1, 256, 512, 50.0, NormKind.UNIT_OFFSET, head_norms=True, looks_ahead=True),
+        _DIFFERING,
+    ),
+    "gemma4": (lambda: launches(8, 1, 512, 0, 0.0, NormKind.WIDE, head_norms=True), _DIFFERING),
+    "gpt_oss": (lambda: launches(64, 8, 64, 128, 0.0, sinks=True), _ATTENTION),
     # The queries of all heads are tokens of one KV head here, whose vectors are keys and values.
-    deepseek = [
-        launch
-        for launch in launches(16, 1, 576, 0, 0.0, planes=1)
-        if launch[0].__name__ in ("attend", "combine", "store_kv", "matmul")
-    ]
-    for launch in llama + gemma + gpt_oss + deepseek:
-        for line in compile_launch(*launch):
-            print(json.dumps(line), flush=True)
+    "deepseek": (lambda: launches(16, 1, 576, 0, 0.0, planes=1), (*_ATTENTION, "store_kv", "matmul")),
+}
+"""The launches of each model, and the kernels that differ from those of llama."""
+
+
+def main() -> None:
+    architecture = int(sys.argv[1])
+    for name in sys.argv[2:] or MODELS:
+        record, differing = MODELS[name]
+        for launch in record():
+            if not differing or launch[0].__name__ in differing:
+                print(json.dumps(compile_launch(architecture, *launch)), flush=True)
 
 
 if __name__ == "__main__":

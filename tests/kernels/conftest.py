@@ -19,6 +19,28 @@ from paceline.kernels.reference import ReferenceKernels
 SLOTS = 64
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out tests by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests with Triton as thorough, but for one variant of each function, because its interpreter is slow."""
+    if torch.cuda.is_available():
+        return
+    slow = [item for item in items if _runs_triton(item) and not item.get_closest_marker("thorough")]
+    last = {_function_of(item): item for item in slow}  # the last variant usually has the most options
+    for item in slow:
+        if item is not last[_function_of(item)]:
+            item.add_marker(pytest.mark.thorough)
+
+
+def _runs_triton(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    is_ours = item.nodeid.startswith("tests/kernels/")
+    return is_ours and callspec is not None and callspec.params.get("kernels") == "triton"
+
+
+def _function_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
 @dataclass
 class PagedCase:
     """Contexts in a pool that is NaN everywhere else. Table entries before a window are invalid."""

@@ -24,6 +24,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "heads", "head_dim"), [(1, 1, 16), (9, 2, 72), (150, 3, 64), (513, 2, 20)])
 def test_full_attention(kernels: Kernels, dtype: torch.dtype, rows: int, heads: int, head_dim: int) -> None:
     queries, keys, values = torch.randn(3, rows, heads, head_dim).to(dtype)
+    queries = queries[rows // 3 :]
     found = kernels.full_attention(queries, keys, values, 0.3)
     scores = torch.einsum("qhd,khd->hqk", queries.float(), keys.float()) * 0.3
     close(found, torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.float()))

@@ -125,13 +125,13 @@ class Latent:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "spans"), [(16, 576, [(129, 130), (120, 130)]), (128, 576, [(140, 143)])]
+    ("heads", "head_dim", "spans"), [(16, 576, [(129, 130), (124, 130)]), (128, 576, [(140, 143)])]
 )
 def test_attention_of_deepseek_s_sizes(
     kernels: Kernels, heads: int, head_dim: int, spans: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    if kernels.name.startswith("triton"):
-        heads = min(heads, 16)  # Triton's interpreter is slow, and more heads are further tiles of the same kind
+    if kernels.name.startswith("triton") and heads > 16 and not torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is slow, and more heads are further tiles of the same kind")
     case = Latent(kernels, spans[0][1], heads, head_dim, dtype)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for span in spans:
@@ -141,7 +141,7 @@ def test_attention_of_deepseek_s_sizes(
 @pytest.mark.slow
 def test_attention_to_latent_vectors(kernels: Kernels) -> None:
     case = Latent(kernels, 300, 6, 48, torch.float32)
-    for span in ((299, 300), (270, 300), (0, 17)):
+    for span in ((299, 300), (283, 300), (0, 17)):
         torch.testing.assert_close(case.attend(*span).double(), case.expected(*span), atol=1e-5, rtol=1e-5)
 
 

@@ -38,9 +38,8 @@ STEPS = [
     [(1, 5)],
     [(1, 30), (1, 1), (1, 63)],
     [(3, 40), (1, 17), (2, 2)],
-    [(1, 300), (5, 260)],  # long enough for splits
+    [(2, 260)],  # long enough for splits
     [(1, 60), (0, 9), (1, 33)],  # the second request has ended
-    [(0, 9), (1, 20)],
     [(1, 7)],  # smaller than the earlier steps of the same recording
 ]
 """Steps: the number of queries and the context length of each request."""

@@ -61,13 +61,18 @@ def attend(kernels: Kernels, case: Any, softcap: float = 0.0, sinks: Tensor | No
     ("head_dim", "heads", "kv_heads", "block_tokens", "window", "dtype"),
     [
         (48, 9, 3, 5, 0, FP32),
-        (48, 9, 3, 5, 0, BF16),
         (80, 4, 4, 24, 33, FP32),
-        (96, 7, 1, 16, 0, BF16),
-        (128, 4, 1, 16, 300, FP32),
         (256, 4, 2, 64, 500, BF16),
-        (2, 3, 1, 16, 0, FP32),
-        (16, 70, 1, 16, 280, BF16),
+        *(
+            pytest.param(*rare, marks=pytest.mark.thorough)
+            for rare in (
+                (48, 9, 3, 5, 0, BF16),
+                (96, 7, 1, 16, 0, BF16),
+                (128, 4, 1, 16, 300, FP32),
+                (2, 3, 1, 16, 0, FP32),
+                (16, 70, 1, 16, 280, BF16),
+            )
+        ),
     ],
     ids=str,
 )
@@ -90,7 +95,7 @@ def test_attention_of_odd_shapes_is_that_of_the_reference(
     torch.testing.assert_close(attend(invariant, case, softcap), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("window", "dtype"), [(0, torch.bfloat16), (290, torch.float32)], ids=str)
+@pytest.mark.parametrize(("window", "dtype"), [pytest.param(0, BF16, marks=pytest.mark.thorough), (290, FP32)], ids=str)
 def test_attention_does_not_depend_on_how_a_prompt_was_cut(
     invariant: Kernels, paged_case: Callable[..., Any], window: int, dtype: torch.dtype
 ) -> None:
@@ -109,7 +114,7 @@ def test_attention_does_not_depend_on_how_a_prompt_was_cut(
         assert torch.equal(torch.cat(pieces), whole)
 
 
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.thorough), 70])
 def test_attention_that_looks_ahead_does_not_depend_on_how_a_prompt_was_cut(
     invariant: Kernels, paged_case: Callable[..., Any], window: int
 ) -> None:
@@ -202,10 +207,19 @@ def test_activations_of_extreme_numbers_are_finite(kernels: Kernels, name: str) 
     torch.testing.assert_close(getattr(kernels, name)(gate, up), expected, atol=1e-30, rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.thorough), 90])
-def test_every_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(tmp_path: Path, architecture: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "models"),
+    [
+        (90, ("llama", "deepseek")),  # deepseek has the largest heads
+        *(pytest.param(architecture, (), marks=pytest.mark.thorough) for architecture in (80, 90)),
+    ],
+    ids=str,
+)
+def test_every_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(
+    tmp_path: Path, architecture: int, models: tuple[str, ...]
+) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.kernels.compile_triton", str(architecture)]
+    command = [sys.executable, "-m", "tests.kernels.compile_triton", str(architecture), *models]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -33,7 +33,7 @@ WORDS = re.findall(r"`(paceline [a-z-]+ [^`]+)`", GUIDE) + [
 
 def test_each_kustomization_exists() -> None:
     named = set(re.findall(r"kubectl apply -k (\S+?)[`;\n]", GUIDE))
-    assert named == {f"kubernetes/{name}" for name in ("model", "base", "gpu", "monitoring")}
+    assert named == {f"kubernetes/{name}" for name in ("model", "base", "gpu", "second", "monitoring")}
     assert all(build(ROOT / name) for name in named)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from paceline.cli import SERVICES, build_parser
-from paceline.core.config import ServiceConfig
+from paceline.core.config import GatewayConfig, ServiceConfig, model_configs
 from paceline.core.config_source import load_config
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.access.decisions import Access, decision_for
@@ -25,6 +26,7 @@ from tests.kubernetes.kustomize import Json, build, containers, has_pods, main_c
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "kubernetes"
 GUIDE = (ROOT / "docs" / "kubernetes.md").read_text()
+OUR_NAMESPACES = {"matchLabels": {"paceline/stack": "true"}}
 COMPONENT = "app.kubernetes.io/component"
 RELEASES = sorted({tuple(map(int, version.split(".")[:2])) for version in kubernetes_validate.utils.all_versions()})[
     -3:
@@ -34,12 +36,13 @@ WITHOUT_SCHEMA = {"ServiceMonitor", "PrometheusRule"}
 
 PARTS = {
     "model": build(KUBERNETES / "model"),
-    "base": build(KUBERNETES / "base", ("encode.yaml",)),
+    "base": build(KUBERNETES / "base", ("../fleet/encode.yaml",)),
     "gpu": build(KUBERNETES / "gpu"),
+    "second": build(KUBERNETES / "second"),
     "monitoring": build(KUBERNETES / "monitoring"),
 }
 BASE = PARTS["base"]
-WORKLOADS = [each for part in ("model", "base", "gpu") for each in PARTS[part] if has_pods(each)]
+WORKLOADS = [each for part in ("model", "base", "gpu", "second") for each in PARTS[part] if has_pods(each)]
 
 
 def of(kind: str, objects: list[Json] = BASE) -> dict[str, Json]:
@@ -117,15 +120,50 @@ def test_containers_can_do_no_more_than_they_must(workload: Json) -> None:
         assert re.fullmatch(r"(paceline-gateway|paceline-worker):local|redis:7-alpine", container["image"])
     on_node = [volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume]
     has_arena = workload["metadata"]["name"] in ("worker", "encode", "kvtransfer")
-    assert on_node == (["/dev/shm/paceline"] if has_arena else [])
+    assert on_node == ([f"/dev/shm/{workload['metadata']['namespace']}"] if has_arena else [])
 
 
-@pytest.mark.parametrize("part", ["base", "gpu"])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(part, name) for part in ("base", "gpu", "second") for name in OURS if (part, name) != ("second", "gateway")],
+)
 def test_options_and_arguments_are_valid(name: str, part: str) -> None:
     config = config_of(OURS[name], part)
     assert config.auth_token_file == "/auth/token"
-    assert config.redis == f"redis://redis:{of('Service')['redis']['spec']['ports'][0]['port']}/0"
+    redis = of("Service")["redis"]
+    host = f"redis.{redis['metadata']['namespace']}" if part == "second" else "redis"
+    assert config.redis == f"redis://{host}:{redis['spec']['ports'][0]['port']}/0"
+
+
+def models_of(text: str) -> dict[str, GatewayConfig]:
+    """Return the models of a models.toml by name."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        return {each.served_model_name: each for each in model_configs(GatewayConfig(models_file=file.name))}
+
+
+def test_gateways_find_the_fleet_of_each_model() -> None:
+    options = of("ConfigMap")["options"]["data"]
+    first, *others = models_of(options["models.toml"]).values()
+    assert not others
+    commented = "".join(line.removeprefix("#   ") for line in options["models.toml"].splitlines(keepends=True))
+    second = models_of(commented.replace("# ", "#"))["gemma-3-270m"]
+    for model, part in ((first, "base"), (second, "second")):
+        worker = config_of(OURS["worker"], part)
+        assert (worker.cluster, worker.model) == (model.cluster, model.model)  # type: ignore[attr-defined]
+    gateway = config_of(OURS["gateway"])
+    assert gateway.models_file == "/etc/paceline/models.toml"  # type: ignore[attr-defined]
+
+
+def test_the_fleet_of_a_second_model_stands_for_itself() -> None:
+    fleet, first = PARTS["second"], [each for each in BASE if each["metadata"]["name"] not in ("gateway", "redis")]
+    assert {each["kind"] for each in fleet} - {"Namespace"} <= {each["kind"] for each in first}
+    (namespace,) = of("Namespace", fleet)
+    assert all(each["metadata"].get("namespace", namespace) == namespace for each in fleet)
+    for part in ("model", "second"):
+        (own,) = of("Namespace", PARTS[part]).values()
+        assert own["metadata"]["labels"]["paceline/stack"] == "true"
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -210,13 +248,17 @@ def test_the_network_allows_the_calls_of_the_guide_and_no_others() -> None:
     pods = {name: labels_of(each) for name, each in {**OURS, "redis": of("Deployment")["redis"]}.items()}
     policies = list(of("NetworkPolicy").values())
 
+    def is_ours(peer: Json) -> bool:
+        """Return whether a peer names pods of this namespace, or of all that have Paceline's label."""
+        return peer.get("namespaceSelector", OUR_NAMESPACES) == OUR_NAMESPACES and "podSelector" in peer
+
     def allowed(one: str, direction: str, side: str, other: str, port: int) -> bool:
         """Return whether the policies of a pod let it talk to another one. Blocks of addresses are no pods."""
         return any(
             any(each["port"] == port for each in rule["ports"])
             and (
                 side not in rule
-                or any(matches(peer["podSelector"], pods[other]) for peer in rule[side] if set(peer) == {"podSelector"})
+                or any(matches(peer["podSelector"], pods[other]) for peer in rule[side] if is_ours(peer))
             )
             for policy in policies
             if matches(policy["spec"]["podSelector"], pods[one])
@@ -255,7 +297,7 @@ def test_the_job_fetches_the_model_that_is_served() -> None:
     for part in ("base", "gpu"):
         options = tomllib.loads((KUBERNETES / part / "paceline.toml").read_text())
         assert str(command["link"]) == options["model"]
-        assert command["model"] == options["gateway"]["served-model-name"]
+    assert models_of(of("ConfigMap")["options"]["data"]["models.toml"]).keys() == {command["model"]}
 
 
 def test_the_images_are_those_that_compose_builds() -> None:

@@ -21,6 +21,7 @@ from tests.tiny_checkpoints import (
     write_gemma3_with_vision,
     write_gemma4_unified,
     write_gemma4_with_media,
+    write_qwen3_5_with_vision,
     write_qwen3_vl,
 )
 
@@ -31,6 +32,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "edge": lambda folder: write_gemma4_with_media(folder, "edge"),
     "dense": lambda folder: write_gemma4_with_media(folder, "dense"),
     "qwen3_vl": write_qwen3_vl,
+    "qwen3_5": write_qwen3_5_with_vision,
 }
 """Functions that save a model to a folder and return that of `transformers`."""
 

@@ -83,13 +83,14 @@ def test_a_model_of_text_has_no_encoders(tmp_path: Path) -> None:
     assert load_encoders(tmp_path, torch.float32, ReferenceKernels(), CPU) is None
 
 
-def test_between_is_called_before_each_layer(encoder_checkpoint: Any) -> None:
+def test_between_is_called_before_each_piece(encoder_checkpoint: Any) -> None:
     encoders = load(encoder_checkpoint("edge")[0])
-    for media, tensor in INPUTS["edge"]:
+    # Both have two layers. A layer of vision has two parts, and its patches are embedded before.
+    for (media, tensor), calls in zip(INPUTS["edge"], (5, 2)):
         between = mock.Mock()
         with torch.inference_mode():
             encoders.encode(media, tensor, between)
-        assert between.call_count == 2
+        assert between.call_count == calls
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models.encoders import pieces
 from tests.models.encoder_cases import CPU, INPUTS, audio, change, encode, image, load, sound
 
 BACKENDS: list[Callable[[], Kernels]] = [lambda: NativeKernels(2), ReferenceKernels]
@@ -77,26 +78,29 @@ def test_images_of_gemma3(encoder_checkpoint: Any, backend: Any) -> None:
 
 
 def reference_of_qwen3_vl(model: Any, frames: Tensor) -> Tensor:
-    """Return the encoding of frames uint8 [2, height, width, 3] by a Qwen 3-VL of `transformers`: all parts of rows.
+    """Return the encoding of frames uint8 [2, height, width, 3] by a Qwen of `transformers`: all parts of rows.
 
     transformers cuts patches of an image, in which the second frame repeats the first. So patches of each of the frames
     have the half that a pair needs.
     """
+    side = model.config.vision_config.patch_size
     processor = Qwen2VLImageProcessorPil(
-        patch_size=16, do_resize=False, image_mean=[0.5] * 3, image_std=[0.5] * 3, return_tensors="pt"
+        patch_size=side, do_resize=False, image_mean=[0.5] * 3, image_std=[0.5] * 3, return_tensors="pt"
     )
     cut = [processor(own.permute(2, 0, 1).numpy()) for own in frames]
-    first, second = (own["pixel_values"].view(-1, 3, 2, 16, 16) for own in cut)
+    first, second = (own["pixel_values"].view(-1, 3, 2, side, side) for own in cut)
     patches = torch.cat([first[:, :, :1], second[:, :, 1:]], dim=2).flatten(1)
     with torch.inference_mode():
         found = model.model.get_image_features(patches, cut[0]["image_grid_thw"])
-    return torch.cat([own for (own,) in (found.pooler_output, *found.deepstack_features)], dim=1)
+    return torch.cat([own for (own,) in (found.pooler_output, *getattr(found, "deepstack_features", ()))], dim=1)
 
 
 @on_backends
-@pytest.mark.parametrize("size", [(32, 32), (64, 224), (320, 96)], ids=str)
-def test_images_and_frames_of_qwen3_vl(encoder_checkpoint: Any, backend: Any, size: tuple[int, int]) -> None:
-    folder, reference = encoder_checkpoint("qwen3_vl")
+@pytest.mark.parametrize(
+    ("kind", "size"), [("qwen3_vl", (32, 32)), ("qwen3_vl", (64, 224)), ("qwen3_5", (64, 224)), ("qwen3_vl", (320, 96))]
+)
+def test_images_and_frames_of_qwen(encoder_checkpoint: Any, backend: Any, kind: str, size: tuple[int, int]) -> None:
+    folder, reference = encoder_checkpoint(kind)
     encoders, pixels = load(folder, backend()), image(*size)
     pair = torch.stack([pixels, 255 - pixels])
     same(encode(encoders, MediaKind.IMAGE, pixels), reference_of_qwen3_vl(reference, pixels.expand(2, -1, -1, -1)))
@@ -147,7 +151,10 @@ def test_encoders_on_a_gpu(encoder_checkpoint: Any, kind: str) -> None:
     folder, _ = encoder_checkpoint(kind)
     encoders = load(folder, select_kernels(CPU, "triton-invariant"))
     for media, tensor in INPUTS[kind]:
-        same(encode(encoders, media, tensor), encode(load(folder), media, tensor))
+        found = encode(encoders, media, tensor)
+        same(found, encode(load(folder), media, tensor))
+        for _ in range(2):  # the layers are recorded, and then replayed
+            assert torch.equal(encode(encoders, media, tensor), found)
 
 
 def test_pooled_rows_may_be_too_large_for_float16(encoder_checkpoint: Any, tmp_path: Path) -> None:
@@ -158,3 +165,13 @@ def test_pooled_rows_may_be_too_large_for_float16(encoder_checkpoint: Any, tmp_p
     expected, found = (encode(own, MediaKind.IMAGE, image(96, 96)).float() for own in (exact, rounded))
     assert found.isfinite().all()
     assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_bits_do_not_depend_on_pieces(encoder_checkpoint: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoders = load(encoder_checkpoint(kind)[0])
+    whole = [encode(encoders, *own) for own in INPUTS[kind]]
+    monkeypatch.setattr(pieces, "PIECE_ROWS", 8)  # as many as fill vectors: torch computes the rest in another way
+    monkeypatch.setattr(pieces, "_LEAST_ROWS", 1)
+    for own, expected in zip(INPUTS[kind], whole):
+        assert torch.equal(encode(encoders, *own), expected)

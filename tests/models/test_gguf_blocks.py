@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.gguf_blocks import BLOCK_TYPES, decode_blocks
+from paceline.models.gguf_blocks import BLOCK_TYPES, BlockMatrix
 
 # Places of the upper bytes of fp16 numbers. If these were random, some numbers would be infinite.
 UPPER_BYTES = {
@@ -30,7 +30,7 @@ def test_blocks_stand_for_what_gguf_makes_of_them(name: str) -> None:
     raw[..., UPPER_BYTES[name]] &= 0xBF
     rows = raw.reshape(7, -1)
     expected = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name]))
-    matrix = decode_blocks(name, torch.from_numpy(rows), torch.float32)
+    matrix = BlockMatrix(name, torch.from_numpy(rows), torch.float32).decode()
     assert matrix.shape == (7, 3 * block.elements)
     assert torch.equal(matrix.dequantize(), expected.bfloat16().float())
     # The product of a value and its scale is exact, so that results do not depend on whether a kernel fuses it.

@@ -19,7 +19,7 @@ from paceline.models.base import FusedExperts, Model
 from paceline.models.folder import weight_files
 from paceline.models.loader import Checkpoint, load_model
 from paceline.models.mxfp4 import decode_mxfp4
-from paceline.models.quantized import Int8Weights
+from paceline.models.quantized import Packer
 from tests.models.test_model_logits import check_against_reference
 
 CPU = torch.device("cpu")
@@ -74,11 +74,12 @@ def test_int8_keeps_experts_without_loss(tmp_path: Path, save_mxfp4: Any, paged_
     del save_mxfp4
     kernels, name = ReferenceKernels(), "model.layers.1.mlp.experts.gate_up_proj"
     shape = FusedExperts(5, (32, 32), 64, transposed=True, interleaved=True)
-    checkpoints = [
-        Checkpoint(weight_files(tmp_path), torch.bfloat16, CPU, lambda _, own: kernels.pack(own)) for _ in range(2)
-    ]
-    whole = checkpoints[0].take_packed_experts(name, shape)
-    rounded = Int8Weights(checkpoints[1], kernels).take_packed_experts(name, shape)
+    whole, rounded = (
+        Checkpoint(weight_files(tmp_path), torch.bfloat16, CPU, Packer(kernels, CPU, how)).take_packed_experts(
+            name, shape
+        )
+        for how in ("none", "int8")
+    )
     for part in range(2):
         for expert in range(5):
             assert torch.equal(whole[part][expert].data, rounded[part][expert].data)

@@ -17,6 +17,7 @@ from paceline.core.errors import ModelError
 from paceline.kernels.interface import PackedWeight
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
@@ -31,14 +32,14 @@ class Counting(NativeKernels):
 
     def __init__(self, instruction_set: str = "auto") -> None:
         super().__init__(1, instruction_set)
-        self._packed: list[torch.Size] = []  # several threads pack, and appending is atomic
+        self._packed: list[tuple[int, ...]] = []  # several threads pack, and appending is atomic
 
     @property
     def packed(self) -> int:
         return len(self._packed)
 
-    def pack(self, weight: torch.Tensor) -> PackedWeight:
-        if not weight.is_meta:
+    def pack(self, weight: torch.Tensor | QuantizedMatrix) -> PackedWeight:
+        if isinstance(weight, QuantizedMatrix) or not weight.is_meta:
             self._packed.append(weight.shape)
         return super().pack(weight)
 
@@ -82,6 +83,24 @@ def test_matrices_of_heads_are_shared_too(
     assert [own.packed for own in kernels] == [kernels[0].packed, kernels[0].packed, 0]
     private, *shared = (logits(model, paged_contexts, dtype) for model in models)
     assert all(torch.equal(private, each) for each in shared)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_rounded_matrices_are_shared_too(
+    tmp_path: Path, request: pytest.FixtureRequest, paged_contexts: Any, dtype: torch.dtype, family: str
+) -> None:
+    request.getfixturevalue(f"save_{family}")()
+    packed, kernels = tmp_path / "packed", [Counting() for _ in range(3)]
+    load_model(tmp_path, dtype, Counting(), CPU, packed)
+    models = [
+        load_model(tmp_path, dtype, own, CPU, folder, "int8") for own, folder in zip(kernels, (None, packed, packed))
+    ]
+    routers = kernels[2].packed
+    assert [own.packed for own in kernels] == [kernels[0].packed, kernels[0].packed + routers, routers]
+    assert routers < kernels[0].packed / 4
+    private, *shared = (logits(model, paged_contexts, dtype) for model in models)
+    assert all(torch.equal(private, each) for each in shared)
+    assert len(packed_files(packed)) == 2  # whole and rounded matrices have a file each
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "granite_moe"])

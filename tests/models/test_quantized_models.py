@@ -17,6 +17,7 @@ from paceline.kernels import rounds_blocks, select_kernels
 from paceline.models.base import Model
 from paceline.models.convert import convert_gguf
 from paceline.models.folder import BLOCKS_FILE
+from paceline.models.gguf_blocks import BlockMatrix
 from paceline.models.identity import model_identity
 from paceline.models.loader import load_model
 from tests.models.gguf_files import write_gguf
@@ -25,8 +26,14 @@ CPU = torch.device("cpu")
 PROMPTS = {0: list(range(3, 60)), 1: [7, 8, 9], 2: [30]}
 
 
-def load(folder: Path, quantization: Any, dtype: torch.dtype = torch.bfloat16, kernels: str = "auto") -> Model:
-    return load_model(folder, dtype, select_kernels(CPU, kernels), CPU, quantization=quantization)
+def load(
+    folder: Path,
+    quantization: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: str = "auto",
+    packed_dir: Path | None = None,
+) -> Model:
+    return load_model(folder, dtype, select_kernels(CPU, kernels), CPU, packed_dir, quantization)
 
 
 @pytest.fixture
@@ -91,6 +98,18 @@ def test_gguf_computes_the_bits_of_the_converted_model(
     whole, quantized = (logits(load(folder, how, dtype), paged_contexts, dtype) for how in ("none", "gguf"))
     for request in PROMPTS:
         assert_same(whole[request], quantized[request], dtype)
+
+
+def test_workers_share_blocks_that_were_decoded_once(
+    save_converted: Callable[..., Path], paged_contexts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, packed = save_converted("Q4_1"), tmp_path / "packed"
+    private, first = (logits(load(folder, "gguf", packed_dir=own), paged_contexts) for own in (None, packed))
+    monkeypatch.setattr(BlockMatrix, "decode", None)
+    second = logits(load(folder, "gguf", packed_dir=packed), paged_contexts)
+    for request in PROMPTS:
+        assert torch.equal(private[request], first[request])
+        assert torch.equal(private[request], second[request])
 
 
 def test_experts_keep_their_blocks(tmp_path: Path, save_qwen3_moe: Any, paged_contexts: Any) -> None:

@@ -54,11 +54,13 @@ def test_qwen3_5_is_the_text_model_of_a_model_for_images(tmp_path: Path) -> None
     assert config.layer_types == ("delta", "delta", "delta", "full")
     assert config.delta == DeltaNet(32, 16, key_dim=128, value_dim=128, conv_taps=4, grouped=False)
     assert (config.dtype, config.tie_word_embeddings, config.max_position) == ("bfloat16", True, 262144)
-    assert config.attention["full"].rope == Rope(1e7, rotated_dims=64)
+    assert config.attention["full"].rope == Rope(1e7, rotated_dims=64, sections=(11, 11, 10))
+    assert (config.has_grids, config.encoding_size) == (True, 2048)
     assert config.experts.routing == Routing(8, normalize=True)
     text = {**QWEN3_5["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"], "dtype": "bfloat16"}
     alone = read(tmp_path, text, tie_word_embeddings=True)
-    assert replace(alone, architecture=config.architecture) == config
+    assert not alone.has_grids
+    assert replace(alone, architecture=config.architecture, attention=config.attention) == config
     dense = read(tmp_path, text, architectures=["Qwen3_5ForCausalLM"], intermediate_size=9216)
     assert (dense.experts, dense.intermediate_size, dense.delta) == (None, 9216, config.delta)
 

@@ -64,9 +64,17 @@ def test_steps_of_both_kinds_and_what_a_mixed_step_saves() -> None:
 
 
 def test_the_time_between_two_steps_counts() -> None:
-    rows = [decode_row(1, 10, 0.01, number, 0.012 * number) for number in range(9)]
+    rows = [decode_row(1, 10 + number, 0.01, number, 0.012 * number) for number in range(9)]
     rows.append(decode_row(1, 10, 0.01, 20, 5.0))  # it had to wait for work
     assert [row.seconds for row in with_gaps(rows)] == pytest.approx([0.012] * 10)
+
+
+def test_the_time_until_another_prompt_comes_is_no_time_between_two_steps() -> None:
+    ends = {0: 0.1, 1: 0.28, 2: 0.383, 3: 0.56}
+    rows = [prompt_row(100, 100 * (number == 2), 0.1)._replace(number=number, ended=ends[number]) for number in ends]
+    assert [row.seconds for row in with_gaps(rows)] == pytest.approx([0.103] * 4)
+    alone = [rows[0], rows[1], rows[3]._replace(number=2)]
+    assert [row.seconds for row in with_gaps(alone)] == [0.1] * 3
 
 
 def test_a_spread_has_no_more_levels_than_values() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler.overheads import find_overheads
+from paceline.profiler.overheads import find_admission, find_admit, find_overheads
 from paceline.profiler.stack import Answer
 
 
@@ -40,3 +40,19 @@ def test_what_a_trace_tells_is_split_into_delays() -> None:
 def test_without_prefill_workers_nothing_is_handed_over() -> None:
     found = find_overheads([traced(16, handed_over=False)], [], 0.010)
     assert found.handoff.seconds == found.decode_join.seconds == found.gateway.per_token == 0
+
+
+def test_prompts_begin_later_while_others_decode() -> None:
+    alone, crowded = [traced(64)] * 3, [traced(64, asked=asked) for asked in (5.0, 26.0, 36.0)]
+    found = find_admit(alone, crowded, 0.010)
+    # 24 ms later, of which 5 ms are the wait for the turn
+    assert found.at(0, 0.5) == pytest.approx(0.019)
+    assert (found.at(0, 0.0), found.at(0, 1.0)) == pytest.approx((0.0, 0.029), rel=1e-4)
+    assert find_admit(alone, [], 0.010).seconds == 0
+
+
+def test_admissions_at_the_same_time_take_longer() -> None:
+    # Admitted after 8 and 12 ms instead of 5. Two more had to wait.
+    group = [traced(64, asked=asked) for asked in (5.0, 9.0, 20.0, 300.0)]
+    assert find_admission([traced(64)] * 3, [group, [traced(64)]]) == pytest.approx(0.005 / 3)
+    assert find_admission([], [group]) == find_admission([traced(64)], []) == 0

@@ -32,6 +32,7 @@ def test_every_state_of_two_requests_with_a_message_that_comes_twice() -> None:
     Explorer(dataclasses.replace(SETUPS["growth"], faults=1, kind="duplicate")).run()
 
 
+@pytest.mark.thorough
 def test_every_state_of_a_handoff_whose_kvtransfer_is_killed_and_comes_back() -> None:
     Explorer(dataclasses.replace(SETUPS["handoff"], faults=1, attempts=1, kind="crash_ledger")).run()
 
@@ -41,7 +42,7 @@ def test_every_state_of_an_encoding_with_a_fault(kind: str) -> None:
     Explorer(dataclasses.replace(SETUPS["encoding"], faults=1, kind=kind)).run()
 
 
-@pytest.mark.parametrize("kind", ["cut", "fetch_failed"])
+@pytest.mark.parametrize("kind", ["cut", pytest.param("fetch_failed", marks=pytest.mark.thorough)])
 def test_every_state_of_a_transfer_that_breaks(kind: str) -> None:
     Explorer(dataclasses.replace(SETUPS["between_hosts"], faults=1, kind=kind)).run()
 

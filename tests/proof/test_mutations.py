@@ -97,7 +97,7 @@ def test_the_explorer_finds_a_return(mutate: Callable[[Patch], None], monkeypatc
         (mutations.without_idempotent_release, "duplicate"),
         (mutations.without_idempotent_fill, "duplicate"),
         (mutations.without_time_to_come_back, "crash_ledger"),
-        (mutations.without_seals, "fail"),
+        pytest.param(mutations.without_seals, "fail", marks=pytest.mark.thorough),
         (mutations.without_arrivals, "fail"),
         (mutations.without_the_source_keeping, "fail"),
         (mutations.without_the_source_letting_go, "cut"),

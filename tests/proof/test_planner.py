@@ -29,7 +29,7 @@ def test_nothing_that_may_happen_breaks_a_promise(name: str) -> None:
 
 @pytest.mark.slow
 def test_no_seed_breaks_a_promise() -> None:
-    for seed in range(FEW_SEEDS):
+    for seed in range(FEW_SEEDS // 3):
         simulate(seed)
 
 

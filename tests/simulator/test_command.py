@@ -37,12 +37,23 @@ def test_a_search_keeps_its_fleet_if_no_aggregated_one_meets_the_objectives(
     assert "Disaggregation pays for this load: workers that do both miss the objectives, however many." in printed
 
 
+def test_cache_sizes_and_failures_are_answered_in_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = str(tmp_path / "page.html")
+    run(tmp_path, "--cache-tokens", "4000,64_000", "--fail", "0.5@10", "--no-restart", "--decode", "2", "--html", page)
+    printed = capsys.readouterr().out
+    assert "4,000 tokens of cache on each host are enough" in printed
+    assert "50% of the workers fail at 10 s." in printed
+    assert "64,000 tokens of cache on each host" in Path(page).read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         (["--requests", "-1"], "--requests must be"),
         (["--cache-tokens", "-5"], "--cache-tokens must be"),
         (["--queue-seconds", "-1"], "--queue-seconds must be"),
+        (["--no-restart"], "add --fail"),
+        (["--max-waiting", "0"], "--max-waiting must be"),
         (["--budget", "5"], "add --planner"),
         (["--find", "--planner"], "leave out --find or --planner"),
         (["--find", "--ttft", "0.01"], "2 prefill and 2 decode workers miss the objectives"),

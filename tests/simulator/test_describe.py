@@ -24,6 +24,7 @@ def own_class(p99: float, minutes: list[MinuteResult]) -> ClassResult:
         requests=arrivals,
         finished=arrivals,
         refused=0,
+        refusals={},
         good=good,
         attained=good / arrivals,
         is_met=False,
@@ -44,9 +45,17 @@ def own_class(p99: float, minutes: list[MinuteResult]) -> ClassResult:
 def result(**more: object) -> Result:
     chats = own_class(1.0, [minute(0, 10, 5), minute(2, 10, 10)])
     batches = own_class(9.0, [minute(0, 10, 10)])
-    levels = [Level(at, 1, 1 + (at >= 70), 0, 0, 3, 0, 0.5) for at in (0.0, 10.0, 60.0, 70.0, 180.0)]
+    levels = [
+        Level(at, 1, 1 + (at >= 70), 0, 0, 3, 0, 0.5, 4 + 2 * (at >= 70), 8.0) for at in (0.0, 10.0, 60.0, 70.0, 180.0)
+    ]
     decisions = [
-        Decision(12.0, "r", {}, (Add("decode", 2, "late"), Flip("w1", "prefill", "decode", "late")), "add decode: late")
+        Decision(
+            12.0,
+            "r",
+            {"decode": 2},
+            (Add("decode", 2, "late"), Flip("w1", "prefill", "decode", "late")),
+            "add decode: late",
+        )
     ]
     values = {"classes": {"chat": chats, "batch": batches}, "levels": levels, "decisions": decisions, **more}
     return Result(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +15,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
+from paceline.core.request_classes import NO_CLASSES, RequestClass
 from paceline.core.step_times import Curve, Delay, Turns
-from paceline.simulator.command import compare
+from paceline.simulator.answers import on_disaggregation
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.result import Result
 from paceline.simulator.scenario import Failure, Scenario
@@ -88,6 +89,55 @@ def test_shared_cores_take_turns() -> None:
     (only,) = result.classes.values()
     assert only.ttft.p99 == pytest.approx(0.060 + 11 * 0.011, abs=0.012)
     assert only.seconds.p99 == pytest.approx(0.010 + 39 * 0.011 + 0.060)
+    assert only.itl.p50 == pytest.approx(0.011, rel=0.01)
+    assert only.itl.p90 == pytest.approx(0.011 + 0.0055, rel=0.01)
+    assert only.itl.mean == pytest.approx(0.011 + 0.060 / 39)
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 0.060 + 10.9 * 0.011),
+        ({"admit": Delay(seconds=0.050)}, 0.060 + 10.9 * 0.011 + 0.050),
+        ({"late": Delay(seconds=0.0055)}, 0.060 + 5.5 * 0.011),
+        ({"prefill_speed": Curve(points=((1, 2.0),))}, 0.060 / 2 + 5.5 * 0.011),
+        ({"prefill_speed": Curve(points=((1, 0.5),))}, 0.060 * 2 + 21.8 * 0.011),
+        # The time that decode leaves grows with the median of its recent steps, so the first four steps leave less.
+        ({"decode": Curve(points=((1, 0.022),))}, 0.060 + 7.5 * 0.022),
+    ],
+)
+def test_what_prefill_and_decode_cost_each_other_on_shared_cores(fields: dict[str, Any], seconds: float) -> None:
+    own = worker_times(planned_steps=0)
+    turns = Turns(itl_target=0.0, least_share=0.5, **fields)
+    requests = [TraceRequest(0.0, 10, 60), TraceRequest(0.1, 60, 1)]
+    _, result = run(requests, profile=profile(own, own, turns=turns))
+    (only,) = result.classes.values()
+    assert only.ttft.p99 == pytest.approx(seconds, abs=0.022)  # it depends on where in a turn the prompt comes
+
+
+def test_the_measured_rate_of_a_prefill_worker_includes_the_turns_of_others() -> None:
+    """It says when the gateway gives the worker its next prompt."""
+    own = worker_times(planned_steps=0, max_batched_tokens=256)
+    turns = Turns(itl_target=0.0, least_share=0.5)
+    requests = [TraceRequest(0.0, 10, 60), TraceRequest(0.1, 128, 1)]
+    simulation, _ = run(requests, profile=profile(own, own, turns=turns))
+    (rate,) = (each.tokens_per_second for each in simulation.fleet.workers.values() if each.role == "prefill")
+    assert rate == pytest.approx(1000 / 3, rel=0.1)
+
+
+def test_admissions_at_the_same_time_take_longer_on_shared_cores() -> None:
+    own = profile(admit=Delay(seconds=0.030), turns=Turns(admission=0.020))
+    _, result = run([TraceRequest(0.0, 10, 1), TraceRequest(0.0, 10, 1), TraceRequest(1.0, 10, 1)], profile=own)
+    (only,) = result.classes.values()
+    # Both are admitted after 50 ms, and their prompts are computed one after the other.
+    assert only.ttft.mean == pytest.approx((0.060 + 0.070 + 0.040) / 3)
+
+
+def test_an_arrival_delays_the_prompt_under_way() -> None:
+    own = worker_times(arrival=0.020)
+    _, result = run([TraceRequest(0.0, 60, 1), TraceRequest(0.030, 60, 1)], profile=profile(own, own))
+    (only,) = result.classes.values()
+    assert only.ttft.mean == pytest.approx((0.080 + 0.110) / 2)
 
 
 def test_requests_wait_in_order_and_are_refused_when_they_waited_too_long() -> None:
@@ -97,6 +147,32 @@ def test_requests_wait_in_order_and_are_refused_when_they_waited_too_long() -> N
     (only,) = result.classes.values()
     assert (only.finished, only.refused) == (2, 1)
     assert only.queued.p99 == pytest.approx(0.010 + 10 * 0.011 - 0.001)
+
+
+def test_requests_that_would_miss_their_objective_are_refused_and_the_urgent_come_first() -> None:
+    """A prompt takes 0.1 s, and 20 of each kind come in a second: twice as many as can be computed."""
+    classes = {**NO_CLASSES, "chat": RequestClass(ttft_seconds=1.0)}
+    requests = [
+        TraceRequest(0.05 * number, 100, 2, (), "chat", owner=("a", "b")[number % 2], priority=number % 2)
+        for number in range(200)
+    ]
+    _, result = run(requests, gateway=GatewayOptions(classes=classes))
+    (only,) = result.classes.values()
+    assert set(only.refusals) <= {"overload", "priority"}
+    assert only.finished + only.refused == 200
+    assert 90 <= only.finished <= 110
+    assert only.ttft.p95 <= 1.0
+
+
+def test_keys_share_a_full_fleet_and_refused_clients_come_back() -> None:
+    """One key sends 40 requests at once, and another one then 5. They are served in turn."""
+    slow = worker_times(max_seqs=1)
+    greedy = [TraceRequest(0.0, 100, 2, (), "greedy", owner="a") for _ in range(40)]
+    modest = [TraceRequest(0.01, 100, 2, (), "modest", owner="b") for _ in range(5)]
+    options = GatewayOptions(max_waiting=30, retries=9)
+    _, result = run([*greedy, *modest], profile=profile(slow, slow), gateway=options)
+    assert {name: own.finished for name, own in result.classes.items()} == {"greedy": 40, "modest": 5}
+    assert result.classes["modest"].seconds.p99 < 2.0 < result.classes["greedy"].seconds.p50
 
 
 def test_workers_that_fail_lose_no_request() -> None:
@@ -268,9 +344,9 @@ def test_the_comparison_says_what_pays() -> None:
     apart = Found(scenario, simulate(scenario, Trace(BLOCK, requests)))
     alike = dataclasses.replace(scenario, is_aggregated=True)
     together = Found(alike, simulate(alike, Trace(BLOCK, requests)))
-    (told,) = compare(apart, together)
+    told = on_disaggregation(apart, together)
     assert told.startswith("Disaggregation ")
-    (swapped,) = compare(together, apart)
+    swapped = on_disaggregation(together, apart)
     assert ("does not pay" in told) == (" pays " in swapped)
 
 

@@ -20,7 +20,15 @@ def write(path: Path, *entries: object) -> Path:
 
 
 def test_a_gateways_trace_is_sorted_and_begins_at_zero(tmp_path: Path) -> None:
-    late = {**OURS, "timestamp": 1500, "class": "chat", "session": 7, "hash_ids": [1, 2, 3, 2**64 - 1]}
+    late = {
+        **OURS,
+        "timestamp": 1500,
+        "class": "chat",
+        "key": 9,
+        "priority": -1,
+        "session": 7,
+        "hash_ids": [1, 2, 3, 2**64 - 1],
+    }
     early = {**OURS, "hash_ids": [1, 2, 9, 8], "outcome": "stop"}
     refused = {**OURS, "timestamp": 0, "output_length": 0, "hash_ids": [1, 2]}
     trace = read_trace(write(tmp_path / "trace", late, early, refused))
@@ -28,6 +36,7 @@ def test_a_gateways_trace_is_sorted_and_begins_at_zero(tmp_path: Path) -> None:
     assert trace.block_tokens == 16
     assert (first.arrival, first.prompt_tokens, first.answer_tokens, list(first.blocks)) == (0.0, 40, 24, [1, 2, 9, 8])
     assert (second.arrival, second.group, second.session) == (1.0, "chat", "7")
+    assert (second.owner, second.priority) == ("9", -1)
     assert list(second.blocks)[-1] == 2**64 - 1
 
 

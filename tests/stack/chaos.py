@@ -79,7 +79,7 @@ class Plan:
     model: str = MODEL
     kv_memory: str = "512MiB"
     options: tuple[str, ...] = ()
-    """Further options for `paceline serve`."""
+    """Further options of all workers."""
 
 
 class Prey(Protocol):
@@ -119,7 +119,7 @@ async def two_hosts(plan: Plan, folder: Path, lease_seconds: float = 10.0) -> As
     with (
         joined_hosts() as hosts,
         hosts[0].inside(),
-        Cluster(folder, model, hosts, lease_seconds, kv_memory=plan.kv_memory) as cluster,
+        Cluster(folder, model, hosts, lease_seconds, kv_memory=plan.kv_memory, worker_options=plan.options) as cluster,
     ):
         names = [
             cluster.start_worker(role, number, number % 2)

@@ -32,6 +32,7 @@ class Cluster(Services):
         transport: see --transport.
         kv_memory: of each host.
         certificates: for TLS between all services and for HTTPS; without them, all is in the clear.
+        worker_options: further options of all workers.
     """
 
     def __init__(
@@ -43,15 +44,15 @@ class Cluster(Services):
         transport: str = "auto",
         kv_memory: str = "512MiB",
         certificates: CertificateFiles | None = None,
+        worker_options: Sequence[str] = (),
     ) -> None:
-        worker, gateway = ("--threads=1",), ("--served-model-name=m", HAND_OVER)
+        worker, gateway = ("--threads=1", *worker_options), ("--served-model-name=m", HAND_OVER)
         kvtransfer = (f"--kv-memory={kv_memory}", f"--lease-seconds={lease_seconds}", f"--transport={transport}")
         if certificates is not None:
             between, https = _flags("cluster", certificates), _flags("ssl", certificates)[:2]
             worker, gateway, kvtransfer = (*worker, *between), (*gateway, *between, *https), (*kvtransfer, *between)
-        super().__init__(
-            folder, str(model), hosts, prefill=worker, decode=worker, kvtransfer=kvtransfer, gateway=gateway
-        )
+        workers = dict.fromkeys(("prefill", "decode", "encode"), worker)
+        super().__init__(folder, str(model), hosts, **workers, kvtransfer=kvtransfer, gateway=gateway)
         self.authority = "" if certificates is None else certificates.ca_certs
         if self.authority:
             self.url = self.url.replace("http:", "https:")
@@ -60,7 +61,7 @@ class Cluster(Services):
 
     def client(self, timeout: float) -> httpx.AsyncClient:
         """Return a client of the first gateway."""
-        verify = ssl.create_default_context(cafile=self.authority or None)
+        verify = ssl.create_default_context(cafile=self.authority) if self.authority else False
         return httpx.AsyncClient(base_url=self.url, headers=self.admin, timeout=timeout, verify=verify)
 
     async def wait_workers(self, count: int) -> None:

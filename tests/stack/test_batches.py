@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 
 async def test_each_line_is_answered_once_although_all_processes_are_killed(tmp_path: Path) -> None:
-    lines = make_lines(60, MODEL, 8)
+    lines = make_lines(30, MODEL, 8)
     with serve(tmp_path / "log", MODEL, f"--store={tmp_path / 'store.db'}") as stack:
         async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
             expected = await answers(http, await wait_for(http, await submit(http, lines)))

@@ -14,6 +14,7 @@ from tests.tiny_checkpoints import write_tiny
 
 pytestmark = pytest.mark.stack
 
+CALLS = 10
 FLOOD_TOKENS = 9000
 """More tokens than the arena has room for."""
 
@@ -34,8 +35,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 )
 async def test_an_agents_context_survives_a_flood(small: Stack, name: str) -> None:
     async with httpx.AsyncClient(base_url=small.url, timeout=60) as client:
-        found = await agent_loop(client, FORMS[name], calls=20, flood_tokens=FLOOD_TOKENS, result_words=25)
+        found = await agent_loop(client, FORMS[name], calls=CALLS, flood_tokens=FLOOD_TOKENS, result_words=25)
     assert ratio(found) <= 1.1, found
     (host,) = small.fleet()["hosts"]
-    assert host["evicted_blocks"] > 19 * FLOOD_TOKENS // 16 - host["total"]
+    assert host["evicted_blocks"] > (CALLS - 1) * FLOOD_TOKENS // 16 - host["total"]
     await small.settled()

@@ -20,7 +20,7 @@ from tests.stack.stacks import Way, on
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 MAX_TOKENS = 24
-SHORT_AND_LONG = (*PROMPTS[::3], PROMPTS[7])
+SHORT_AND_LONG = (*PROMPTS[::6], PROMPTS[7])
 VOCABULARY = 49_152
 """Vocabulary size that bounds the token ids in requests; both models have at least as many tokens."""
 
@@ -46,7 +46,7 @@ def mixed(salt: str) -> list[Request]:
     return [replace(each, body={**each.body, "cache_salt": salt}) for each in asked]
 
 
-@on("default", "two workers", "aggregated", "pools", "gemma", thorough=["gemma pools"])
+@on("default", "two workers", "aggregated", "pools", thorough=["gemma", "gemma pools"])
 async def test_requests_of_all_kinds_get_the_same_tokens_in_every_stack(
     stack: Stack, way: Way, outcomes: Outcomes
 ) -> None:

@@ -9,17 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from bench.equality import shorten
 from bench.namespaces import ONE_HOST
 from tests.services.kvtransfer.transports import missing
-from tests.stack.cluster import Cluster
+from tests.stack.cluster import TOKENS, Cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 PROMPT = " ".join(f"{number} riders in a pace line take turns at the front." for number in range(40))
 """549 tokens. They need more than one step, so blocks are transferred while others are computed."""
+LAYERS = 8
+BLOCK_BYTES = 16 * LAYERS * 2 * 3 * 64 * 2
+"""Bytes of a block: 16 tokens with keys and values of 3 heads of 64 numbers in bf16."""
 
 
-@pytest.fixture(scope="module", params=["grpc"])
+# TLS is for gRPC alone, so test_tls.py has a cluster with the other transport.
+@pytest.fixture(scope="module", params=["ucx", pytest.param("grpc", marks=pytest.mark.thorough)])
 def transport(request: pytest.FixtureRequest) -> str:
     """Name of the transport between the hosts."""
     if why := missing(request.param):
@@ -32,8 +37,9 @@ def hosts(
     tmp_path_factory: pytest.TempPathFactory, real_model: Callable[[str], Path], transport: str
 ) -> Iterator[Cluster]:
     """Two hosts, with a decode worker on host 1."""
-    folder, model = tmp_path_factory.mktemp("hosts"), real_model("smollm2-135m-instruct")
-    with Cluster(folder, model, ONE_HOST, lease_seconds=4.0, transport=transport) as running:
+    folder = tmp_path_factory.mktemp("hosts")
+    shorten(real_model("smollm2-135m-instruct"), LAYERS, folder / "model")
+    with Cluster(folder, folder / "model", ONE_HOST, lease_seconds=4.0, transport=transport) as running:
         running.wait_ready(running.start_worker("decode", 0, host=1))
         running.start_gateway()
         yield running
@@ -65,7 +71,6 @@ async def transfers(cluster: Cluster, host: int = 1) -> dict[str, float]:
     return {name: value for name, value in hosts[0]["stats"].items() if name.startswith("transfer")}
 
 
-@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.thorough), "ucx"], indirect=True)
 async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluster, transport: str) -> None:
     expected = [await answer(cluster, PROMPT + end) for end in ("", " And", " But then")]
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
@@ -83,7 +88,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
         await asyncio.sleep(0.1)
     assert seen.get(f"transfers_{transport}", 0) >= 4, seen
     assert seen["transfer_failures"] == 0
-    assert seen["transfer_bytes"] > 4 * 500 / 16 * 368_640 * 0.5  # four prompts of about 500 tokens
+    assert seen["transfer_bytes"] > 4 * 500 / 16 * BLOCK_BYTES * 0.5  # four prompts of about 500 tokens
 
     # Without the other host the decode worker computes the prompts itself, and the tokens are the same.
     assert cluster.processes.pop("prefill-0").stop() == 0
@@ -92,12 +97,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
     assert again == texts
 
 
-@pytest.mark.parametrize(
-    ("victim", "transport"),
-    [pytest.param("kvtransfer-1", "grpc", marks=pytest.mark.thorough), ("kvtransfer-0", "ucx")],
-    indirect=["transport"],
-    scope="module",
-)
+@pytest.mark.parametrize("victim", ["kvtransfer-0", pytest.param("kvtransfer-1", marks=pytest.mark.thorough)])
 async def test_a_client_does_not_notice_a_death_amid_a_transfer(cluster: Cluster, victim: str) -> None:
     expected = await answer(cluster, PROMPT)
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
@@ -134,9 +134,11 @@ async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
     assert await answer(cluster, f"Again. {prompt}") == second
 
 
-async def test_the_last_worker_of_a_host_leaves_requests_and_hot_prefixes_to_another_host(cluster: Cluster) -> None:
+async def test_the_last_worker_of_a_host_leaves_requests_and_hot_prefixes_to_another_host(
+    cluster: Cluster, transport: str
+) -> None:
     prompt = f"A host that leaves. {PROMPT}"
-    expected = await cluster.stream(prompt=prompt)
+    expected = await cluster.stream(prompt=prompt, max_tokens=2 * TOKENS)
     for _ in range(2):
         await answer(cluster, f"Hot is what comes twice. {PROMPT}")
     cluster.wait_ready(cluster.start_worker("decode", 1, host=0))
@@ -147,12 +149,12 @@ async def test_the_last_worker_of_a_host_leaves_requests_and_hot_prefixes_to_ano
         if count == 8:
             leaving.tell()
 
-    assert await cluster.stream(on_token, prompt=prompt, request_id="moves") == expected
+    assert await cluster.stream(on_token, prompt, 2 * TOKENS, request_id="moves") == expected
     assert leaving.wait() == 0
     assert await cluster.decodes("moves") == "decode-1"
     for _ in range(100):
-        if (seen := await transfers(cluster, host=0)).get("transfers_grpc", 0) >= 2:
+        if (seen := await transfers(cluster, host=0)).get(f"transfers_{transport}", 0) >= 2:
             break
         await asyncio.sleep(0.1)
-    assert seen.get("transfers_grpc", 0) >= 2, seen  # the request's KV, and the hot prefix
+    assert seen.get(f"transfers_{transport}", 0) >= 2, seen  # the request's KV, and the hot prefix
     await cluster.settled()

@@ -22,7 +22,8 @@ from tests.stack.cluster import Cluster
 from tests.stack.reference import PROMPTS
 from tests.tiny_checkpoints import write_tiny
 
-pytestmark = pytest.mark.stack
+# `make test` has tests of hybrids with the services of one host in tests/services/worker.
+pytestmark = [pytest.mark.stack, pytest.mark.thorough]
 
 TOKENS = 40
 ASKED = PROMPTS[:10]
@@ -89,13 +90,12 @@ async def checked(plan: Plan, folder: Path, expected: Sequence[list[int]]) -> As
     ("memory", "options"),
     [
         ("3MiB", ("--threads=1", "--max-batched-tokens=32", "--max-seqs=32", drafts(method="ngram"))),
-        pytest.param(
+        (
             "6MiB",
             (
                 *("--kv-pool=device", "--kv-pool-memory=1536KiB", "--max-model-len=1024"),
                 drafts(method="early_layers", num_layers=4),
             ),
-            marks=pytest.mark.thorough,
         ),
     ],
     ids=["in the arena, chunked prefill, looked-up drafts", "pools of their own, drafts of early layers"],
@@ -116,7 +116,6 @@ async def test_tokens_are_those_of_transformers_in_little_memory_and_when_proces
     assert report.ended >= plan.streams
 
 
-@pytest.mark.thorough
 async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     model: Path, reference: transformers.PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from tests.stack.processes import Stack, serve
 pytestmark = pytest.mark.stack
 
 
-@pytest.fixture(scope="module", params=["edge", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["edge", pytest.param("qwen3_vl", marks=pytest.mark.thorough)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A tiny Gemma 4 or Qwen 3-VL."""
     return write_model(tmp_path_factory.mktemp("media") / "model", request.param)
@@ -103,6 +103,7 @@ async def test_tokens_are_those_of_transformers_also_when_workers_are_killed(
         await stack.settled()
 
 
+@pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("edge", marks=pytest.mark.thorough)], indirect=True)
 async def test_a_stack_without_prefill_workers_reads_images(model: Model, tmp_path: Path) -> None:
     options = ("--dtype=float32", "--prefill=0", "--threads=1", "--max-batched-tokens=64", "--kv-memory=12MiB")
     with serve(tmp_path / "log", str(model.folder), *options) as stack:

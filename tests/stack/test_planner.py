@@ -56,6 +56,12 @@ async def complete(client: httpx.AsyncClient, seed: int, tokens: int) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
+async def keep_asking(client: httpx.AsyncClient, seed: int, enough: asyncio.Event) -> None:
+    """Send one request after another until `enough` is set. Each must be answered."""
+    while not enough.is_set():
+        await complete(client, seed, 400)
+
+
 async def wait_for_decode(client: httpx.AsyncClient, *counts: int) -> dict[str, Any]:
     """Wait until so many decode workers are wanted and ready, and none drains."""
     async with asyncio.timeout(PATIENCE):
@@ -77,12 +83,14 @@ async def test_a_fleet_follows_its_load_to_nothing_and_back(planned: tuple[Stack
     stack, record = planned
     async with httpx.AsyncClient(base_url=stack.url, timeout=PATIENCE) as client:
         alone = await complete(client, 0, 40)
-        waiting = [asyncio.create_task(complete(client, seed, 3000)) for seed in range(12)]
+        enough = asyncio.Event()
+        asking = [asyncio.create_task(keep_asking(client, seed, enough)) for seed in range(12)]
         fleet = await wait_for_decode(client, 2)
+        enough.set()
         (planner,) = fleet["planners"]
         assert planner["leads"]
         assert any(each["acted"] and each["decision"].startswith("add decode") for each in planner["decisions"])
-        await asyncio.gather(*waiting)  # all are answered
+        await asyncio.gather(*asking)
 
         await wait_for_decode(client, 0)
         assert (await client.get("/health")).status_code == 200  # or a load balancer would send nobody here

@@ -19,7 +19,7 @@ from tests.stack.stacks import Way, on
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 
-@on("two workers", thorough=["aggregated", "pools"])
+@on(thorough=["two workers", "aggregated", "pools"])
 async def test_reasoning_is_as_long_as_its_budget(stack: Stack, way: Way, real_model: Callable[[str], Path]) -> None:
     tokenizer = Tokenizer(real_model(way.model))
     asked = thinking_requests(8, 1)

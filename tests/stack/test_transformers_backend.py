@@ -53,6 +53,7 @@ async def test_tokens_are_those_of_transformers(model: Path, reference: Any, tmp
         assert cached == 512  # of 540 tokens
 
 
+@pytest.mark.thorough
 async def test_images_are_read_as_in_transformers(tmp_path: Path) -> None:
     folder = write_toy_media_model(tmp_path / "llava")
     sizes = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 256, "max_position_embeddings": 2048}

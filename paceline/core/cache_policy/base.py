@@ -42,7 +42,7 @@ class CachePolicy(Ranking):
         self.hint_counts = HintCounts()
         self._blocks: dict[Name, Block] = {}
         self._dependents: defaultdict[Name, int] = defaultdict(int)  # evictable children, by parent
-        self._lost: dict[Name, None] = {}  # offered blocks whose parent is not here: they are evicted first
+        self._lost: dict[Name, None] = {}  # offered blocks that lack a block which they need: they are evicted first
         self._evictable = 0
         self._clock = 0
 
@@ -133,7 +133,7 @@ class CachePolicy(Ranking):
         block = self._blocks[name]
         if block.evictable:
             self._pin(block)
-        del self._blocks[name]
+        self._take_out(block)
         self.gone(block, evicted=False)
 
     @final
@@ -176,20 +176,33 @@ class CachePolicy(Ranking):
         if block is None or not block.offered:
             raise RuntimeError(f"{type(self).__name__} chose {name}, which is not on offer")
         self._pin(block)
-        del self._blocks[name]
+        self._take_out(block)
         self.gone(block, evicted=True)
         self.hint_counts.wasted += block.hint is not None
         return name
 
-    def _first_lost(self) -> Name | None:
-        """Return an offered block whose parent is missing, which no request can use; None if there is none.
+    def _take_out(self, block: Block) -> None:
+        del self._blocks[block.name]
+        for group in block.partners:
+            partner = self._blocks.get((group, block.name[1]))
+            if partner is not None and self._withdraw(partner):
+                self._offer(partner)  # it is lost now
 
-        A block whose parent has come back is offered to the subclass instead.
+    def _is_lost(self, block: Block) -> bool:
+        """Return whether no request can use a block, because its parent or a partner is not here."""
+        if block.parent is not None and block.parent not in self._blocks:
+            return True
+        return any((group, block.name[1]) not in self._blocks for group in block.partners)
+
+    def _first_lost(self) -> Name | None:
+        """Return an offered block that no request can use; None if there is none.
+
+        A block is offered to the subclass instead if what it lacked has come back.
         """
         while self._lost:
             name = next(iter(self._lost))
             block = self._blocks[name]
-            if block.parent not in self._blocks:
+            if self._is_lost(block):
                 return name
             del self._lost[name]
             self.offer(block)
@@ -221,10 +234,10 @@ class CachePolicy(Ranking):
 
     def _offer(self, block: Block) -> None:
         block.offered = True
-        if block.parent is None or block.parent in self._blocks:
-            self.offer(block)
-        else:
+        if self._is_lost(block):
             self._lost[block.name] = None
+        else:
+            self.offer(block)
 
     def _withdraw(self, block: Block) -> bool:
         """Take a block off offer. Return whether it was on offer."""

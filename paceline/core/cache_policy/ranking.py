@@ -21,6 +21,8 @@ class Place(NamedTuple):
     """Tokens of the context up to the end of the block. Recomputing the block costs more the more there are."""
     priority: int = 0
     """Priority of the request; lower is more urgent, as in the API."""
+    partners: tuple[int, ...] = ()
+    """Groups whose blocks of the same tokens are needed whenever this one is, as parts of a divided group are."""
 
 
 NOWHERE = Place()
@@ -35,6 +37,7 @@ class Block:
     end_tokens: int
     priority: int
     """The most urgent priority of the requests that used the block."""
+    partners: tuple[int, ...]
     used: int
     """When the block was last inserted, touched or released, on a clock that counts these events."""
     touches: int = 0

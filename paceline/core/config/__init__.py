@@ -3,6 +3,7 @@
 from paceline.core.config.checks import check_all_or_none, check_http, check_model_code, check_step_size, has_pools
 from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.kvtransfer import KVTransferConfig
+from paceline.core.config.models import model_configs, own_options
 from paceline.core.config.planner import PlannerConfig, PlatformName
 from paceline.core.config.serve import PREPARE_OPTIONS, ServeConfig
 from paceline.core.config.service import (
@@ -44,4 +45,6 @@ __all__ = [
     "check_model_code",
     "check_step_size",
     "has_pools",
+    "model_configs",
+    "own_options",
 ]

@@ -8,7 +8,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import Options, flag
 
 if TYPE_CHECKING:
-    from paceline.core.config.gateway import GatewayConfig
+    from paceline.core.config.http import HttpOptions
     from paceline.core.config.serve import ServeConfig
     from paceline.core.config.worker import WorkerConfig
 
@@ -35,7 +35,7 @@ def check_all_or_none(config: Options, *names: str) -> None:
         raise ConfigError(f"{flag(given[0])} needs {flag(missing)}")
 
 
-def check_http(config: GatewayConfig | ServeConfig) -> None:
+def check_http(config: HttpOptions | ServeConfig) -> None:
     """Raise ConfigError if the options of the HTTP server contradict each other."""
     check_all_or_none(config, "ssl_certfile", "ssl_keyfile")
     if config.ssl_ca_certs and not config.ssl_certfile:

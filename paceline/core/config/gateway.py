@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
-
-from paceline.core.config.checks import check_http
+from paceline.core.config.http import HttpOptions
 from paceline.core.config.service import GenerationConfig, RouterMode, ServiceConfig
 from paceline.core.options import Size, option
 
 
-class GatewayConfig(ServiceConfig):
-    """Options of the HTTP API."""
+class GatewayConfig(ServiceConfig, HttpOptions):
+    """Options of the gateway."""
 
     port: int = option(8000, "port to listen on", "network", at_least=0, at_most=65535)
     model: str = option("", "Hugging Face folder of the model; its tokenizer and chat template are read", "model")
     served_model_name: str = option(
         "", "name of the model in the API; default: org/name of the hub, or the last part of MODEL", "model"
+    )
+    models_file: str = option(
+        "",
+        "TOML file with a table for each model, instead of MODEL: its heading is the name in the API, its keys are "
+        "options of this model, above all model and cluster",
+        "model",
     )
     chat_template: str = option("", "file with a Jinja chat template, if the model's folder has none", "model")
     generation_config: GenerationConfig = option(
@@ -99,54 +103,6 @@ class GatewayConfig(ServiceConfig):
         "store",
         at_least=1,
     )
-    uds: str = option(
-        "",
-        "path of a Unix socket to listen on, instead of --host and --port; only this user may connect to it",
-        "network",
-    )
-    root_path: str = option(
-        "",
-        "path, such as /llm, below which a proxy offers this API; requests may have it or have lost it on their way",
-        "network",
-    )
-    ssl_certfile: str = option(
-        "",
-        "PEM file with the certificate for HTTPS, and any intermediate ones below it; it is read again when it "
-        "changes. Default: HTTP in the clear",
-        "network",
-    )
-    ssl_keyfile: str = option("", "PEM file with the private key of --ssl-certfile", "network")
-    ssl_ca_certs: str = option(
-        "", "PEM file with the certificates of the authorities that sign clients' certificates", "network"
-    )
-    ssl_cert_reqs: int = option(
-        0,
-        "whether HTTPS clients show a certificate: 0 none, 1 a client may show one, 2 each client must; one that is "
-        "shown must be signed by an authority in --ssl-ca-certs",
-        "network",
-        at_least=0,
-        at_most=2,
-    )
-    api_key: str = option(
-        "",
-        "API keys of clients, separated by commas; default: $PACELINE_API_KEY. Other users of the machine see a "
-        "command line, but neither the environment nor --api-keys-file. Without any key of a client, clients need none",
-        "network",
-        is_secret=True,
-    )
-    admin_key: str = option(
-        "",
-        "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
-        "scaling and requests of others are for processes of this machine only",
-        "network",
-        is_secret=True,
-    )
-    api_keys_file: str = option(
-        "",
-        "TOML file with a table for each key: its sha256 (paceline key makes both), role, priority and limits. Only "
-        "its owner may be able to read it. It is read again when it changes",
-        "network",
-    )
     classes_file: str = option(
         "",
         "TOML file with a table for each class of requests: its objectives (ttft_seconds, itl_seconds), and the "
@@ -163,18 +119,6 @@ class GatewayConfig(ServiceConfig):
     record_trace_size: Size = option(
         "256MiB", "size of the file of --record-trace and of the older one, FILE.1, together", "logs"
     )
-    allowed_origins: str = option(
-        "",
-        "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "
-        "https://chat.example.com; * allows all. Default: none but the gateway's own",
-        "network",
-    )
-    allowed_methods: str = option("*", "methods that these pages may use, separated by commas", "network")
-    allowed_headers: str = option("*", "headers that these pages may send, separated by commas", "network")
-    allow_credentials: bool = option(
-        False, "these pages may use a key that the browser itself keeps; needs named origins", "network"
-    )
-    max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
     max_waiting: int = option(256, "requests that may wait for a worker; further ones get 429", "limits", at_least=1)
     queue_seconds: float = option(
         60.0,
@@ -295,8 +239,3 @@ class GatewayConfig(ServiceConfig):
         "limits",
         at_least=1,
     )
-
-    @model_validator(mode="after")
-    def _check_http(self) -> GatewayConfig:
-        check_http(self)
-        return self

@@ -32,6 +32,12 @@ class PlannerConfig(ServiceConfig, PlannerOptions):
     compose_project: str = option(
         "", "name of the compose project whose workers are scaled; default: the one that this service runs in", GROUP
     )
+    compose_prefix: str = option(
+        "",
+        "what stands in front of the roles in the names of the project's services, such as second- if the workers are "
+        "those of second-prefill and second-decode; --cluster names their cluster",
+        GROUP,
+    )
     replay: str = option(
         "",
         "file of --record: make its decisions again from its reports, print those that differ, and end; nothing is "

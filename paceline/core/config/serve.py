@@ -35,6 +35,12 @@ class ServeConfig(PlannerOptions):
     )
     revision: str = option("", "branch, tag or commit of a model on the hub; default: its main branch", "model")
     served_model_name: str = same_option(GatewayConfig, "served_model_name")
+    models_file: str = same_option(
+        GatewayConfig,
+        "models_file",
+        help="TOML file with a table for each model, instead of MODEL: its heading is the name in the API, its keys "
+        "are options of this model and its fleet, such as model, decode, kv-memory and, with a planner, most-decode",
+    )
     dtype: DType = same_option(WorkerConfig, "dtype")
     quantization: Quantization = same_option(WorkerConfig, "quantization")
     model_impl: ModelImpl = same_option(WorkerConfig, "model_impl")

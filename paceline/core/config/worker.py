@@ -18,7 +18,7 @@ class WorkerConfig(ServiceConfig):
     packed_dir: str = option(
         "",
         "folder in which the workers of a host share one copy of the packed weights; default: each worker has its own "
-        "copy in memory. Quantized weights are not shared",
+        "copy in memory",
         "model",
     )
     quantization: Quantization = option(

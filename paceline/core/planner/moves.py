@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.planner.actions import Action, Add, Drain, Flip
+from paceline.core.planner.budget import devices, draining_devices
 from paceline.core.planner.guards import Guards
 from paceline.core.planner.needs import Need, Outlook
 from paceline.core.planner.reports import Role, WorkerReport
-from paceline.core.planner.sizing import devices, draining_devices
 
 _FLIP_REPORTS = 2.5
 """A worker flips only if it was not needed for this multiple of `fast_seconds`; a worker drains after a longer time."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.core.planner import capacity
+from paceline.core.planner.budget import devices, draining_devices
 from paceline.core.planner.capacity import Places, Wanted
 from paceline.core.planner.memory import PlannerState, RoleMemory, settle_seconds
 from paceline.core.planner.objectives import Objectives
@@ -73,11 +74,14 @@ class Outlook:
 
 
 def assess(outlook: Outlook) -> dict[Role, Need]:
-    """Return the need of every role."""
-    return {role: _assess(role, outlook) for role in outlook.report.roles}
+    """Return the need of every role. That of prefill comes last, because it depends on who could flip to it."""
+    needs: dict[Role, Need] = {}
+    for role in sorted(outlook.report.roles, key=("decode", "encode", "prefill").index):
+        needs[role] = _assess(role, outlook, needs)
+    return {role: needs[role] for role in outlook.report.roles}
 
 
-def _assess(role: Role, outlook: Outlook) -> Need:
+def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
     memory = outlook.state.role(role)
     if outlook.is_idle:
         return Need(0, 0, "no requests")
@@ -89,7 +93,7 @@ def _assess(role: Role, outlook: Outlook) -> Need:
     classes = outlook.now()
     steady = _by_load(role, classes, times, outlook, memory.boost)
     slack = _by_load(role, classes, times, outlook, memory.boost * SLACK)
-    busy, why = _by_queue(role, classes, times, outlook)
+    busy, why = _by_queue(role, classes, times, outlook, others)
     least = max(1, math.ceil(max(steady, busy, memory.floor) - 1e-6))
     most = max(least, math.ceil(max(slack, busy) - 1e-6))
     if memory.floor >= max(steady, busy):
@@ -120,7 +124,9 @@ def _by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlo
     return capacity.decode_workers(classes, times, outlook.state.role("prefill").times, _places(outlook), scale)
 
 
-def _by_queue(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook) -> tuple[float, str]:
+def _by_queue(
+    role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook, others: Mapping[Role, Need]
+) -> tuple[float, str]:
     """Return the workers that the present requests need, and why."""
     workers = [each for each in outlook.report.workers if each.role == role]
     waiting = outlook.waiting if (role == "decode") == outlook.is_decode_full() else 0
@@ -136,23 +142,34 @@ def _by_queue(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outl
         return max(running / most, memory), f"{running} requests at once" if running / most >= memory else "KV memory"
     if role == "encode":
         items = sum(each.running + each.waiting for each in workers)
-        return items * times.seconds(times.observed_tokens, 0) / _patience(
-            "encode", classes, outlook
-        ), f"{items} queued"
+        patience = _patience("encode", classes, outlook, others)
+        return items * times.seconds(times.observed_tokens, 0) / patience, f"{items} queued"
     rate = math.fsum(each.demand.rate for each in classes)
     work = math.fsum(each.demand.work("prefill") for each in classes)
     tokens = sum(each.queued_tokens for each in workers) + (waiting * work / rate if rate else 0.0)
     per_token = times.seconds(times.observed_tokens, times.observed_tokens) / times.observed_tokens
-    needed = work * per_token + tokens * per_token / _patience("prefill", classes, outlook)
+    needed = work * per_token + tokens * per_token / _patience("prefill", classes, outlook, others)
     return needed, f"{tokens:,.0f} queued tokens"
 
 
-def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook) -> float:
+def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook, others: Mapping[Role, Need]) -> float:
     """Return the seconds in which a queue should be empty: a TTFT, but not before new workers could help."""
-    seen = outlook.report.roles[role]
     limits = [each.latency.ttft for each in classes if each.latency.ttft is not None and each.demand.rate > 0]
-    help_comes = min(seen.flip_seconds, seen.startup_seconds) if outlook.objectives.flips else seen.startup_seconds
-    return max(min(limits, default=1.0), help_comes)
+    starts = outlook.report.roles[role].startup_seconds
+    return max(min(limits, default=1.0), min([starts, *_flip_seconds(role, outlook, others)]))
+
+
+def _flip_seconds(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Iterator[float]:
+    """Yield how long a flip to a role takes, from each role that may have a worker for it: one too many, or any worker
+    if the budget is used up, so that the devices are divided anew."""
+    report, objectives = outlook.report, outlook.objectives
+    wanted = {name: seen.wanted for name, seen in report.roles.items()}
+    used = devices(wanted, objectives) + draining_devices(report, objectives)
+    is_full = objectives.budget is not None and used + objectives.limits(role).devices > objectives.budget
+    for source, need in others.items():
+        has_one = any(role in each.flips_to for each in outlook.workers(source))
+        if objectives.flips and has_one and (is_full or wanted[source] > need.most):
+            yield report.roles[source].flip_seconds
 
 
 def _places(outlook: Outlook) -> Places:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.errors import ConfigError
 from paceline.core.planner.reports import ROLES, Role
+from paceline.core.request_classes import BACKGROUND, DEFAULT, Classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,21 @@ class Latency:
     itl: float | None = None
     """Seconds between two tokens; None is no objective."""
     percentile: float = 0.95
+
+
+def class_latencies(classes: Classes, share: float) -> dict[str, Latency]:
+    """Return the objectives of classes, and none for batches.
+
+    Args:
+        classes: the classes of --classes-file.
+        share: percentile of batches, which have no objectives.
+    """
+    found = {
+        name: Latency(each.ttft_seconds, each.itl_seconds, each.percentile)
+        for name, each in classes.items()
+        if name not in (DEFAULT, BACKGROUND) or each.ttft_seconds or each.itl_seconds
+    }
+    return {BACKGROUND: Latency(None, None, share), **found}
 
 
 @dataclass(frozen=True, slots=True)

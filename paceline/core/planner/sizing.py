@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.core.planner.budget import devices
 from paceline.core.planner.needs import Need
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role
@@ -23,16 +24,6 @@ def size(needs: Mapping[Role, Need], report: Report, objectives: Objectives) -> 
     if objectives.budget is None or devices(targets, objectives) <= objectives.budget:
         return targets
     return _divide(targets, needs, report, objectives)
-
-
-def devices(counts: Mapping[Role, int], objectives: Objectives) -> int:
-    """Return the devices that this many workers take."""
-    return sum(count * objectives.limits(role).devices for role, count in counts.items())
-
-
-def draining_devices(report: Report, objectives: Objectives) -> int:
-    """Return the devices of workers that drain. They are in use until these workers have ended."""
-    return sum(objectives.limits(each.role).devices for each in report.workers if each.state == "draining")
 
 
 def _divide(

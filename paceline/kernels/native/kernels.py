@@ -54,6 +54,8 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         self._memory = WeightMemory(self._library)
         self.compresses = compress and self.instruction_set in COMPRESSING
         self.packing = f"native-{library_digest()}" + ("-compressed" if self.compresses else "")
+        # Kernels with AMX read nibbles in an order of their own.
+        self.quantized_packing = self.packing + ("-amx" if self.instruction_set == "amx" else "")
 
     @property
     def chooser(self) -> NativeChooser:
@@ -65,7 +67,8 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         *_, out, size_in = weight.shape
         if isinstance(weight, QuantizedMatrix):
-            tiles, how = self._memory.take(tiles_bytes(weight)), tile_format(weight, self.instruction_set)
+            how = tile_format(weight, self.instruction_set)
+            tiles = self._memory.take(tiles_bytes(how, out, size_in))
             pack_tiles(weight, how, tiles)
             return PackedWeight(tiles, out, size_in, weight.dtype, how)
         heads = len(weight) if weight.dim() == 3 else None
@@ -89,8 +92,10 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         data, out, size_in = weight.data, weight.size_out, weight.size_in
         if weight.format == COMPRESSED:
             return bool(self._library.paceline_is_compressed(data.data_ptr(), data.nbytes, out, size_in))
+        if weight.format is not None:
+            return data.nbytes == tiles_bytes(weight.format, out, size_in)
         whole: int = self._library.paceline_packed_bytes(TYPES[weight.dtype], out, size_in)
-        return weight.format is None and data.nbytes == whole * (weight.heads or 1)
+        return data.nbytes == whole * (weight.heads or 1)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
@@ -179,12 +184,12 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         return self.multiply(Kind.LINEAR, x, weight, None, x.dtype, bounds)
 
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        rows = len(queries)
-        # All rows are one block of a cache with one slot, and each of them sees the last one.
+        rows, seen = len(queries), len(keys)
+        # All keys are one block of a cache with one slot, and each query sees the last one.
         cache = LayerCache(*(x.contiguous().transpose(0, 1)[None] for x in (keys, values)))
         nowhere = torch.empty(0, dtype=torch.int64)
-        group = GroupTables(rows, 0, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
-        batch = AttentionBatch((0, rows), (rows,), (group,), last_keys=torch.full((rows,), rows - 1))
+        group = GroupTables(seen, 0, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
+        batch = AttentionBatch((0, rows), (seen,), (group,), last_keys=torch.full((rows,), seen - 1))
         return self.attention(queries, cache, batch, group, scale, 0.0, looks_ahead=True)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

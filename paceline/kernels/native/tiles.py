@@ -13,6 +13,7 @@ LANES = 16
 _ROWS = 1024 * LANES
 """Outputs that are packed at once. A vocabulary's matrix has too many for one piece."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4, 8, 16, 32, 128
+_ALL = EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS
 
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
@@ -31,11 +32,14 @@ def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     )
 
 
-def tiles_bytes(matrix: QuantizedMatrix) -> int:
-    """Return the number of bytes that `pack_tiles` writes."""
-    groups, blocks = -(-matrix.shape[0] // LANES), -(-matrix.shape[1] // BLOCK)
-    scales = matrix.scales.itemsize * (matrix.scales.shape[1] + (0 if matrix.offsets is None else blocks))
-    return groups * LANES * (blocks * BLOCK * matrix.bits // 8 + scales)
+def tiles_bytes(tile_format: int, size_out: int, size_in: int) -> int:
+    """Return the number of bytes that `pack_tiles` writes for a matrix [size_out, size_in]; 0 for an unknown format."""
+    if not tile_format & BLOCKS or tile_format & ~_ALL:
+        return 0
+    groups, blocks = -(-size_out // LANES), -(-size_in // BLOCK)
+    code_bytes = BLOCK if tile_format & EIGHT_BITS else BLOCK // 2
+    scales = (2 if tile_format & TWO_SCALES else 1) + (1 if tile_format & OFFSETS else 0)
+    return groups * LANES * blocks * (code_bytes + scales * (4 if tile_format & WIDE_SCALES else 2))
 
 
 def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
+from paceline.kernels.encoding import Tower
 from paceline.kernels.experts import ExpertWeights, clamped_swiglu
 from paceline.kernels.interface import Forward, HeadNorms, NormKind, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
@@ -20,6 +21,7 @@ from paceline.kernels.triton_kernels.experts import experts as compute_experts
 from paceline.kernels.triton_kernels.experts import index_experts
 from paceline.kernels.triton_kernels.graphs import CalledAgain, CudaRecorder, Graphs
 from paceline.kernels.triton_kernels.sampling import TritonChooser
+from paceline.kernels.triton_kernels.tower_graphs import TowerGraphs
 from paceline.kernels.triton_kernels.tuning import Untuned, gpu_tuner
 
 
@@ -56,6 +58,9 @@ class TritonKernels(ReferenceKernels):
 
     def compile(self, forward: Forward) -> Forward:
         return Graphs(forward, (lambda: CalledAgain) if INTERPRETED else CudaRecorder, lambda: self._plans)
+
+    def compile_tower(self, tower: Tower) -> Tower:
+        return TowerGraphs(tower, (lambda: CalledAgain) if INTERPRETED else CudaRecorder)
 
     def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):

@@ -14,7 +14,13 @@ from typing import Literal, TypeVar
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
-from paceline.models.config.encoders import gemma3_encoders, gemma4_encoders, gemma4_unified_encoders, qwen3_vl_encoders
+from paceline.models.config.encoders import (
+    gemma3_encoders,
+    gemma4_encoders,
+    gemma4_unified_encoders,
+    qwen3_5_encoders,
+    qwen3_vl_encoders,
+)
 from paceline.models.config.fields import Fields, Json, NotNativeError
 from paceline.models.config.gemma3 import gemma3
 from paceline.models.config.gemma4 import gemma4
@@ -70,6 +76,8 @@ _ENCODERS: Mapping[str, Callable[[Fields], EncodersConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3_encoders,
     "Gemma4ForConditionalGeneration": gemma4_encoders,
     "Gemma4UnifiedForConditionalGeneration": gemma4_unified_encoders,
+    "Qwen3_5ForConditionalGeneration": qwen3_5_encoders,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_encoders,
     "Qwen3VLForConditionalGeneration": qwen3_vl_encoders,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_encoders,
 }

@@ -50,6 +50,13 @@ def gemma4_unified_encoders(fields: Fields) -> EncodersConfig:
     )
 
 
+def qwen3_5_encoders(fields: Fields) -> EncodersConfig:
+    """Return the encoder of Qwen 3-VL without deepstack."""
+    if (vision := fields.part("vision_config")) is not None:
+        fields = fields.changed(vision_config=vision.changed(deepstack_visual_indexes=()).raw)
+    return qwen3_vl_encoders(fields)
+
+
 def qwen3_vl_encoders(fields: Fields) -> EncodersConfig:
     hidden_size, vision = fields.text_part().size("hidden_size"), fields.part("vision_config")
     return EncodersConfig(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
 from paceline.models.config.fields import Fields, read_layer_types
+from paceline.models.config.grids import with_grids
 from paceline.models.model_config import AttentionConfig, DeltaNet, Experts, LayerType, ModelConfig
 
 _LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "linear_attention": "delta"}
@@ -23,13 +24,15 @@ def qwen3_next(fields: Fields) -> ModelConfig:
 
 
 def qwen3_5(fields: Fields) -> ModelConfig:
-    fields = fields.text_part()
-    if "Moe" not in fields.architecture:
-        return _model(fields, None, grouped=False)
-    experts = _experts(fields, 256, 8, True, frozenset())
-    # All architectures need this field, but no layer here has an MLP of this size.
-    fields = fields.with_defaults(intermediate_size=experts.shared_size)
-    return _model(fields, experts, grouped=False)
+    text, experts = fields.text_part(), None
+    if "Moe" in fields.architecture:
+        experts = _experts(text, 256, 8, True, frozenset())
+        # All architectures need this field, but no layer here has an MLP of this size.
+        text = text.with_defaults(intermediate_size=experts.shared_size)
+    config = _model(text, experts, grouped=False)
+    if fields.part("vision_config") is None:
+        return config
+    return with_grids(config, text, (11, 11, 10))
 
 
 def _model(fields: Fields, experts: Experts | None, grouped: bool) -> ModelConfig:
@@ -43,8 +46,6 @@ def _model(fields: Fields, experts: Experts | None, grouped: bool) -> ModelConfi
         num_kv_heads=fields.size("num_key_value_heads", 2 if experts else 4),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        # All tokens of a text have equal positions in the three dimensions of an image, so these need no angles of
-        # their own (mrope_section).
         rope=fields.rope(10_000.0, max_position, head_dim, part=0.25),
         bias=bias,
         output_bias=bias,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.errors import ModelError
-from paceline.models.config.fields import Fields, NotNativeError
+from paceline.models.config.fields import Fields
+from paceline.models.config.grids import with_grids
 from paceline.models.config.qwen import qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.model_config import ModelConfig
@@ -33,18 +34,8 @@ def _text(fields: Fields) -> Fields:
 
 
 def _with_media(config: ModelConfig, fields: Fields) -> ModelConfig:
-    parameters, full = _text(fields).rope_parameters(), config.attention["full"]
-    if not parameters.get("mrope_interleaved", True):
-        raise NotNativeError("a rotary embedding with sections side by side (mrope_interleaved false) is not supported")
-    sections = [int(pairs) for pairs in parameters.get("mrope_section") or (24, 20, 20)]
-    if len(sections) != 3 or sum(sections) != full.head_dim // 2 or min(sections) < 0:
-        raise ModelError(
-            f"mrope_section must be three numbers whose sum is {full.head_dim // 2}, half of a head, not {sections}"
-        )
-    frames, rows, columns = sections
-    assert full.rope is not None
-    rope, vision = replace(full.rope, sections=(frames, rows, columns)), fields.part("vision_config")
+    config, vision = with_grids(config, _text(fields), (24, 20, 20)), fields.part("vision_config")
     added = 0 if vision is None else len(shown_layers(vision))
     if added > config.num_layers:
         raise ModelError(f"deepstack_visual_indexes names {added} layers, and the text model has {config.num_layers}")
-    return replace(config, attention={"full": replace(full, rope=rope)}, deepstack_layers=added)
+    return replace(config, deepstack_layers=added)

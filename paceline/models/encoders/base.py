@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaKind
+from paceline.kernels.encoding import Between
 from paceline.kernels.transfer import to_device
-
-Between = Callable[[], None]
-"""A function that an encoder calls between its layers, so that a worker can give its cores to others."""
 
 
 class Encoder(Protocol):
@@ -65,7 +63,7 @@ class Encoders:
             tensor: on the CPU. An image or a frame is uint8 [height, width, 3]; if the model's encoder reads several
                 frames at once, they are [frames, height, width, 3]. Audio is fp32: log-mel features [frames, features],
                 or samples [samples], as the model's encoder takes it.
-            between: is called between layers.
+            between: is called before each piece of the work.
 
         Raises InvalidRequestError like `rows`, or if the dtype is another one.
         """

@@ -38,18 +38,23 @@ def patch_grid(shape: Sequence[int], side: int, most: int) -> tuple[int, int]:
 
 
 def patches(image: Tensor, side: int) -> Tensor:
-    """Return the patches of uint8 image [height, width, 3], row by row, with elements from 0 to 1.
+    """Return the patches of uint8 image [height, width, 3], row by row.
 
-    The result is fp32 [patches, side * side * 3]: rows, columns and colors of a patch, in this order.
+    The result is uint8 [patches, side * side * 3]: rows, columns and colors of a patch, in this order.
     """
     height, width, colors = image.shape
     tiles = image.view(height // side, side, width // side, side, colors).transpose(1, 2)
-    return tiles.reshape(-1, side * side * colors).float().div_(255.0)
+    return tiles.reshape(-1, side * side * colors)
 
 
-def signed_patches(image: Tensor, side: int) -> Tensor:
-    """Return the result of `patches` with elements from -1 to 1."""
-    return patches(image, side).mul_(2.0).sub_(1.0)
+def scaled(pixels: Tensor) -> Tensor:
+    """Return uint8 pixels as fp32 numbers from 0 to 1."""
+    return pixels.float().div_(255.0)
+
+
+def signed(pixels: Tensor) -> Tensor:
+    """Return uint8 pixels as fp32 numbers from -1 to 1."""
+    return scaled(pixels).mul_(2.0).sub_(1.0)
 
 
 def patch_positions(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import Gemma4AudioConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import LayerNorm, Projection, channels_last, media_place, tower_linear
 from paceline.models.encoders.local_attention import attend_locally, distance_embeddings
 

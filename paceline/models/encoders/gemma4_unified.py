@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.encoder_config import PatchEmbedderConfig, SampleEmbedderConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import (
     LayerNorm,
     Projection,
@@ -21,7 +21,9 @@ from paceline.models.encoders.blocks import (
     patch_grid,
     patch_positions,
     patches,
+    scaled,
 )
+from paceline.models.encoders.pieces import Pieces
 
 _LAYER_NORM_EPS = 1e-5
 
@@ -50,11 +52,15 @@ class PatchEmbedder:
         return rows * columns
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
-        side, dtype = self._config.patch_side, self._positions.dtype
+        side = self._config.patch_side
         across, down = patch_positions(x.shape[0] // side, x.shape[1] // side, x.device)
-        hidden = self._post_norm(self._embed(self._pre_norm(patches(x, side).to(dtype))))
+        (rows,) = Pieces(between, x.device).of(self._encoded, patches(x, side), across, down)
+        return rows
+
+    def _encoded(self, tiles: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor]:
+        hidden = self._post_norm(self._embed(self._pre_norm(scaled(tiles).to(self._positions.dtype))))
         places = self._kernels.add(self._positions[across, 0], self._positions[down, 1])
-        return self._project(self._norm(self._kernels.add(hidden, places)))
+        return (self._project(self._norm(self._kernels.add(hidden, places))),)
 
 
 class SampleEmbedder:
@@ -73,4 +79,5 @@ class SampleEmbedder:
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
         padded = F.pad(x, (0, -len(x) % self._samples))
-        return self._project(padded.view(-1, self._samples))
+        (rows,) = Pieces(between, x.device).of(lambda own: (self._project(own),), padded.view(-1, self._samples))
+        return rows

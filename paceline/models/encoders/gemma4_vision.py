@@ -8,20 +8,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import Gemma4VisionConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import (
     Projection,
     media_place,
     patch_grid,
     patch_positions,
+    patches,
     pool,
-    signed_patches,
+    signed,
     tower_linear,
 )
+from paceline.models.encoders.pieces import Pieces
 from paceline.models.model_config import Rope
 from paceline.models.rotary import Rotation, inverse_frequencies
 
@@ -52,6 +54,7 @@ class Gemma4Vision:
         # The first half of a head turns by the patch's column, and the second half by its row.
         self._frequencies = inverse_frequencies(Rope(config.rope_theta), config.head_dim // 2)
         self._kernels = kernels
+        self._tower = kernels.compile_tower(self._run_layers)
 
     def rows(self, shape: Sequence[int]) -> int:
         config = self._config
@@ -60,20 +63,27 @@ class Gemma4Vision:
         return rows * columns
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
-        config, dtype = self._config, self._positions.dtype
+        config, pieces = self._config, Pieces(between, x.device)
         columns = x.shape[1] // config.patch_side
         across, down = patch_positions(x.shape[0] // config.patch_side, columns, x.device)
-        places = self._kernels.add(self._positions[0][across], self._positions[1][down])
-        hidden = self._kernels.add(self._embed(signed_patches(x, config.patch_side).to(dtype)), places)
+        (hidden,) = pieces.of(self._embedded, patches(x, config.patch_side), across, down)
         rotation = self._rotation(across, down)
-        for layer in self._layers:
-            between()
-            hidden = layer(hidden, rotation)
+        (hidden,) = self._tower(hidden, rotation.cos, rotation.sin, between=between)
         pooled = pool(hidden, columns, config.pooled_side) * config.hidden_size**0.5
         if self._standard is not None:
             shift, scale = self._standard
             pooled = (pooled - shift) * scale
         return self._project(pooled)
+
+    def _embedded(self, tiles: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor]:
+        places = self._kernels.add(self._positions[0][across], self._positions[1][down])
+        return (self._kernels.add(self._embed(signed(tiles).to(places.dtype)), places),)
+
+    def _run_layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> tuple[Tensor]:
+        pieces = Pieces(between, hidden.device)
+        for layer in self._layers:
+            hidden = layer(hidden, cos, sin, pieces)
+        return (hidden,)
 
     def _rotation(self, across: Tensor, down: Tensor) -> Rotation:
         frequencies = self._frequencies.to(across.device)
@@ -92,10 +102,18 @@ class _Layer:
         self._post_mlp = norm(weights, f"{place}.post_feedforward_layernorm")
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
-        attended = self._post_attention(self._attention(self._norm(x), rotation))
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, pieces: Pieces) -> Tensor:
+        queries, keys, values = pieces.of(self._heads, x, cos, sin)
+        (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
+        return x
+
+    def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._attention.heads(self._norm(x), cos, sin)
+
+    def _attend(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
+        attended = self._post_attention(self._attention(queries, keys, values))
         x, normed = self._pre_mlp.of_sum(x, attended)
-        return self._kernels.add(x, self._post_mlp(self._mlp(normed)))
+        return (self._kernels.add(x, self._post_mlp(self._mlp(normed))),)
 
 
 class _Attention:
@@ -118,16 +136,18 @@ class _Attention:
         self._eps = config.norm_eps
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
-        kernels = self._kernels
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of rows x [rows, size]: [rows, heads, head_dim] each."""
 
-        def heads(linear: Callable[[Tensor], Tensor], norm: Tensor) -> Tensor:
-            return kernels.rms_norm(linear(x).view(self._shape), norm, self._eps, NormKind.WIDE)
+        def normed(linear: Callable[[Tensor], Tensor], norm: Tensor) -> Tensor:
+            return self._kernels.rms_norm(linear(x).view(self._shape), norm, self._eps, NormKind.WIDE)
 
-        queries = kernels.rotate(heads(self._q, self._q_norm), rotation.cos, rotation.sin)
-        keys = kernels.rotate(heads(self._k, self._k_norm), rotation.cos, rotation.sin)
-        attended = kernels.full_attention(queries, keys, heads(self._v, self._ones), scale=1.0)
-        return self._o(attended.flatten(1))
+        queries, keys = normed(self._q, self._q_norm), normed(self._k, self._k_norm)
+        turned = [self._kernels.rotate(own, cos, sin) for own in (queries, keys)]
+        return turned[0], turned[1], normed(self._v, self._ones)
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self._o(self._kernels.full_attention(queries, keys, values, scale=1.0).flatten(1))
 
 
 class _MLP:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.encoder_config import Qwen3VisionConfig
-from paceline.models.encoders.base import Between
 from paceline.models.encoders.blocks import LayerNorm, media_place
+from paceline.models.encoders.pieces import Pieces
 from paceline.models.model_config import Rope
 from paceline.models.rotary import Rotation, inverse_frequencies
 
@@ -50,6 +51,7 @@ class Qwen3Vision:
         # The first half of a head turns by the patch's row, and the second half by its column.
         self._frequencies = inverse_frequencies(Rope(config.rope_theta), size // config.heads // 2)
         self._kernels = kernels
+        self._tower = kernels.compile_tower(self._run_layers)
 
     def rows(self, shape: Sequence[int]) -> int:
         config = self._config
@@ -63,31 +65,37 @@ class Qwen3Vision:
         return sizes[0] // side * (sizes[1] // side)
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
-        config, kernels = self._config, self._kernels
+        config, pieces = self._config, Pieces(between, x.device)
         patches = _patches(x if x.dim() == 4 else x.expand(config.patch_frames, *x.shape), config.patch_side)
         rows, columns = patches.shape[:2]
-        tiles = _squares(patches, config.merged_side).flatten(1).float().div_(127.5).sub_(1.0)
-        places = _squares(self._places(rows, columns), config.merged_side)
-        hidden = kernels.add(self._embed(tiles.to(self._dtype)), places.to(self._dtype))
-        rotation = self._rotation(rows, columns, x.device)
-        parts = []
+        tiles = _squares(patches, config.merged_side).flatten(1)
+        grid = torch.cartesian_prod(torch.arange(rows, device=x.device), torch.arange(columns, device=x.device))
+        places = _squares(grid.view(rows, columns, 2), config.merged_side)
+        (hidden,) = pieces.of(partial(self._embedded, table=self._table(rows, columns)), tiles, places)
+        rotation = self._rotation(places)
+        hidden, *shown = self._tower(hidden, rotation.cos, rotation.sin, between=between)
+        parts = [self._mergers[number](own, pieces) for number, own in zip(sorted(self._mergers), shown)]
+        return torch.cat([self._merge(hidden, pieces), *parts], dim=1)
+
+    def _run_layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> tuple[Tensor, ...]:
+        """Return the hidden states after all layers, and after each layer whose result the encoding shows, too."""
+        pieces, shown = Pieces(between, hidden.device), []
         for number, layer in enumerate(self._layers):
-            between()
-            hidden = layer(hidden, rotation)
+            hidden = layer(hidden, cos, sin, pieces)
             if number in self._mergers:
-                parts.append(self._mergers[number](hidden))
-        return torch.cat([self._merge(hidden), *parts], dim=1)
+                shown.append(hidden)
+        return (hidden, *shown)
 
-    def _places(self, rows: int, columns: int) -> Tensor:
-        """Return the positions of patches, between those of the table: fp32 [rows, columns, size]."""
+    def _embedded(self, tiles: Tensor, places: Tensor, table: _Table) -> tuple[Tensor]:
+        pixels = tiles.float().div_(127.5).sub_(1.0)
+        return (self._kernels.add(self._embed(pixels.to(self._dtype)), table.at(places).to(self._dtype)),)
+
+    def _table(self, rows: int, columns: int) -> _Table:
         side = self._config.positions_side
-        table = self._positions.float().view(side, side, -1)
-        return _stretched(_stretched(table, rows).transpose(0, 1), columns).transpose(0, 1)
+        return _Table(self._positions.float().view(side, side, -1), rows, columns)
 
-    def _rotation(self, rows: int, columns: int, device: torch.device) -> Rotation:
-        grid = torch.cartesian_prod(torch.arange(rows, device=device), torch.arange(columns, device=device))
-        order = _squares(grid.view(rows, columns, 2), self._config.merged_side)
-        angles = (order.unsqueeze(2) * self._frequencies.to(device)).flatten(1).repeat(1, 2)
+    def _rotation(self, places: Tensor) -> Rotation:
+        angles = (places.unsqueeze(2) * self._frequencies.to(places.device)).flatten(1).repeat(1, 2)
         return Rotation(angles.cos(), angles.sin())
 
 
@@ -105,12 +113,20 @@ class _Layer:
         )
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, rotation: Rotation) -> Tensor:
-        kernels, normed = self._kernels, self._norm(x)
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, pieces: Pieces) -> Tensor:
+        queries, keys, values = pieces.of(self._heads_of, x, cos, sin)
+        (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
+        return x
+
+    def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = self._norm(x)
         q, k, v = (linear(normed).view(len(x), self._heads, -1) for linear in self._qkv)
-        q, k = (kernels.rotate(own, rotation.cos, rotation.sin) for own in (q, k))
-        x = kernels.add(x, self._o(kernels.full_attention(q, k, v, self._scale).flatten(1)))
-        return kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x)))))
+        return self._kernels.rotate(q, cos, sin), self._kernels.rotate(k, cos, sin), v
+
+    def _attend(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
+        kernels = self._kernels
+        x = kernels.add(x, self._o(kernels.full_attention(queries, keys, values, self._scale).flatten(1)))
+        return (kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x))))),)
 
 
 class _Merger:
@@ -129,17 +145,24 @@ class _Merger:
         kernels: Kernels,
         norms_squares: bool = False,
     ) -> None:
-        size = self._size = config.hidden_size * config.merged_side**2
+        self._patches = config.merged_side**2
+        size = self._size = config.hidden_size * self._patches
         self._norms_squares = norms_squares
         self._norm = LayerNorm(weights, f"{place}.norm", size if norms_squares else config.hidden_size, _EPS, kernels)
         self._up = Linear.take(weights, f"{place}.linear_fc1", size, size, True, kernels)
         self._down = Linear.take(weights, f"{place}.linear_fc2", size, text_size, True, kernels)
         self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        squares = x.view(-1, self._size)
-        normed = self._norm(squares) if self._norms_squares else self._norm(x).view(-1, self._size)
-        return self._down(self._kernels.gelu(self._up(normed)))
+    def __call__(self, x: Tensor, pieces: Pieces) -> Tensor:
+        (merged,) = pieces.of(self._merged, x.view(-1, self._size))
+        return merged
+
+    def _merged(self, squares: Tensor) -> tuple[Tensor]:
+        if self._norms_squares:
+            normed = self._norm(squares)
+        else:
+            normed = self._norm(squares.view(len(squares) * self._patches, -1)).view(squares.shape)
+        return (self._down(self._kernels.gelu(self._up(normed))),)
 
 
 def _colors_last(weight: Tensor) -> Tensor:
@@ -159,9 +182,31 @@ def _squares(grid: Tensor, side: int) -> Tensor:
     return grid.reshape(rows // side, side, columns // side, side, *rest).transpose(1, 2).reshape(-1, *rest)
 
 
-def _stretched(values: Tensor, count: int) -> Tensor:
-    """Return `count` values from the first to the last of values [n, ...], at equal distances: linear between them."""
-    places = torch.linspace(0, len(values) - 1, count, device=values.device)
+class _Table:
+    """The positions of patches, linearly between those of a smaller or larger table.
+
+    Args:
+        positions: fp32 [side, side, size].
+        rows, columns: patches of the image.
+    """
+
+    def __init__(self, positions: Tensor, rows: int, columns: int) -> None:
+        low, high, share = _neighbours(len(positions), rows, positions.device)
+        self._rows = torch.lerp(positions[low], positions[high], share.view(-1, 1, 1))
+        self._low, self._high, self._share = _neighbours(len(positions), columns, positions.device)
+
+    def at(self, places: Tensor) -> Tensor:
+        """Return the positions at rows and columns int64 [patches, 2]: fp32 [patches, size]."""
+        row, column = places.unbind(1)
+        low, high = (self._rows[row, own[column]] for own in (self._low, self._high))
+        return torch.lerp(low, high, self._share[column].unsqueeze(1))
+
+
+def _neighbours(size: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where `count` places are among `size` entries, from the first to the last, at equal distances.
+
+    The results are the entries before and after each place, and the distance from the one before.
+    """
+    places = torch.linspace(0, size - 1, count, device=device)
     low = places.floor().long()
-    high = (low + 1).clamp(max=len(values) - 1)
-    return torch.lerp(values[low], values[high], (places - low).view(-1, *[1] * (values.dim() - 1)))
+    return low, (low + 1).clamp(max=size - 1), places - low

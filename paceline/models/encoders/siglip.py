@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear, RMSNorm
 from paceline.models.encoder_config import SiglipConfig
-from paceline.models.encoders.base import Between
-from paceline.models.encoders.blocks import LayerNorm, channels_last, media_place, pool, signed_patches
+from paceline.models.encoders.blocks import LayerNorm, channels_last, media_place, patches, pool, signed
+from paceline.models.encoders.pieces import Pieces
 
 
 class Siglip:
@@ -38,6 +39,7 @@ class Siglip:
         self._norm = LayerNorm(weights, f"{place}.post_layernorm", size, config.norm_eps, kernels)
         self._project = _Projector(config, hidden_size, weights, kernels)
         self._kernels = kernels
+        self._tower = kernels.compile_tower(self._run_layers)
 
     def rows(self, shape: Sequence[int]) -> int:
         side = self._config.image_side
@@ -46,12 +48,19 @@ class Siglip:
         return self._config.rows_side**2
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
-        embedded = self._embed(signed_patches(x, self._config.patch_side).to(self._positions.dtype))
-        hidden = self._kernels.add(embedded, self._positions)
-        for layer in self._layers:
-            between()
-            hidden = layer(hidden)
+        pieces = Pieces(between, x.device)
+        (hidden,) = pieces.of(self._embedded, patches(x, self._config.patch_side), self._positions)
+        (hidden,) = self._tower(hidden, between=between)
         return self._project(self._norm(hidden))
+
+    def _run_layers(self, hidden: Tensor, between: Between) -> tuple[Tensor]:
+        pieces = Pieces(between, hidden.device)
+        for layer in self._layers:
+            hidden = layer(hidden, pieces)
+        return (hidden,)
+
+    def _embedded(self, tiles: Tensor, places: Tensor) -> tuple[Tensor]:
+        return (self._kernels.add(self._embed(signed(tiles).to(places.dtype)), places),)
 
 
 class _Layer:
@@ -67,11 +76,19 @@ class _Layer:
         self._up, self._down = take(f"{place}.mlp.fc1", size, inner), take(f"{place}.mlp.fc2", inner, size)
         self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        kernels, normed = self._kernels, self._norm(x)
-        q, k, v = (linear(normed).view(len(x), self._heads, -1) for linear in (self._q, self._k, self._v))
-        x = kernels.add(x, self._o(kernels.full_attention(q, k, v, self._scale).flatten(1)))
-        return kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x)))))
+    def __call__(self, x: Tensor, pieces: Pieces) -> Tensor:
+        queries, keys, values = pieces.of(self._heads_of, x)
+        (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
+        return x
+
+    def _heads_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        normed = self._norm(x)
+        return tuple(linear(normed).view(len(x), self._heads, -1) for linear in (self._q, self._k, self._v))
+
+    def _attend(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
+        kernels = self._kernels
+        x = kernels.add(x, self._o(kernels.full_attention(queries, keys, values, self._scale).flatten(1)))
+        return (kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x))))),)
 
 
 class _Projector:

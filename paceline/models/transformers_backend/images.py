@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.core.model_folder import read_object
+from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels
-from paceline.models.encoders.base import Between, Encoders
+from paceline.models.encoders.base import Encoders
+from paceline.models.quantized import Packer
 from paceline.models.transformers_backend.linear import pack_linears
 from paceline.models.transformers_backend.loading import foreign_code, load_config, load_module
 
@@ -31,7 +33,7 @@ def load_images(
     causal = load_module(folder, config, dtype, device, trust_remote_code)
     core = causal.base_model
     keep_children(core, [child for child in core.children() if child is not causal.get_decoder()])
-    pack_linears(core, kernels, lambda name, weight: kernels.pack(weight))
+    pack_linears(core, kernels, Packer(kernels, device))
     hidden_size = int(config.get_text_config().hidden_size)
     with torch.inference_mode(), foreign_code(f"{folder}: its encoder of images does not work"):
         images = ImageTower(core, config, read_object(folder / "preprocessor_config.json"), dtype, device, hidden_size)

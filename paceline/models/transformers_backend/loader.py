@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError
-from paceline.kernels.interface import Kernels, PackedWeight
-from paceline.kernels.quantized import quantize_int8
+from paceline.kernels.interface import Kernels
 from paceline.models.identity import implementation_name, model_identity
 from paceline.models.packed import Pack, packed_weights
+from paceline.models.quantized import Packer
 from paceline.models.transformers_backend.model import TransformersModel
 
 
@@ -29,16 +28,14 @@ def load_transformers(
     if quantization == "gguf":
         raise ConfigError("--quantization gguf needs a native model (--model-impl); choose int8 or none")
 
-    def pack(name: str, weight: Tensor) -> PackedWeight:
-        return kernels.pack(quantize_int8(weight) if quantization == "int8" else weight)
-
     def build(own: Pack) -> TransformersModel:
         return TransformersModel(folder, dtype, kernels, device, own, trust_remote_code)
 
-    shared: Pack = pack
-    if packed_dir is not None and kernels.packing and quantization == "none":
+    packer = Packer(kernels, device, quantization)
+    pack: Pack = packer
+    if packed_dir is not None and packer.form:
         identity = model_identity(folder, str(dtype), code=implementation_name(folder, "transformers"))
-        shared = packed_weights(packed_dir, f"{folder.name}-{identity[:16]}", kernels, build)
-    model = build(shared)
+        pack = packed_weights(packed_dir, f"{folder.name}{packer.suffix}-{identity[:16]}", packer, build)
+    model = build(pack)
     model.prepare()
     return model

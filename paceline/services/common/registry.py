@@ -1,7 +1,9 @@
 """The registry of live services in Redis, with their roles and loads. It is a hint that may be lost at any time.
 
-Each service writes one key with a time-to-live and renews it. The value has the service's epoch, so that a restart
-under the same name counts as a new member. After a flush of Redis, the next heartbeats restore everything.
+Each service writes one key with a time-to-live and renews it. With each renewal it adds a *beat* to a stream: its name
+and the version of its value. Gateways read the beats, and only those values that have changed (`member_feed.py`). The
+value has the service's epoch, so that a restart under the same name counts as a new member. After a flush of Redis, the
+next heartbeats restore everything.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
+import hashlib
 import logging
+import random
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, cast, get_args
@@ -38,12 +41,17 @@ from paceline.services.common.wire_version import OURS, WireVersions
 
 HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
+LEFT = b""
+"""The version in the last beat of a member that leaves in order."""
+_BEATS = 10_000
+"""Beats that the stream keeps, about. Gateways read it twice a second."""
 
 Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
 WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
 """Roles that one worker can have one after another."""
 State = Literal["starting", "ready", "draining"]
+_ROLES, _STATES = frozenset(get_args(Role)), frozenset(get_args(State))
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +95,15 @@ class Member:
     """Versions of the protocol between services that it speaks."""
     release: str = paceline.__version__
     """"" if it is of an earlier release that does not say it."""
+    beats: bool = True
+    """Whether it writes beats. Members of earlier releases do not."""
 
     def to_bytes(self) -> bytes:
         """Return the value that Redis holds."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in _FIELDS}
         values["numerics"] = self.numerics and pb.Numerics(**dataclasses.asdict(self.numerics))
         values["wire"] = self.wire.to_pb()
-        return pb.Member(**values).SerializeToString()
+        return pb.Member(**values).SerializeToString(deterministic=True)
 
     @staticmethod
     def from_bytes(data: bytes) -> Member | None:
@@ -102,11 +112,14 @@ class Member:
             message = pb.Member.FromString(data)
         except DecodeError:
             return None
-        if not message.worker_id or message.role not in get_args(Role) or message.state not in get_args(State):
+        if not message.worker_id or message.role not in _ROLES or message.state not in _STATES:
             return None
-        values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Member)}
+        values = {name: getattr(message, name) for name in _FIELDS}
         own = {"numerics": _numerics_from_pb(message.numerics), "wire": WireVersions.from_pb(message.wire)}
         return Member(**{**values, **own})
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Member))
 
 
 def _numerics_from_pb(message: pb.Numerics) -> Numerics | None:
@@ -157,25 +170,37 @@ def without_password(url: str) -> str:
     return re.sub(r"(password=)[^&#]*", r"\1…", re.sub("//.*@", "//…@", url))
 
 
-def _prefix(cluster: str) -> str:
-    return f"paceline:{cluster}:member:"
+def member_key(cluster: str, worker_id: str) -> str:
+    """Return the key of a member's value."""
+    return f"paceline:{cluster}:member:{worker_id}"
 
 
-def _names_key(cluster: str) -> str:
+def names_key(cluster: str) -> str:
     """Return the key of the set of all members' names, which makes a search through all keys unnecessary."""
     return f"paceline:{cluster}:members"
+
+
+def beats_key(cluster: str) -> str:
+    """Return the key of the stream of beats. The fields of an entry are members' names, with the versions of values."""
+    return f"paceline:{cluster}:beats"
+
+
+def version_of(value: bytes) -> bytes:
+    """Return the version of a member's value: a short digest."""
+    return hashlib.blake2b(value, digest_size=8).digest()
 
 
 async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     """Return all members that Redis lists now, sorted by name. Raises RedisError."""
     # SORT would need only one round trip, but Redis forbids it to users who may not read all keys.
-    names = sorted(await cast(Awaitable[set[bytes]], client.smembers(_names_key(cluster))))
+    names = sorted(await cast(Awaitable[set[bytes]], client.smembers(names_key(cluster))))
     if not names:
         return []
-    values = await client.mget([_prefix(cluster) + name.decode() for name in names])
+    keys = [member_key(cluster, name.decode()) for name in names]
+    values = cast(list[bytes | None], await client.mget(keys))
     if ended := [name for name, value in zip(names, values) if value is None]:
-        await client.srem(_names_key(cluster), *ended)
-    members = (_parsed(value) for value in values if value is not None)
+        await client.srem(names_key(cluster), *ended)
+    members = (Member.from_bytes(value) for value in values if value is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
 
 
@@ -186,15 +211,28 @@ async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]
     """
     async with client.pipeline(transaction=False) as pipeline:
         for member in members:
-            pipeline.pttl(_prefix(cluster) + member.worker_id)
+            pipeline.pttl(member_key(cluster, member.worker_id))
         left: list[int] = await pipeline.execute()
     return [TTL_SECONDS - max(0, milliseconds) / 1000 for milliseconds in left]
 
 
-@functools.lru_cache(maxsize=256)
-def _parsed(value: bytes) -> Member | None:
-    """Parse a member. Results are cached, because members are read more often than they change."""
-    return Member.from_bytes(value)
+async def write_member(client: redis.Redis, cluster: str, member: Member) -> None:
+    """Write a member's value and a beat. Raises RedisError."""
+    name, value = member.worker_id, member.to_bytes()
+    async with client.pipeline(transaction=False) as pipeline:
+        pipeline.set(member_key(cluster, name), value, px=int(TTL_SECONDS * 1000))
+        pipeline.sadd(names_key(cluster), name)
+        pipeline.xadd(beats_key(cluster), {name: version_of(value)}, maxlen=_BEATS, approximate=True)
+        await pipeline.execute()
+
+
+async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:
+    """Remove a member in order. Raises RedisError."""
+    async with client.pipeline(transaction=False) as pipeline:
+        pipeline.delete(member_key(cluster, name))
+        pipeline.srem(names_key(cluster), name)
+        pipeline.xadd(beats_key(cluster), {name: LEFT}, maxlen=_BEATS, approximate=True)
+        await pipeline.execute()
 
 
 class Registrar:
@@ -217,7 +255,7 @@ class Registrar:
         await end_tasks(self._task)
         self._task = None
         with contextlib.suppress(RedisError, OSError):
-            await self._client.delete(_prefix(self._cluster) + self._describe().worker_id)
+            await remove_member(self._client, self._cluster, self._describe().worker_id)
         await self._client.aclose()
 
     def announce(self) -> None:
@@ -228,12 +266,7 @@ class Registrar:
         reachable = True
         while True:
             try:
-                member = self._describe()
-                async with self._client.pipeline(transaction=False) as pipeline:
-                    key = _prefix(self._cluster) + member.worker_id
-                    pipeline.set(key, member.to_bytes(), px=int(TTL_SECONDS * 1000))
-                    pipeline.sadd(_names_key(self._cluster), member.worker_id)
-                    await pipeline.execute()
+                await write_member(self._client, self._cluster, self._describe())
                 if not reachable:
                     log.info("Redis answers again")
                 reachable = True
@@ -243,7 +276,8 @@ class Registrar:
                 reachable = False
             except Exception:
                 log.exception("unexpected error in a heartbeat")
+            # Services that started together, or found Redis again together, do not stay in step.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                async with asyncio.timeout(HEARTBEAT_SECONDS * random.uniform(0.9, 1.1)):
                     await self._wake.wait()
             self._wake.clear()

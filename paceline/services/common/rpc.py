@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -52,6 +52,9 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+_IDLE_MS = 60_000
+"""Time without a call after which a channel closes its connection until the next call."""
+
 _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -90,8 +93,13 @@ def open_channel(address: str, credentials: Credentials, wire: WireVersions = OU
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     )
-    # Channels must not share a connection, and services of one cluster need no proxy.
-    private = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+    # Channels must not share a connection, and services of one cluster need no proxy. A gateway does not keep a
+    # connection to each of thousands of members.
+    private = (
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.client_idle_timeout_ms", _IDLE_MS),
+    )
     options: tuple[tuple[str, int | str], ...] = _OPTIONS + backoff + private
     channel: grpc.aio.Channel
     if (tls := credentials.tls) is None:
@@ -179,6 +187,21 @@ async def heeding_cancellation(operation: Awaitable[T]) -> T:
     finally:
         if is_cancelled():
             raise asyncio.CancelledError
+
+
+@contextlib.contextmanager
+def own_cancellation(error: Callable[[], Exception]) -> Iterator[None]:
+    """Raise `error()` in place of a CancelledError of the body, unless the current task was cancelled.
+
+    gRPC raises a CancelledError when a call or its channel was closed, and so does a future that was cancelled. A task
+    that ends with it counts as cancelled. Then nobody hears of it, and who waits for its result waits for ever.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise error() from None
 
 
 def is_cancelled() -> bool:

@@ -22,6 +22,7 @@ from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_planning import encode_conversation, plan_conversation
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat
@@ -38,66 +39,66 @@ def make_api(gateway: Gateway) -> APIRouter:
     """Return a router with the OpenAI endpoints, `/tokenize` and `/detokenize`."""
     router = APIRouter()
 
+    def card(model: ModelFleet) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": gateway.started,
+            "owned_by": "paceline",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.fleet.max_model_len(),
+            "permission": [],
+        }
+
     @router.get("/v1/models", response_model=None, responses=answers(ModelList))
     async def list_models() -> dict[str, Any]:
-        # The model is listed once a worker has loaded it. It stays listed, because workers come and go.
-        return {"object": "list", "data": [_model_card(gateway)] if gateway.fleet.has_served.is_set() else []}
+        # A model is listed once a worker has loaded it. It stays listed, because workers come and go.
+        served = [card(model) for model in gateway.models.values() if model.fleet.has_served.is_set()]
+        return {"object": "list", "data": served}
 
     @router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))
     async def get_model(model: str) -> dict[str, Any]:
-        gateway.check_request(model)
-        if not gateway.fleet.has_served.is_set():
+        found = gateway.pick(model)
+        if not found.fleet.has_served.is_set():
             raise NoWorkerError
-        return _model_card(gateway)
+        return card(found)
 
     @router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
-        plan = await gateway.plan(lambda model: plan_completion(body, model), kind_of(body))
-        response_format = CompletionFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
-        return await respond(gateway, body, plan, response_format, request)
+        plan = await model.plan(lambda served: plan_completion(body, served), kind_of(body))
+        response_format = CompletionFormat(body, plan, response_id, model.name, model.tokenizer)
+        return await respond(model, body, plan, response_format, request)
 
     @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))
     async def chat(body: ChatRequest, request: Request) -> Response:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
-        plan = await plan_conversation(gateway, body, request)
-        response_format = ChatFormat(body, plan, response_id, gateway.model, gateway.tokenizer)
-        return await respond(gateway, body, plan, response_format, request)
+        plan = await plan_conversation(model, body, request)
+        response_format = ChatFormat(body, plan, response_id, model.name, model.tokenizer)
+        return await respond(model, body, plan, response_format, request)
 
     @router.post("/tokenize", response_model=None, responses=answers(Tokens))
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-        gateway.check_request(body.model)
-        tokenizer, special = gateway.tokenizer, body.add_special_tokens
+        model = gateway.pick(body.model)
+        tokenizer, special = model.tokenizer, body.add_special_tokens
         if body.prompt is None:
-            tokens = (await encode_conversation(gateway, body, request, special is True)).token_ids
+            tokens = (await encode_conversation(model, body, request, special is True)).token_ids
         else:
             tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, special is not False)
         return {
             "count": len(tokens),
-            "max_model_len": gateway.fleet.max_model_len(),
+            "max_model_len": model.fleet.max_model_len(),
             "tokens": tokens,
             "token_strs": [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None,
         }
 
     @router.post("/detokenize", response_model=None, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        gateway.check_request(body.model)
-        check_ids(body.tokens, gateway.tokenizer.vocab_size, "tokens")
-        return {"prompt": await asyncio.to_thread(gateway.tokenizer.decode, body.tokens)}
+        model = gateway.pick(body.model)
+        check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+        return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}
 
     return router
-
-
-def _model_card(gateway: Gateway) -> dict[str, Any]:
-    return {
-        "id": gateway.model,
-        "object": "model",
-        "created": gateway.started,
-        "owned_by": "paceline",
-        "root": gateway.model,
-        "parent": None,
-        "max_model_len": gateway.fleet.max_model_len(),
-        "permission": [],
-    }

@@ -4,6 +4,8 @@ Errors are the same for most routes: `create_app` adds them. A route names the b
 `api_bodies`, `operation_bodies` or the package of its API:
 
     @router.get("/version", response_model=None, responses=answers(Version))
+
+The bodies of errors and of streamed events are named by reference. FastAPI would compile a class anew for every route.
 """
 
 from __future__ import annotations
@@ -36,17 +38,24 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-ERRORS: Responses = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong, or it may not be served"},
-    "5XX": {"model": ErrorBody, "description": "The server cannot serve the request"},
-}
+def _errors(body: type[BaseModel]) -> Responses:
+    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
+    return {
+        "4XX": {"description": "The request is wrong, or it may not be served", "content": content},
+        "5XX": {"description": "The server cannot serve the request", "content": content},
+    }
+
+
+ERRORS = _errors(ErrorBody)
 """Answers that every route may give."""
 
-MESSAGE_ERRORS: Responses = {status: {**answer, "model": MessageError} for status, answer in ERRORS.items()}
+MESSAGE_ERRORS = _errors(MessageError)
 """The same in the Messages API."""
 
 _CHUNKS: tuple[type[BaseModel], ...] = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent)
 """The bodies of streamed events."""
+_REFERENCED: tuple[type[BaseModel], ...] = (*_CHUNKS, ErrorBody, MessageError)
+"""All bodies that are named by reference."""
 
 TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 """The `responses` of a route that succeeds with a text."""
@@ -66,13 +75,13 @@ def answers(body: object, *, chunk: type[BaseModel] | None = None) -> Responses:
     return {200: described}
 
 
-def add_chunks(app: FastAPI) -> None:
-    """Add the bodies of streamed events to the schema of an application, which knows only whole bodies."""
+def add_referenced(app: FastAPI) -> None:
+    """Add the bodies that are named by reference to the schema of an application, which knows only the others."""
     make = app.openapi
 
     def openapi() -> Json:
         schema = make()
-        _, described = models_json_schema([(chunk, "serialization") for chunk in _CHUNKS], ref_template=_REFERENCE)
+        _, described = models_json_schema([(body, "serialization") for body in _REFERENCED], ref_template=_REFERENCE)
         schema["components"]["schemas"] |= described["$defs"]
         return schema
 

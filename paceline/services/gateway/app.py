@@ -17,7 +17,7 @@ from paceline.services.gateway.access.cors import cors_options
 from paceline.services.gateway.access.decisions import DECISIONS, check_decided
 from paceline.services.gateway.access.guard import Guard
 from paceline.services.gateway.api import make_api
-from paceline.services.gateway.api_schema import ERRORS, add_chunks
+from paceline.services.gateway.api_schema import ERRORS, add_referenced
 from paceline.services.gateway.batch_api.routes import make_batches
 from paceline.services.gateway.cache_reset import make_cache_reset
 from paceline.services.gateway.chat_batch import make_chat_batch
@@ -73,7 +73,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    add_chunks(app)
+    add_referenced(app)
     install_error_handlers(app)
     app.include_router(make_api(gateway))
     app.include_router(make_messages(gateway))

@@ -34,7 +34,11 @@ _WATCH_SECONDS = 0.5
 _ASK_SECONDS = 1.0
 """The shortest time between two calls that ask a host for its blocks."""
 _ANSWER_SECONDS = 5.0
+_ASKED = 8
+"""Most hosts that are asked at a time: each answers with all of its blocks."""
 _BLOCK_MS = 500
+_PAUSE_SECONDS = 0.1
+"""Pause between two reads of the stream, so that the events of a large fleet do not cost a read each."""
 _READ = 100
 """The most entries of the stream that one read returns."""
 _LATE = 100
@@ -78,6 +82,7 @@ class BlockFeed:
         self._following: dict[str, _Following] = {}
         self._late: defaultdict[str, deque[BlockBatch]] = defaultdict(lambda: deque(maxlen=_LATE))
         """For each host that is being asked: the batches that came since, which are applied after its answer."""
+        self._asks = asyncio.Semaphore(_ASKED)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -102,6 +107,8 @@ class BlockFeed:
                     if batch is not None:
                         self._take(batch)
                 last = entries[-1][0] if entries else last
+                if 0 < len(entries) < _READ:
+                    await asyncio.sleep(_PAUSE_SECONDS)
             except (RedisError, OSError, TimeoutError):
                 # The fleet logs that Redis does not answer. Events that are missed meanwhile show as a gap.
                 await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
@@ -162,7 +169,7 @@ class BlockFeed:
 
     async def _ask(self, name: str, following: _Following, channel: grpc.aio.Channel) -> None:
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
+            async with self._asks, asyncio.timeout(_ANSWER_SECONDS):
                 blocks = await _reusable(channel)
             if blocks is None:
                 self._index.forget(name)

@@ -29,14 +29,21 @@ def make_cache_reset(gateway: Gateway) -> APIRouter:
     router = APIRouter()
 
     @router.post("/reset_prefix_cache", response_model=None, responses=answers(CacheReset))
-    async def reset(reset_running_requests: Annotated[bool, Query()] = False) -> dict[str, Any]:
-        """Forget all cached blocks that no running request uses: those of arenas, disk tiers and devices."""
+    async def reset(
+        reset_running_requests: Annotated[bool, Query()] = False, model: str | None = None
+    ) -> dict[str, Any]:
+        """Forget all cached blocks that no running request uses: those of arenas, disk tiers and devices.
+
+        Those of all models, or of the one that the parameter names.
+        """
         if reset_running_requests:
             message = "reset_running_requests is not supported; end the requests with /abort_requests first"
             raise ApiError(400, message, param="reset_running_requests")
         # The arenas come first, because a device loads only blocks that its host's arena has.
-        hosts = await _all(map(_reset_host, gateway.fleet.hosts()))
-        workers = [each for each in gateway.fleet.workers() if each.member.role in ("prefill", "decode")]
+        fleets = [each.fleet for each in gateway.named(model)]
+        hosts = await _all(_reset_host(host) for fleet in fleets for host in fleet.hosts())
+        members = (each for fleet in fleets for each in fleet.workers())
+        workers = [each for each in members if each.member.role in ("prefill", "decode")]
         pools = await _all(_reset_pool(worker) for worker in workers if worker.member.state != "starting")
         return {
             "blocks": sum(reply.blocks for reply in hosts),

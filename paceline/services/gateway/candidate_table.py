@@ -6,6 +6,7 @@ The search itself is in `nominee_search.py`.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -52,6 +53,14 @@ class CandidateTable(Snapshot):
             self._usual = None
         rows.put(index, candidate, host, self._clock())
 
+    def settle(self) -> None:
+        """Do now what the next search would do first after changes, because it may take longer than the search."""
+        if not self._is_sorted:
+            for rows in self._kinds.values():
+                rows.sort()
+            self._is_sorted = True
+        self.usual_rate()
+
     def remove(self, worker_id: str) -> None:
         """Remove a worker, if it is here."""
         kind, index = self._places.pop(worker_id, (None, 0))
@@ -79,6 +88,23 @@ class CandidateTable(Snapshot):
             self._usual = statistics.fmean(rates) if rates else PREFILL_TOKENS_PER_SECOND
         return self._usual
 
+    def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
+        """See `Snapshot.hungriest`."""
+        for role in ("prefill", "decode"):
+            found: Candidate | None = None
+            least = math.inf
+            for kind, rows in self._kinds.items():
+                if kind[0] != role:
+                    continue
+                fitting = np.flatnonzero((rows.column("ready") > 0) & (rows.column("max_len") >= need.context_tokens))
+                speed = rows.column("speed")[fitting]
+                filled = rows.column("queued")[fitting] / np.where(speed > 0, seconds * speed, tokens)
+                if fitting.size and filled.min() < least:
+                    least, found = float(filled.min()), rows.candidates[fitting[filled.argmin()]]
+            if found is not None:
+                return found
+        return None
+
     def on_host(self, host_id: str) -> list[Candidate]:
         """Return the workers of one host."""
         if (host := self._hosts.get(host_id)) is None:
@@ -92,10 +118,7 @@ class CandidateTable(Snapshot):
 
     def nominees(self, need: Need) -> list[Candidate]:
         """Return some workers, among which are those that `place` would choose among all."""
-        if not self._is_sorted:
-            for rows in self._kinds.values():
-                rows.sort()
-            self._is_sorted = True
+        self.settle()
         now = self._clock()
         search = NomineeSearch(need, self._hosts, self.usual_rate(), now, self._half_life)
         prefills, decodes = (list(self._classes(role, need)) for role in ("prefill", "decode"))

@@ -53,12 +53,12 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
 
     @router.post("/v1/chat/completions/batch", response_model=None, responses=answers(ChatBatch))
     async def batch(body: ChatBatchRequest, request: Request) -> Response:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
         chats = body.chats()
-        plan = await plan_with_media(gateway, chats, request, lambda model, media: plan_chats(chats, model, media))
-        formats = [ChatFormat(chat, plan, response_id, gateway.model, gateway.tokenizer) for chat in chats]
-        generation = start(gateway, plan, request, is_streamed=False)
+        plan = await plan_with_media(model, chats, request, lambda served, media: plan_chats(chats, served, media))
+        formats = [ChatFormat(chat, plan, response_id, model.name, model.tokenizer) for chat in chats]
+        generation = start(model, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
 
     return router

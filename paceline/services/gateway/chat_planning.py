@@ -10,9 +10,9 @@ from fastapi import Request
 from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.chat_prompt import media_of, render_chat
 from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.prompt import Prompt
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 async def with_media(
-    gateway: Gateway,
+    model: ModelFleet,
     chats: Sequence[ChatFields],
     request: Request,
     make: Callable[[Expansions], T],
@@ -32,11 +32,14 @@ async def with_media(
 
     The media count against `--media-memory` until the generation runs, or the request ends without one.
     """
-    items = [item for chat in chats for item in media_of(chat.messages, gateway.tokenizer)]
+    items = [item for chat in chats for item in media_of(chat.messages, model.tokenizer)]
     options = chats[0].mm_processor_kwargs
-    budget = request.state.resources.enter_context(gateway.media.memory.request())
+    budget = request.state.resources.enter_context(model.media.memory.request())
     owner = owner_of(request)
-    work = gateway.media_preparer.plan(items, make, budget=budget, options=options, owner=owner, param=param)
+    most_tokens = model.fleet.max_model_len() * len(chats) or None
+    work = model.media_preparer.plan(
+        items, make, budget=budget, options=options, owner=owner, param=param, most_tokens=most_tokens
+    )
     # If a client leaves, its media no longer occupy memory and a process that decodes.
     made = await until_disconnect(request.receive, work) if items else await work
     if made is None:
@@ -45,28 +48,28 @@ async def with_media(
 
 
 async def plan_with_media(
-    gateway: Gateway,
+    model: ModelFleet,
     chats: Sequence[ChatFields],
     request: Request,
     make: Callable[[ServedModel, Expansions], Plan],
     param: str = "messages",
 ) -> Plan:
     """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
-    model = await gateway.served_model()
-    return await with_media(gateway, chats, request, lambda media: make(model, media), param)
+    served = await model.served_model()
+    return await with_media(model, chats, request, lambda media: make(served, media), param)
 
 
-async def plan_conversation(gateway: Gateway, chat: ChatRequest, request: Request) -> Plan:
+async def plan_conversation(model: ModelFleet, chat: ChatRequest, request: Request) -> Plan:
     """Return the plan of a chat. Raises the errors of `plan_chat` and `MediaPreparer.plan`."""
-    return await plan_with_media(gateway, [chat], request, lambda model, media: plan_chat(chat, model, media))
+    return await plan_with_media(model, [chat], request, lambda served, media: plan_chat(chat, served, media))
 
 
 async def encode_conversation(
-    gateway: Gateway, chat: ChatFields, request: Request, add_special_tokens: bool = False
+    model: ModelFleet, chat: ChatFields, request: Request, add_special_tokens: bool = False
 ) -> Prompt:
     """Return the prompt of a conversation. Raises the errors of `render_chat` and `MediaPreparer.plan`."""
 
     def encode(media: Expansions) -> Prompt:
-        return render_chat(chat, gateway.tokenizer, gateway.forms).encode(media, gateway.tokenizer, add_special_tokens)
+        return render_chat(chat, model.tokenizer, model.forms).encode(media, model.tokenizer, add_special_tokens)
 
-    return await with_media(gateway, [chat], request, encode)
+    return await with_media(model, [chat], request, encode)

@@ -21,6 +21,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.telemetry import trace_headers
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.rpc import own_cancellation
 from paceline.services.common.wire import media_input_to_pb, span_to_pb, spans_from_pb
 from paceline.services.gateway.encode_router import EncodeNeed, place_encoding
 from paceline.services.gateway.encoding_index import EncodingIndex
@@ -116,9 +117,13 @@ class EncodeCalls:
         encoders = sum(each.member.role == "encode" for each in self._fleet.snapshot())
         places = asyncio.Semaphore(PARALLEL * max(1, encoders))
 
+        def cancelled() -> WorkerFailedError:
+            return WorkerFailedError("a call for an encoding was cancelled", reader, unreachable=False)
+
         async def encode(span: MediaSpan) -> None:
             async with places:
-                await self._encode(reader, span)
+                with own_cancellation(cancelled):  # a task group does not see that a task of it was cancelled
+                    await self._encode(reader, span)
 
         try:
             async with asyncio.TaskGroup() as group:

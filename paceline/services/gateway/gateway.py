@@ -5,247 +5,149 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-from redis.exceptions import RedisError
+from typing import TypeAlias
 
 from paceline.core import env
-from paceline.core.config import GatewayConfig
-from paceline.core.errors import ConfigError, UnavailableError
-from paceline.core.model_folder import model_digest
-from paceline.core.options import listed, parse_bytes
-from paceline.core.planner.reports import Role
+from paceline.core.config import GatewayConfig, model_configs
+from paceline.core.errors import ConfigError
+from paceline.core.options import listed
 from paceline.core.request_classes import read_classes
-from paceline.proto import common_pb2
-from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.garbage import collect_when_idle
-from paceline.services.common.lifecycle import unique_name
-from paceline.services.common.pins import release_pins, write_pins
-from paceline.services.common.registry import Member, Registrar, connect
+from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.access.book import AccessBook
 from paceline.services.gateway.access.limiter import Gateways, Limiter
-from paceline.services.gateway.answers.registry import choose_forms
-from paceline.services.gateway.block_feed import BlockFeed
-from paceline.services.gateway.console.feed import Feed
 from paceline.services.gateway.errors import ApiError, LeavingError, NoWorkerError
-from paceline.services.gateway.fleet import Fleet
-from paceline.services.gateway.kinds import KINDS
+from paceline.services.gateway.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.media.items import NO_MEDIA
 from paceline.services.gateway.media.loader import MediaService
-from paceline.services.gateway.media.preparation import MediaPreparer
 from paceline.services.gateway.media.processors.families import read_processor
-from paceline.services.gateway.metrics import Metrics
-from paceline.services.gateway.placements import PlacementLog
-from paceline.services.gateway.plan import Kind, Plan, ServedModel
-from paceline.services.gateway.prefix_index import PrefixIndex
-from paceline.services.gateway.runner import SequenceRunner
-from paceline.services.gateway.running import RunningRequests
-from paceline.services.gateway.sampling import LogprobRules
-from paceline.services.gateway.scoring import Scoring
+from paceline.services.gateway.model_fleet import ModelFleet, Shared
 from paceline.services.gateway.tokenizer import Tokenizer
-from paceline.services.gateway.trace_book import TraceBook
-from paceline.services.gateway.trace_recorder import TraceRecorder
+
+LoadedModel: TypeAlias = tuple[GatewayConfig, Tokenizer]
+"""The gateway's options with those of one model in their place, and the model's tokenizer."""
 
 
 class Gateway:
-    """One gateway with all its parts.
+    """One gateway with all its parts: what its models share, and each model with its fleet.
 
     Args:
-        tokenizer: the tokenizer of the model that the workers serve.
+        models: the options and the tokenizer of each model, as `load_models` returns them.
         address: the host:port at which others reach the HTTP API. It is written to Redis.
     """
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, address: str = "") -> None:
+    def __init__(self, config: GatewayConfig, models: Sequence[LoadedModel], address: str = "") -> None:
         self.config = config
-        self.tokenizer = tokenizer
         client_keys = listed(config.api_key) or env.api_keys()
-        self.classes = read_classes(config.classes_file)
+        classes = read_classes(config.classes_file)
         admin_keys = listed(config.admin_key) or env.admin_keys()
-        self.keys = AccessBook(client_keys, admin_keys, config.api_keys_file, self.classes)
+        self.keys = AccessBook(client_keys, admin_keys, config.api_keys_file, classes)
         self.limiter = Limiter(self.keys, self._gateways)
-        self._watch: asyncio.Task[None] | None = None
-        self._collecting: asyncio.Task[None] | None = None
-        self.forms = choose_forms(
-            config.tool_call_parser,
-            config.reasoning_parser,
-            tokenizer.chat_template_source,
-            tokenizer.vocabulary.added_tokens,
-        )
-        self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
-        self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
-        self.model = config.served_model_name or Path(config.model).name
         self.started = int(time.time())
         self.draining = False
         """Whether new requests are refused."""
+        self.metrics = GatewayMetrics(classes, config.vllm_metric_names)
         self._redis = connect(config.redis)
-        digest, credentials = model_digest(Path(config.model)), read_credentials(config)
-        self.fleet = Fleet(self._redis, config.cluster, digest, credentials, return_seconds=config.queue_seconds)
-        self._placements = PlacementLog(self._redis, config.cluster)
-        self._prefixes = PrefixIndex()
-        self._block_feed = BlockFeed(self._redis, config.cluster, self.fleet.hosts, self._prefixes)
-        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, self.classes)
-        self.metrics = Metrics(self.model, self.fleet.workers, self.runner, config.vllm_metric_names, self.classes)
-        self.runner.queue.on_refused = self.limiter.on_refused = self.metrics.queue.count_refusal
-        self.media = MediaService(config, metrics=self.metrics.media)
-        self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), self.media)
-        self.traces = TraceBook()
-        self.recorder = _recorder(config, self._prefixes)
-        """None if no trace is recorded."""
-        self.requests = RunningRequests()
-        about = {"model": self.model, "media": sorted(self.media_preparer.kinds)}
-        self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
-        self._worker_id = unique_name("gateway")
-        self._epoch = time.time_ns()
-        self._address = address
-        self._registrar = Registrar(config.redis, config.cluster, self._describe)
-        self.runner.first_worker.on_wait = self._registrar.announce
+        self._shared = shared = Shared(
+            redis=self._redis,
+            credentials=read_credentials(config),
+            classes=classes,
+            metrics=self.metrics,
+            media=MediaService(config, metrics=self.metrics.media),
+            address=address,
+            key_uses=self.limiter.report,
+        )
+        self.traces, self.requests = shared.traces, shared.requests
+        fleets = (ModelFleet(own, tokenizer, shared) for own, tokenizer in models)
+        self.models = {fleet.name: fleet for fleet in fleets}
+        """The models by their names in the API."""
+        only = next(iter(self.models)) if len(self.models) == 1 else ""
+        # A limit is applied before the body is read, so that only one model is known by its name then.
+        self.limiter.on_refused = partial(self.metrics.count_refusal, only)
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Read the fleet, and register this gateway in it."""
-        self._watch = asyncio.create_task(self.keys.watch(), name="keys")
-        self._collecting = asyncio.create_task(collect_when_idle(lambda: self.runner.sequences.count), name="garbage")
-        await self.fleet.start()
-        if self.config.router_mode == "kv":
-            self._block_feed.start()
-        self._placements.start()
-        self.runner.hints.start()
-        self.console.start()
-        await self._registrar.start()
+        """Read the fleets, and register this gateway in each of them."""
+        self._tasks = [
+            asyncio.create_task(self.keys.watch(), name="keys"),
+            asyncio.create_task(collect_when_idle(self.running_sequences), name="garbage"),
+        ]
+        await asyncio.gather(*(model.start() for model in self.models.values()))
 
     async def close(self) -> None:
         """End all requests and release everything that the gateway owns."""
-        self.runner.abort()
-        await self.console.close()
-        await end_tasks(*(task for task in (self._watch, self._collecting) if task is not None))
-        await self.media.close()
-        await self._registrar.stop()
-        await self._placements.close()
-        await self.runner.hints.close()
-        await self._block_feed.close()
-        await self.fleet.close()
+        await end_tasks(*self._tasks)
+        await asyncio.gather(*(model.close() for model in self.models.values()))
+        await self._shared.media.close()
         await self._redis.aclose()
-        if self.recorder is not None:
-            await asyncio.to_thread(self.recorder.close)
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests and let running ones end. Requests that still run after `seconds` fail."""
         self.draining = True
-        self._registrar.announce()
-        self.console.end_streams()
+        for model in self.models.values():
+            model.begin_drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.runner.sequences.wait_until_idle()
+                for model in self.models.values():
+                    await model.runner.sequences.wait_until_idle()
                 await self.traces.requests.wait_until_idle()  # slow clients may still read
-        self.runner.abort()
+        for model in self.models.values():
+            model.runner.abort()
 
-    def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
-        """Return for each host id the name and the tokens of its cached blocks, as far as this gateway knows."""
-        hosts = {host_id: self._prefixes.host(host_id) for host_id in self._prefixes.hosts()}
-        return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
+    def running_sequences(self) -> int:
+        """Return how many sequences wait or run."""
+        return sum(model.runner.sequences.count for model in self.models.values())
 
-    async def _wait_for_workers(self) -> None:
-        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker.
-
-        Raises BusyError or UnavailableError if a planner has started no worker in time.
-        """
-        if self.fleet.awaits_first_worker:
-            with self.runner.traffic.early():
-                await self.runner.first_worker.wait(self.config.request_seconds)
-        if not self.fleet.has_served.is_set() and self.fleet.is_starting:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.config.queue_seconds):
-                    await self.fleet.has_served.wait()
-
-    async def plan(self, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE) -> Plan:
-        """Return a request's plan, after the first workers have loaded the model.
-
-        Args:
-            make: returns the plan. It runs on a thread, because to tokenize a long prompt takes a while.
-            kind: as for `served_model`.
-
-        Raises the errors of `make`.
-        """
-        return await asyncio.to_thread(make, await self.served_model(kind))
-
-    async def served_model(self, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
-        """Return what plans are made for, after the first workers have loaded the model.
-
-        Args:
-            kind: the kind of work, which says whose context the request has to fit into.
-        """
-        await self._wait_for_workers()
-        longest = self.fleet.max_model_len(KINDS[kind].decodes)
-        return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
-
-    def check_ready(self) -> None:
-        """Raise UnavailableError while draining, or if no decode worker is ready and no planner starts one."""
+    def check_ready(self, name: str | None = None) -> None:
+        """Raise UnavailableError while draining, or if no model can be served now or soon, or not the one named."""
         self._check_stays()
-        ready = any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot())
-        if not ready and not self.fleet.may_be_empty:
+        if not any(model.is_ready for model in self.named(name)):
             raise NoWorkerError
 
-    def check_request(self, model: str | None) -> None:
-        """Raise UnavailableError while draining, and ApiError if the requested model is not served here."""
+    def pick(self, name: str | None) -> ModelFleet:
+        """Return the model that a request is for. Raises LeavingError while draining, and the errors of `find`."""
         self._check_stays()
-        if model is not None and model != self.model:
-            raise ApiError(
-                404,
-                f"the model {model!r} does not exist here; this server serves {self.model!r}",
-                param="model",
-                code="model_not_found",
-            )
+        return self.find(name)
 
-    def waiting_requests(self) -> int:
-        """Return how many sequences wait for a worker, at all gateways. What others say is up to a second old."""
-        members = (worker.member for worker in self.fleet.workers())
-        others = (each for each in members if each.role == "gateway" and each.worker_id != self._worker_id)
-        return len(self.runner.queue) + sum(other.load.waiting for other in others)
+    def find(self, name: str | None) -> ModelFleet:
+        """Return a model by its name; the only one needs no name. Raises ApiError if it is not served here."""
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name is not None and (model := self.models.get(name)) is not None:
+            return model
+        served = ", ".join(map(repr, self.models))
+        if name is None:
+            raise ApiError(400, f"this server serves several models; say which one: {served}", param="model")
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist here; this server serves {served}",
+            param="model",
+            code="model_not_found",
+        )
 
-    async def pin(self, numbers: Mapping[Role, int], release: Sequence[Role]) -> None:
-        """Tell the planner to keep so many workers of some roles, and that it may scale others again.
-
-        Raises UnavailableError if Redis does not answer.
-        """
-        try:
-            if numbers:
-                await write_pins(self._redis, self.config.cluster, numbers)
-            if release:
-                await release_pins(self._redis, self.config.cluster, release)
-        except (RedisError, OSError) as error:
-            raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
+    def named(self, name: str | None) -> list[ModelFleet]:
+        """Return the model with this name, or all models without a name. Raises ApiError if it is not served here."""
+        return list(self.models.values()) if name is None else [self.find(name)]
 
     def _check_stays(self) -> None:
         if self.draining:
             raise LeavingError
 
     def _gateways(self) -> Gateways:
-        uses = {member.worker_id: member.keys for member in self.fleet.gateways}
-        return Gateways(self._worker_id, uses, self.fleet.redis_answers)
-
-    def _describe(self) -> Member:
-        waiting = len(self.runner.queue)
-        return Member(
-            worker_id=self._worker_id,
-            role="gateway",
-            epoch=self._epoch,
-            address=self._address,
-            host_id="",
-            state="draining" if self.draining else "ready",
-            load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
-            keys=self.limiter.report(),
-            traffic=self.runner.traffic.report(),
-        )
+        """Return what all gateways tell about keys. Each of them tells it in the fleets of all of its models."""
+        fleets = [model.fleet for model in self.models.values()]
+        uses = {member.worker_id: member.keys for fleet in fleets for member in fleet.gateways}
+        return Gateways(self._shared.gateway_id, uses, all(fleet.redis_answers for fleet in fleets))
 
 
-def _recorder(config: GatewayConfig, prefixes: PrefixIndex) -> TraceRecorder | None:
-    if not config.record_trace:
-        return None
-    secret = read_credentials(config).secret
-    path, size = Path(config.record_trace).expanduser(), parse_bytes(config.record_trace_size)
-    return TraceRecorder(path, size, secret, prefixes.layouts)
+def load_models(config: GatewayConfig) -> list[LoadedModel]:
+    """Return the options and the tokenizer of each model. Raises ConfigError or ModelError if one cannot be read."""
+    return [(own, load_tokenizer(own)) for own in model_configs(config)]
 
 
 def load_tokenizer(config: GatewayConfig) -> Tokenizer:

@@ -9,7 +9,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
+from paceline.core.errors import UnavailableError
 from paceline.core.telemetry import request_span
+from paceline.services.common.rpc import own_cancellation
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Event
@@ -210,6 +212,7 @@ class Generation:
 
         sequence_id = self._trace.sequence_id(index)
         with request_span("request", sequence_id) as span:
+            span.set_attribute("paceline.model", self._trace.model)
             sequence: SequenceRun | None = None
             try:
                 sequence = SequenceRun(
@@ -231,7 +234,7 @@ class Generation:
                     follows=index > 0,
                     trace=record,
                 )
-                with contextlib.suppress(_TextEndedError):
+                with contextlib.suppress(_TextEndedError), own_cancellation(_cancelled):
                     await self._runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
                 learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
                 length = len(sequence.context)
@@ -245,17 +248,22 @@ class Generation:
             finally:
                 self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
-                _log(record, choice)
+                _log(record, choice, self._trace.model)
                 if self._recorder is not None and sequence is not None:
                     self._recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
                 record.end(choice.outcome, choice.why, choice.tokens)
+
+
+def _cancelled() -> UnavailableError:
+    """Return the error of a choice if something within it was cancelled, although nobody has cancelled the choice."""
+    return UnavailableError("the request was cancelled for an unexpected reason; try again")
 
 
 class _TextEndedError(Exception):
     """A choice ended for a reason that the worker does not know, so its attempt must be ended."""
 
 
-def _log(record: SequenceTrace, choice: Choice) -> None:
+def _log(record: SequenceTrace, choice: Choice, model: str) -> None:
     seconds = time.monotonic() - record.arrived
     times = record.token_times
     first = times[0] - record.arrived if times else None
@@ -268,6 +276,7 @@ def _log(record: SequenceTrace, choice: Choice) -> None:
         record.cached_tokens,
         choice.tokens,
         extra={
+            "model": model,
             "outcome": choice.outcome,
             "seconds": round(seconds, 6),
             "queue_seconds": None if record.admitted is None else round(record.admitted - record.arrived, 6),

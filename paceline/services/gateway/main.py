@@ -12,10 +12,10 @@ import uvicorn
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
-from paceline.core.machine import give_back_large_memory
+from paceline.core.machine import give_back_large_memory, raise_file_limit
 from paceline.services.common.lifecycle import announce_ready, start_unless_stopped, stop_on_signals
 from paceline.services.gateway.app import create_app
-from paceline.services.gateway.gateway import Gateway, load_tokenizer
+from paceline.services.gateway.gateway import Gateway, load_models
 from paceline.services.gateway.listener import Listener, listen
 from paceline.services.gateway.middleware import BoundedHttp
 
@@ -38,9 +38,10 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
     """
     stop = stop or stop_on_signals()
     give_back_large_memory()  # files of media, and what is decoded of them, are large
+    raise_file_limit()  # each worker is a connection, and so is each client
     with listen(config) as listener:
-        tokenizer = await start_unless_stopped(asyncio.to_thread(load_tokenizer, config), stop)
-        gateway = Gateway(config, tokenizer, listener.address)
+        models = await start_unless_stopped(asyncio.to_thread(load_models, config), stop)
+        gateway = Gateway(config, models, listener.address)
         server = _Server(
             uvicorn.Config(
                 create_app(gateway),
@@ -64,7 +65,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
             await server.tried_to_start.wait()
             if not server.started:
                 raise ConfigError("the gateway could not start; its log says why")
-            log.info("serving %s at %s", gateway.model, listener.url)
+            log.info("serving %s at %s", ", ".join(gateway.models), listener.url)
             announce_ready(config, listener.address)
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():

@@ -1,13 +1,12 @@
-"""Prometheus metrics with vLLM's names under the prefix `paceline:`."""
+"""Prometheus metrics of one model, with vLLM's names under the prefix `paceline:`."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,18 +16,18 @@ from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
 from paceline.services.gateway.console.history import History
-from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.plan import Plan
-from paceline.services.gateway.queue_metrics import QueueMetrics
+from paceline.services.gateway.queue_metrics import add_queue_metrics
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.repetition import REPETITION
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.traces import SequenceTrace
-from paceline.services.gateway.vllm_metrics import FIRST_TOKEN_BOUNDS, LATENCY_BOUNDS, TOKEN_BOUNDS, VllmNames
+from paceline.services.gateway.vllm_metrics import FIRST_TOKEN_BOUNDS, LATENCY_BOUNDS, TOKEN_BOUNDS
 
 _SHORT = tuple(sorted({0.001, 0.0025, 0.005, 0.02, 0.04, 0.06, 0.08, *TOKEN_BOUNDS}))
 _FIRST = tuple(sorted({*_SHORT, *FIRST_TOKEN_BOUNDS}))
 _LONG = tuple(sorted({0.01, 0.025, 0.05, 0.1, 0.25, *LATENCY_BOUNDS}))
+_PLACING = (0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.005, 0.01, 0.05)
 _KINDS = {
     fleet_pb2.METRIC_KIND_COUNTER: "counter",
     fleet_pb2.METRIC_KIND_GAUGE: "gauge",
@@ -38,11 +37,10 @@ _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class Metrics:
-    """The metrics of one gateway, in a registry of their own.
+    """The metrics of one model at one gateway, in a registry of their own.
 
     Args:
         classes: names of the classes of requests.
-        vllm_names: whether `render` adds vLLM's names for the metrics that vLLM has, too.
     """
 
     def __init__(
@@ -50,13 +48,9 @@ class Metrics:
         model: str,
         workers: Callable[[], Iterable[RemoteWorker]],
         runner: SequenceRunner,
-        vllm_names: bool = False,
         classes: Iterable[str] = NO_CLASSES,
     ) -> None:
         self.registry = CollectorRegistry()
-        self._with_vllm_names = CollectorRegistry()
-        if vllm_names:
-            self._with_vllm_names.register(VllmNames(model, self.registry))
         self.history = History()
         """The last hour, for the console."""
         self._model = model
@@ -89,10 +83,7 @@ class Metrics:
         by_reason.labels(model, "capacity").set_function(lambda: len(runner.queue) - runner.queue.deferred)
         by_reason.labels(model, "deferred").set_function(lambda: runner.queue.deferred)
         by_reason.labels(model, "no_worker").set_function(lambda: len(runner.first_worker))
-        self.queue = QueueMetrics(self.registry, model, runner.queue, classes)
-        help = "HTTP responses by route and status"
-        labels = ["handler", "method", "status"]
-        self._responses = Counter("paceline:http_responses", help, labels, registry=self.registry)
+        add_queue_metrics(self.registry, model, runner.queue, classes)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
             model
         )
@@ -123,13 +114,10 @@ class Metrics:
         help = "From the first token until the decode worker knows of the prompt's blocks"
         self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
-        self.media = MediaMetrics(self.registry)
+        help = "CPU time of a search for the workers of an attempt"
+        runner.on_placed = seconds("placement_cpu", help, _PLACING).observe
         self._fleet = _FleetCollector(model, workers)
         self.registry.register(self._fleet)
-
-    def count_response(self, handler: str, method: str, status: int) -> None:
-        """Count an HTTP response of a route."""
-        self._responses.labels(handler, method, str(status)).inc()
 
     def observe_params(self, plan: Plan) -> None:
         """Count the parameters of a request that is about to run."""
@@ -180,14 +168,9 @@ class Metrics:
             if len(times) > 1:
                 self._handoff.observe(times[1] - times[0])
 
-    def render(self, kv_usage: Mapping[str, float] = MappingProxyType({})) -> bytes:
-        """Return all metrics in the text format of Prometheus.
-
-        Args:
-            kv_usage: shares of KV blocks that are in use now, by host. Reported ones can be a second old.
-        """
+    def set_kv_usage(self, kv_usage: Mapping[str, float]) -> None:
+        """Set the shares of KV blocks that are in use now, by host. Reported ones can be a second old."""
         self._fleet.kv_usage = kv_usage
-        return generate_latest(self.registry) + generate_latest(self._with_vllm_names)
 
 
 def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
@@ -202,7 +185,7 @@ class _FleetCollector(Collector):
         self._model = model
         self._workers = workers
         self.kv_usage: Mapping[str, float] = {}
-        """See `Metrics.render`."""
+        """See `Metrics.set_kv_usage`."""
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]

@@ -30,6 +30,8 @@ class Load(BaseModel):
 
 
 class FleetWorker(BaseModel):
+    model_name: str
+    """The model of its fleet, as clients call it."""
     worker_id: str
     role: str
     epoch: int
@@ -37,6 +39,7 @@ class FleetWorker(BaseModel):
     host_id: str
     state: str
     model: str
+    """Digest of the model that it has loaded."""
     max_model_len: int
     max_seqs: int
     numerics: str | None
@@ -78,6 +81,7 @@ class OwnedBlocks(BaseModel):
 
 
 class FleetHost(BaseModel):
+    model_name: str
     worker_id: str
     address: str
     host_id: str
@@ -132,6 +136,7 @@ class PlannedChange(BaseModel):
 
 
 class PlannerState(BaseModel):
+    model_name: str
     worker_id: str
     leads: bool
     advisory: bool
@@ -187,6 +192,7 @@ class Trace(BaseModel):
     state: Literal["running", "finished", "failed", "client gone"]
     arrived: datetime
     ms: float
+    model: str
     endpoint: str
     streamed: bool
     asked: Json
@@ -202,6 +208,7 @@ class RequestLine(BaseModel):
     arrived: datetime
     ms: float
     ttft_ms: float | None
+    model: str
     endpoint: str
     streamed: bool
     sequences: int

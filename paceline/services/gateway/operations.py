@@ -23,6 +23,7 @@ from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.ledgers import rate, read_ledger
 from paceline.services.gateway.metrics import figures
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.operation_bodies import FleetState, Load, ServerInfo, Trace, Version
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.trace_book import KEPT, describe
@@ -39,9 +40,9 @@ def make_operations(gateway: Gateway) -> APIRouter:
     # One route for each method, because each operation needs an id of its own in /openapi.json.
     @router.get("/health", response_class=Response)
     @router.head("/health", response_class=Response)
-    async def health() -> Response:
+    async def health(model: str | None = None) -> Response:
         try:
-            gateway.check_ready()
+            gateway.check_ready(model)
         except UnavailableError as error:
             return to_api_error(error).silent_response()
         return Response()
@@ -57,48 +58,40 @@ def make_operations(gateway: Gateway) -> APIRouter:
         return {"version": paceline.__version__}
 
     @router.get("/server_info", response_model=None, responses=answers(ServerInfo))
-    async def server_info() -> dict[str, Any]:
-        roles = Counter(worker.member.role for worker in gateway.fleet.workers() if worker.available)
+    async def server_info(model: str | None = None) -> dict[str, Any]:
+        found = gateway.find(model)
+        roles = Counter(worker.member.role for worker in found.fleet.workers() if worker.available)
         return {
             "version": paceline.__version__,
-            "model": gateway.model,
-            "max_model_len": gateway.fleet.max_model_len(),
+            "model": found.name,
+            "max_model_len": found.fleet.max_model_len(),
             "started": gateway.started,
             "members": dict(roles),
-            "options": gateway.config.model_dump(exclude=secrets_of(GatewayConfig)),
+            "options": found.config.model_dump(exclude=secrets_of(GatewayConfig)),
         }
 
     @router.get("/load", response_model=None, responses=answers(Load))
     async def load() -> dict[str, int]:
-        return {"server_load": gateway.runner.sequences.count}
+        return {"server_load": gateway.running_sequences()}
 
     @router.get("/metrics", response_class=Response, responses=TEXT)
     async def metrics() -> Response:
-        hosts = [host for host in gateway.fleet.hosts() if host.available]
-        ledgers = await asyncio.gather(*(_ledger(host, 1) for host in hosts))
-        kv_usage = {
-            host.member.worker_id: (ledger["held"] + ledger["in_flight"]) / ledger["total"]
-            for host, ledger in zip(hosts, ledgers)
-            if ledger.get("total")
-        }
-        return Response(gateway.metrics.render(kv_usage), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        await asyncio.gather(*(_read_kv_usage(model) for model in gateway.models.values()))
+        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @router.get("/fleet", response_model=None, responses=answers(FleetState))
     async def fleet(
         leases: Annotated[int, Query(ge=1, le=MOST_LEASES)] = LEASES,
         holds: Annotated[int | None, Query(ge=1, le=MOST_LEASES, deprecated=True)] = None,
+        model: str | None = None,
     ) -> dict[str, Any]:
+        """Return the fleets of all models, or of the one that the parameter names."""
+        models = gateway.named(model)
         leases = holds or leases  # `holds` was the name in earlier releases
-        workers, hosts = gateway.fleet.workers(), gateway.fleet.hosts()
-        ledgers = await asyncio.gather(*(_ledger(host, leases) for host in hosts))
+        fleets = await asyncio.gather(*(_describe_fleet(each, leases) for each in models))
         return {
-            "workers": [_describe(worker) for worker in workers],
-            "hosts": [
-                {"worker_id": host.member.worker_id, "address": host.member.address, **ledger}
-                for host, ledger in zip(hosts, ledgers)
-            ],
-            "waiting": len(gateway.runner.queue),
-            "planners": [_plan(worker) for worker in workers if worker.member.role == "planner"],
+            **{part: [entry for fleet in fleets for entry in fleet[part]] for part in ("workers", "hosts", "planners")},
+            "waiting": sum(len(each.runner.queue) for each in models),
         }
 
     @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
@@ -114,6 +107,33 @@ def make_operations(gateway: Gateway) -> APIRouter:
         return describe(known, gateway.traces.earlier(known, may_see), time.monotonic())
 
     return router
+
+
+async def _read_kv_usage(model: ModelFleet) -> None:
+    """Ask the hosts of a model how many of their blocks are in use now."""
+    hosts = [host for host in model.fleet.hosts() if host.available]
+    ledgers = await asyncio.gather(*(_ledger(host, 1) for host in hosts))
+    kv_usage = {
+        host.member.worker_id: (ledger["held"] + ledger["in_flight"]) / ledger["total"]
+        for host, ledger in zip(hosts, ledgers)
+        if ledger.get("total")
+    }
+    model.metrics.set_kv_usage(kv_usage)
+
+
+async def _describe_fleet(model: ModelFleet, most_leases: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the workers, hosts and planners of a model. Each entry has the model's name."""
+    workers, hosts = model.fleet.workers(), model.fleet.hosts()
+    ledgers = await asyncio.gather(*(_ledger(host, most_leases) for host in hosts))
+    name = {"model_name": model.name}
+    return {
+        "workers": [name | _describe(worker) for worker in workers],
+        "hosts": [
+            name | {"worker_id": host.member.worker_id, "address": host.member.address, **ledger}
+            for host, ledger in zip(hosts, ledgers)
+        ],
+        "planners": [name | _plan(worker) for worker in workers if worker.member.role == "planner"],
+    }
 
 
 def _describe(worker: RemoteWorker) -> dict[str, Any]:

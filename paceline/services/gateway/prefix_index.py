@@ -6,11 +6,14 @@ mistake costs a cache miss, and a block that it lacks costs computing a prefix a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
+from paceline.core.block_holders import BlockHolders
+from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context, encoding_context
 from paceline.core.kv_layout import KVLayout
-from paceline.core.prefix import match_prefix
 from paceline.services.common.block_stream import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
@@ -29,84 +32,134 @@ class HostBlocks:
     def __init__(self, pool: str, next_event: int, layout: KVLayout, names: Sequence[Sequence[bytes]]) -> None:
         self.pool = pool
         self.next_event = next_event
-        self._layout = layout
-        self._names = [set(group) for group in names]
+        self.layout = layout
+        self.names = [set(group) for group in names]
 
     def __len__(self) -> int:
-        return sum(map(len, self._names))
+        return sum(map(len, self.names))
 
-    def apply(self, batch: BlockBatch) -> bool:
-        """Apply a batch of events. Return False if earlier events are missing or the host has another pool now."""
+    def apply(self, batch: BlockBatch) -> list[BlockEvent] | None:
+        """Apply a batch of events, and return those that have changed something.
+
+        Returns None if earlier events are missing or the host has another pool now.
+        """
         known = self.next_event - batch.first
         if batch.pool != self.pool or known < 0:
-            return False
-        for op, group, digest in batch.events[known:]:
-            if group < len(self._names):
-                if op == "removed":
-                    self._names[group].discard(digest)
-                elif len(self) < _MOST_BLOCKS:
-                    self._names[group].add(digest)
+            return None
+        news = [event for event in batch.events[known:] if event.group < len(self.names) and self._change(event)]
         self.next_event = max(self.next_event, batch.first + len(batch.events))
+        return news
+
+    def _change(self, event: BlockEvent) -> bool:
+        """Apply one event. Return False if it changes nothing."""
+        op, group, name = event
+        names = self.names[group]
+        if (op == "stored") == (name in names) or (op == "stored" and len(self) >= _MOST_BLOCKS):
+            return False
+        if op == "stored":
+            names.add(name)
+        else:
+            names.discard(name)
         return True
 
     @property
     def fingerprint(self) -> str:
-        return self._layout.fingerprint
+        return self.layout.fingerprint
 
     def blocks(self) -> Iterator[tuple[bytes, int]]:
         """Yield the name and the tokens of each block of the first KV group. Other groups have the same contexts."""
-        for name in self._names[0]:
-            yield name, self._layout.groups[0].block_tokens
+        for name in self.names[0]:
+            yield name, self.layout.groups[0].block_tokens
 
-    def cached_tokens(self, context: Context, most: int) -> int:
-        """Return how many of a context's first `most` tokens are cached, by the rule that kvtransfer uses."""
-        links = context.links(self._layout.fingerprint)
-        return match_prefix(self._layout, self._find, links, most)[0]
 
-    def has_encoding(self, digest: bytes, length: int, cache_salt: str) -> bool:
-        """Return whether all blocks of an encoding are cached. For the arguments see `encoding_context`."""
-        if (layout := self._layout.encodings) is None:
-            return False
-        context = encoding_context(digest, length, cache_salt, self._layout)
-        return match_prefix(layout, self._find, context.links(layout.fingerprint), len(context))[0] == len(context)
+class _Host(NamedTuple):
+    """What the index knows of one host."""
 
-    def _find(self, group: int, digest: bytes) -> int | None:
-        return 0 if digest in self._names[group] else None
+    number: int
+    """Its number in the sets of holders."""
+    blocks: HostBlocks
+    holders: BlockHolders
+    """The holders of the blocks of its layout."""
 
 
 class PrefixIndex:
-    """The cached blocks of all hosts, by host id."""
+    """The cached blocks of all hosts, by host id. A search looks once at each block, however many hosts there are.
+
+    A block takes about 125 bytes, and 40 bytes more for each host that has it.
+    """
 
     def __init__(self) -> None:
-        self._hosts: dict[str, HostBlocks] = {}
+        self._hosts: dict[str, _Host] = {}
+        self._ids: dict[int, str] = {}
+        """The id of the host with each number."""
+        self._holders: dict[KVLayout, BlockHolders] = {}
+        self._layouts: Mapping[str, str] = {}
 
     def host(self, host_id: str) -> HostBlocks | None:
-        return self._hosts.get(host_id)
+        host = self._hosts.get(host_id)
+        return None if host is None else host.blocks
 
     def hosts(self) -> list[str]:
         return sorted(self._hosts)
 
     def replace(self, host_id: str, blocks: HostBlocks) -> None:
         """Replace all blocks of a host by the list that the host has sent."""
-        self._hosts[host_id] = blocks
+        before = self._hosts.get(host_id)
+        if before is not None and before.blocks.layout != blocks.layout:
+            self.forget(host_id)
+            before = None
+        if before is None:
+            number = next(number for number in itertools.count() if number not in self._ids)
+            holders = self._holders.setdefault(blocks.layout, BlockHolders(blocks.layout))
+            self._ids[number] = host_id
+            self._layouts = {**self._layouts, host_id: blocks.fingerprint}
+        else:
+            number, _, holders = before
+        holders.apply(number, _changes(() if before is None else before.blocks.names, blocks.names))
+        self._hosts[host_id] = _Host(number, blocks, holders)
 
     def forget(self, host_id: str) -> None:
-        self._hosts.pop(host_id, None)
+        host = self._hosts.pop(host_id, None)
+        if host is None:
+            return
+        del self._ids[host.number]
+        host.holders.apply(host.number, _changes(host.blocks.names, ()))
+        if not any(other.holders is host.holders for other in self._hosts.values()):
+            del self._holders[host.blocks.layout]
+        self._layouts = {name: fingerprint for name, fingerprint in self._layouts.items() if name != host_id}
 
     def apply(self, batch: BlockBatch) -> bool:
         """Apply events that a host has published. Return False if the host must be asked for its whole list."""
         host = self._hosts.get(batch.host_id)
-        return host is not None and host.apply(batch)
+        if host is None or (news := host.blocks.apply(batch)) is None:
+            return False
+        host.holders.apply(host.number, news)
+        return True
 
     def layouts(self) -> Mapping[str, str]:
-        """Return the layout fingerprint of each host's blocks."""
-        return {name: host.fingerprint for name, host in self._hosts.items()}
+        """Return the layout fingerprint of each host's blocks. What is returned does not change later."""
+        return self._layouts
 
     def cached_tokens(self, context: Context, most: int) -> Mapping[str, int]:
         """Return for each host how many of a context's first `most` tokens it has cached. Omit hosts with none."""
-        found = {name: host.cached_tokens(context, most) for name, host in self._hosts.items()}
-        return {name: tokens for name, tokens in found.items() if tokens}
+        found = (
+            holders.cached_tokens(context.links(layout.fingerprint), most) for layout, holders in self._holders.items()
+        )
+        return {self._ids[number]: tokens for each in found for number, tokens in each.items()}
 
     def encoding_hosts(self, digest: bytes, length: int, cache_salt: str) -> list[str]:
         """Return the ids of the hosts that have cached an encoding. For the arguments see `encoding_context`."""
-        return sorted(name for name, host in self._hosts.items() if host.has_encoding(digest, length, cache_salt))
+        found: list[str] = []
+        for layout, holders in self._holders.items():
+            if layout.encodings is not None:
+                context = encoding_context(digest, length, cache_salt, layout)
+                rows = holders.cached_rows(context.links(layout.encodings.fingerprint), len(context))
+                found += [self._ids[number] for number, count in rows.items() if count == len(context)]
+        return sorted(found)
+
+
+def _changes(before: Sequence[Set[bytes]], after: Sequence[Set[bytes]]) -> Iterator[tuple[str, int, bytes]]:
+    """Yield the events between two states of a host's blocks, which are sets of names by group."""
+    for group, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=frozenset[bytes]())):
+        yield from (("removed", group, name) for name in old - new)
+        yield from (("stored", group, name) for name in new - old)

@@ -28,52 +28,51 @@ from paceline.services.gateway.token_schemas import DerenderChatRequest, Derende
 def make_render_api(gateway: Gateway) -> APIRouter:
     """Return the routes."""
     router = APIRouter()
-    tokenizer = gateway.tokenizer
 
     @router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))
     async def render_completion(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
-        plan = await gateway.plan(lambda model: plan_completion(body, model))
-        return render(body, plan, request_id, gateway.model)
+        plan = await model.plan(lambda served: plan_completion(body, served))
+        return render(body, plan, request_id, model.name)
 
     @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
     async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
-        if media_of(body.messages, tokenizer):
+        if media_of(body.messages, model.tokenizer):
             message = (
                 "messages: a rendered request is token ids, which cannot have images, videos or audio; send them to "
                 "/v1/chat/completions"
             )
             raise ApiError(400, message, param="messages")
-        plan = await gateway.plan(lambda model: plan_chat(body, model))
-        return render(body, plan, request_id, gateway.model)[0]
+        plan = await model.plan(lambda served: plan_chat(body, served))
+        return render(body, plan, request_id, model.name)[0]
 
     @router.post("/v1/completions/derender", response_model=None, responses=answers(DerenderedCompletion))
     async def completion(body: DerenderCompletionRequest, request: Request) -> dict[str, Any]:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         for index, answer in enumerate(body.generate_responses):
             for choice in answer.choices:
-                check_ids(choice.token_ids, tokenizer.vocab_size, f"generate_responses[{index}]")
+                check_ids(choice.token_ids, model.tokenizer.vocab_size, f"generate_responses[{index}]")
         request_id = body.generate_responses[0].request_id or request.state.request_id
         plan = None
         if (completion_request := body.completion_request) is not None:
-            plan = await gateway.plan(lambda model: plan_completion(completion_request, model))
-        return await asyncio.to_thread(derender_completion, body, plan, request_id, gateway.model, tokenizer)
+            plan = await model.plan(lambda served: plan_completion(completion_request, served))
+        return await asyncio.to_thread(derender_completion, body, plan, request_id, model.name, model.tokenizer)
 
     @router.post("/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat))
     async def chat(body: DerenderChatRequest, request: Request) -> dict[str, Any]:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         for choice in body.generate_response.choices:
-            check_ids(choice.token_ids, tokenizer.vocab_size, "generate_response")
+            check_ids(choice.token_ids, model.tokenizer.vocab_size, "generate_response")
         request_id = body.generate_response.request_id or request.state.request_id
         plan = None
         if (chat_request := body.chat_request) is not None:
             # Only how answers are read matters here, not the prompt.
-            plan = await gateway.plan(lambda model: plan_chat(chat_request, model, NOTHING))
-        return await asyncio.to_thread(derender_chat, body, plan, request_id, gateway.model, tokenizer)
+            plan = await model.plan(lambda served: plan_chat(chat_request, served, NOTHING))
+        return await asyncio.to_thread(derender_chat, body, plan, request_id, model.name, model.tokenizer)
 
     return router

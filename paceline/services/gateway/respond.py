@@ -13,9 +13,9 @@ from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.access.limiter import admission_of
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.middleware import is_valid_id
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.request_headers import with_headers
 from paceline.services.gateway.responses import Json, ResponseFormat
@@ -52,7 +52,7 @@ def choose_id(wanted: str | None, request: Request) -> str:
     return str(state.request_id)
 
 
-def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> Generation:
+def start(model: ModelFleet, plan: Plan, request: Request, is_streamed: bool) -> Generation:
     """Return a request's generation, which does not run yet, with its trace.
 
     Raises ApiError if a header is not valid, or if the caller's key has no tokens left.
@@ -69,37 +69,45 @@ def start(gateway: Gateway, plan: Plan, request: Request, is_streamed: bool) -> 
     if request.state.client_chose_id:
         # Clients reuse ids, above all when they retry, but workers need a unique id.
         request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
-    path, arrived = request.url.path, request.state.arrived
-    trace = RequestTrace.of(plan, request.state.request_id, request_id, path, arrived, is_streamed, caller.owner)
-    gateway.metrics.observe_params(plan)
+    trace = RequestTrace.of(
+        plan,
+        request.state.request_id,
+        request_id,
+        request.url.path,
+        request.state.arrived,
+        is_streamed,
+        caller.owner,
+        model.name,
+    )
+    model.metrics.observe_params(plan)
     return Generation(
         plan,
         trace,
-        runner=gateway.runner,
-        tokenizer=gateway.tokenizer,
-        metrics=gateway.metrics,
-        traces=gateway.traces,
-        requests=gateway.requests,
-        media_memory=gateway.media.memory,
+        runner=model.runner,
+        tokenizer=model.tokenizer,
+        metrics=model.metrics,
+        traces=model.traces,
+        requests=model.requests,
+        media_memory=model.media.memory,
         resources=request.state.resources,
         admission=admission,
         ids=ids,
-        recorder=gateway.recorder,
+        recorder=model.recorder,
     )
 
 
 async def respond(
-    gateway: Gateway,
+    model: ModelFleet,
     body: GenerationRequest | TokensRequest,
     plan: Plan,
     response_format: ResponseFormat,
     request: Request,
 ) -> Response:
     """Run a planned request and return its response, a stream if the client wants one."""
-    generation = start(gateway, plan, request, bool(body.stream))
+    generation = start(model, plan, request, bool(body.stream))
     if body.stream:
         options = body.stream_options or StreamOptions()
-        if gateway.config.enable_force_include_usage:
+        if model.config.enable_force_include_usage:
             options = StreamOptions(include_usage=True, continuous_usage_stats=True)
         return stream(generation, ChunkWriter(response_format, options, generation.usage))
     return await whole(generation, request, response_format.whole)

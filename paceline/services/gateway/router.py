@@ -164,6 +164,16 @@ class Snapshot(abc.ABC, Iterable[Candidate]):
     def usual_rate(self) -> float:
         """Return the rate of prefill to assume for a worker that has not measured its own, in tokens per second."""
 
+    @abc.abstractmethod
+    def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
+        """Return the worker with the least to compute among those that could compute a prompt: decode workers only if
+        there is no prefill worker. None if there is no such worker.
+
+        Args:
+            seconds: queues are compared with the prompts that a worker computes in this time.
+            tokens: the same in tokens, for a worker that has not measured its rate yet.
+        """
+
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     """Return the cheapest placement of a request, or None if no workers can take it now.

@@ -62,7 +62,7 @@ class SequenceRunner:
         classes: Classes = NO_CLASSES,
     ) -> None:
         self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
-        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds / 2, classes)
+        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
@@ -76,6 +76,8 @@ class SequenceRunner:
         self._running: dict[AnyAttempt, SequenceRun] = {}
         self._patience = Patience(config, fleet)
         self._aborted = False
+        self.on_placed: Callable[[float], object] = lambda seconds: None
+        """Called after a placement with the CPU time of the search for it, in seconds."""
         self.sequences = InUse()
         """Sequences that wait or run."""
         self._background = 0
@@ -172,7 +174,7 @@ class SequenceRunner:
             self.queue.wake()
 
     def _follow_fleet(self) -> None:
-        self._load.keep({worker.member.worker_id for worker in self._fleet.workers()})
+        self._load.control.keep(self._fleet.worker_ids())
         self._leave_draining_workers()
 
     def _leave_draining_workers(self) -> None:
@@ -246,9 +248,10 @@ class SequenceRunner:
         """
         kind = KINDS[sequence.kind]
         context_tokens = sequence.context_tokens
+        begun = time.thread_time()
         cached = self._cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
-        full = frozenset() if again else self._load.full_workers()
+        full = frozenset() if again else self._load.control.full_workers()
         busy = False
         while True:
             self._check_can_go_on(sequence)
@@ -267,9 +270,14 @@ class SequenceRunner:
                 local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
             )
             placement = self._place(kind, need, snapshot)
+            self.on_placed(time.thread_time() - begun)
             held = FULL if full and placement is None else ""
             may_wait = not again and not sequence.background  # the background has a pace of its own
-            if placement is not None and may_wait and self._load.is_premature(need, placement, snapshot, waited):
+            if (
+                placement is not None
+                and may_wait
+                and self._load.control.is_premature(need, placement, snapshot, waited)
+            ):
                 placement, held = None, PREMATURE
             if placement is None:
                 if not again and self._max_model_len(sequence) < context_tokens:
@@ -309,6 +317,7 @@ class SequenceRunner:
             except BaseException:
                 self._discard(attempt)
                 raise
+            begun = time.thread_time()
 
     def _media(self, sequence: SequenceRun) -> AttemptMedia | None:
         if not sequence.media:

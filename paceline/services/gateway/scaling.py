@@ -30,6 +30,8 @@ NewRole = Literal["prefill", "decode", "standby"]
 class ScaleRequest(Body):
     """What shall be. A role or a worker that is left out does not change."""
 
+    model: str | None = None
+    """The model whose fleet is meant; a gateway with one model needs no name."""
     prefill: int | None = Field(None, ge=0, le=64)
     """Number of workers. If there are too many, those that lose least end."""
     decode: int | None = Field(None, ge=0, le=64)
@@ -44,29 +46,33 @@ class ScaleRequest(Body):
 
 def make_scaling(gateway: Gateway) -> APIRouter:
     """Return the routes GET and POST /fleet/scale."""
-    router, socket = APIRouter(), gateway.config.supervisor_socket
+    router = APIRouter()
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
-    async def state() -> dict[str, Any]:
-        return await ask_supervisor(socket, {}) if socket else _state_of(gateway.fleet)
+    async def state(model: str | None = None) -> dict[str, Any]:
+        scaled = gateway.find(model)
+        socket = scaled.config.supervisor_socket
+        return await ask_supervisor(socket, {}) if socket else _state_of(scaled.fleet)
 
     @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
     async def scale(body: ScaleRequest) -> dict[str, Any]:
-        asked = body.model_dump(exclude_none=True, exclude_defaults=True)
+        asked = body.model_dump(exclude_none=True, exclude_defaults=True, exclude={"model"})
         if not asked:
             raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
+        model = gateway.find(body.model)
+        socket = model.config.supervisor_socket
         release = asked.pop("release", [])
         numbers = {role: asked[role] for role in ROLES if role in asked}
-        has_planner = gateway.fleet.has_planner
+        has_planner = model.fleet.has_planner
         if not socket and (body.drain or (numbers and not has_planner)):
             raise _no_supervisor()
         if release or (numbers and has_planner):
-            await gateway.pin(numbers, release)
+            await model.pin(numbers, release)
         if not socket:
-            await _flip(gateway.fleet, body.flip)
-            return _state_of(gateway.fleet)
+            await _flip(model.fleet, body.flip)
+            return _state_of(model.fleet)
         if numbers:
-            asked["victims"] = least_loss_first(gateway)
+            asked["victims"] = least_loss_first(model)
         return await ask_supervisor(socket, asked)
 
     return router

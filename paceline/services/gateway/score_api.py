@@ -16,6 +16,7 @@ from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel, plan_scores
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.schemas import NamedRequest
@@ -115,19 +116,22 @@ def make_score_api(gateway: Gateway) -> APIRouter:
     @router.post("/score", response_model=None, responses=answers(Scores))
     @router.post("/v1/score", response_model=None, responses=answers(Scores))
     async def score(body: ScoreRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+
         def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
             entries = [
                 {"index": index, "object": "score", "score": body.score(margin)} for index, margin in enumerate(margins)
             ]
-            head = {"id": response_id, "object": "list", "created": int(time.time()), "model": gateway.model}
+            head = {"id": response_id, "object": "list", "created": int(time.time()), "model": model.name}
             return {**head, "data": entries, "usage": usage}
 
-        return await _respond(gateway, body, body.pairs(), request, answer)
+        return await _respond(model, body, body.pairs(), request, answer)
 
     @router.post("/rerank", response_model=None, responses=answers(Ranking))
     @router.post("/v1/rerank", response_model=None, responses=answers(Ranking))
     @router.post("/v2/rerank", response_model=None, responses=answers(Ranking))
     async def rerank(body: RerankRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
         pairs = body.pairs()
 
         def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
@@ -138,15 +142,15 @@ def make_score_api(gateway: Gateway) -> APIRouter:
                 | ({"document": {"text": documents[index]}} if body.return_documents else {})
                 for index in best
             ]
-            return {"id": response_id, "model": gateway.model, "results": results, "usage": usage}
+            return {"id": response_id, "model": model.name, "results": results, "usage": usage}
 
-        return await _respond(gateway, body, pairs, request, answer)
+        return await _respond(model, body, pairs, request, answer)
 
     return router
 
 
 async def _respond(
-    gateway: Gateway,
+    model: ModelFleet,
     body: ScoringRequest,
     pairs: Mapping[str, tuple[str, str]],
     request: Request,
@@ -158,15 +162,14 @@ async def _respond(
         pairs: each query with its document, by the field of the document.
         answer: returns the body for the margins, the usage and the response's id.
     """
-    gateway.check_request(body.model)
     response_id = choose_id(body.request_id, request)
-    scoring = gateway.scoring
+    scoring = model.scoring
 
-    def plan(model: ServedModel) -> Plan:
+    def plan(served: ServedModel) -> Plan:
         prompts = {place: scoring.render(*pair, body.instruction) for place, pair in pairs.items()}
-        return plan_scores(prompts, scoring.token_ids, model)
+        return plan_scores(prompts, scoring.token_ids, served)
 
-    generation = start(gateway, await gateway.plan(plan), request, is_streamed=False)
+    generation = start(model, await model.plan(plan), request, is_streamed=False)
 
     def finish(choices: Sequence[Delta], usage: Json) -> Json:
         margins = [scoring.margin(choice.tokens[0]) for choice in choices]

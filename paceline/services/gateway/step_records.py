@@ -31,14 +31,14 @@ def make_step_records(gateway: Gateway) -> APIRouter:
     router = APIRouter()
 
     @router.get("/fleet/steps", response_model=None, responses=answers(FleetSteps))
-    async def steps(most: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 512) -> dict[str, Any]:
+    async def steps(most: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 512, model: str | None = None) -> dict[str, Any]:
         """Return what each worker computed in its newest steps and how long they took, and how hosts move blocks."""
-        roles = ("prefill", "decode")
-        workers = [each for each in gateway.fleet.workers() if each.member.role in roles and each.available]
+        fleet, roles = gateway.find(model).fleet, ("prefill", "decode")
+        workers = [each for each in fleet.workers() if each.member.role in roles and each.available]
         return {
             "fields": FIELDS,
             "workers": await asyncio.gather(*(_steps_of(each, most) for each in workers)),
-            "hosts": [_blocks_of(each.member) for each in gateway.fleet.hosts() if each.available],
+            "hosts": [_blocks_of(each.member) for each in fleet.hosts() if each.available],
         }
 
     return router

@@ -21,11 +21,11 @@ def make_token_api(gateway: Gateway) -> APIRouter:
 
     @router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))
     async def generate(body: TokensRequest, request: Request) -> Response:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
-        plan = await gateway.plan(lambda model: plan_tokens(body, model))
-        tokens_format = TokensFormat(body, plan, request_id, gateway.model, gateway.tokenizer)
-        return await respond(gateway, body, plan, tokens_format, request)
+        plan = await model.plan(lambda served: plan_tokens(body, served))
+        tokens_format = TokensFormat(body, plan, request_id, model.name, model.tokenizer)
+        return await respond(model, body, plan, tokens_format, request)
 
     @router.post("/abort_requests", response_class=Response)
     async def abort(body: AbortRequest, request: Request) -> Response:

@@ -9,14 +9,16 @@ The format is Mooncake's with more fields, so tools for either can read it. `pac
     block_tokens   tokens of a block
     hash_ids       names of the context's full blocks, those of the prompt first; equal names mean equal contexts so far
     class          class of the request
+    key            name of its API key, if it has one
+    priority       lower is more urgent
     session        name of the conversation, if the client gave one
     outcome        why it ended, such as stop, length, abort or error
     cached_tokens  tokens of the prompt that were found in the cache
     ttft_ms        time from the arrival to the first token, and
     ms             to the end
 
-Names of blocks and sessions are keyed hashes. Whoever reads the file without the cluster's secret cannot guess a prompt
-and look whether its hash is there.
+Names of blocks, sessions and keys are keyed hashes. Whoever reads the file without the cluster's secret cannot guess a
+prompt and look whether its hash is there.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Ending(NamedTuple):
     links: Sequence[bytes]
     """Links of the context, which are hashed before they are written."""
     session: str
+    owner: str
 
 
 class TraceRecorder:
@@ -107,6 +110,7 @@ class TraceRecorder:
             "output_length": len(sequence.generated),
             "block_tokens": BASE_TOKENS,
             "class": sequence.request_class,
+            "priority": sequence.priority,
             "outcome": outcome,
             "cached_tokens": trace.cached_tokens,
             "ttft_ms": _ms(times[0] - arrived) if times else None,
@@ -115,7 +119,7 @@ class TraceRecorder:
         # The gateway has computed most links already. They must be read here, because the event loop may add to them.
         links = tuple(sequence.context.links(next(iter(self._layouts().values()), "")))
         try:
-            self._waiting.put_nowait(Ending(fields, links, session))
+            self._waiting.put_nowait(Ending(fields, links, session, sequence.owner))
         except queue.Full:
             self.dropped += 1
 
@@ -149,6 +153,8 @@ class TraceRecorder:
         line = {**ending.fields, "hash_ids": [self._name(link) for link in ending.links]}
         if ending.session:
             line["session"] = self._name(ending.session.encode())
+        if ending.owner:
+            line["key"] = self._name(ending.owner.encode())
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         if self._waiting.empty() or self._file.tell() > self._most_bytes:
             self._file.flush()

@@ -246,6 +246,8 @@ class RequestTrace:
     sequences: int
     owner: str
     """Who may see it: the digest of the caller's key; "" if the caller has none."""
+    model: str
+    """Name of the model."""
     arrived: float
     """When the request arrived, on time.monotonic(). `clock` is the same as date and time."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -261,7 +263,14 @@ class RequestTrace:
 
     @staticmethod
     def of(
-        plan: Plan, request_id: str, own_id: str, endpoint: str, arrived: float, streamed: bool, owner: str = ""
+        plan: Plan,
+        request_id: str,
+        own_id: str,
+        endpoint: str,
+        arrived: float,
+        streamed: bool,
+        owner: str = "",
+        model: str = "",
     ) -> RequestTrace:
         """Return the trace of a request that is about to run. `arrived` is on time.monotonic()."""
         return RequestTrace(
@@ -273,6 +282,7 @@ class RequestTrace:
             asked=_asked(plan),
             sequences=len(plan.prompts) * plan.n,
             owner=owner,
+            model=model,
             arrived=arrived,
         )
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from paceline.core.victims import Standing, tokens_only_here, victims
-from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.remote_worker import RemoteWorker
 
 ROLES = ("prefill", "decode", "encode")
 
 
-def least_loss_first(gateway: Gateway) -> list[str]:
-    """Return the ids of all workers that do not drain. If a role has too many, its first ones should leave."""
-    workers = [
-        each for each in gateway.fleet.workers() if each.member.role in ROLES and each.member.state != "draining"
-    ]
+def least_loss_first(model: ModelFleet) -> list[str]:
+    """Return the ids of a model's workers that do not drain. If a role has too many, its first ones should leave."""
+    workers = [each for each in model.fleet.workers() if each.member.role in ROLES and each.member.state != "draining"]
     standing = [_standing(worker) for worker in workers]
-    cached = tokens_only_here(gateway.cached_blocks())
+    cached = tokens_only_here(model.cached_blocks())
     return [name for role in ROLES for name in victims(standing, role, len(standing), cached)]
 
 

@@ -1,6 +1,6 @@
 """Metrics under the names and labels of vLLM's V1 engine, for dashboards and autoscalers that were made for it.
 
-The gateway and all workers appear as one engine: counts of workers are added up.
+The gateway and all workers of a model appear as one engine: counts of workers are added up.
 """
 
 from __future__ import annotations
@@ -73,11 +73,16 @@ _NAMES = (
 LATENCY_BOUNDS, FIRST_TOKEN_BOUNDS, TOKEN_BOUNDS = _LATENCIES, _FIRST_TOKEN, _PER_TOKEN
 
 
-class VllmNames(Collector):
-    """The metrics of `registry` that vLLM has, too, under vLLM's names."""
+class VllmModelNames(Collector):
+    """The metrics of a model that vLLM has, too, under vLLM's names.
 
-    def __init__(self, model: str, registry: CollectorRegistry) -> None:
-        self._engine = {"model_name": model, "engine": "0"}
+    Args:
+        registry: the model's own metrics.
+        engine: number of the model at this gateway, from 0.
+    """
+
+    def __init__(self, model: str, registry: CollectorRegistry, engine: int) -> None:
+        self._engine = {"model_name": model, "engine": str(engine)}
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
@@ -87,12 +92,6 @@ class VllmNames(Collector):
                 yield self._renamed(metric, name)
         if (stats := ours.get("worker_stat")) is not None:
             yield self._cache_config(stats)
-        loras = Metric("vllm:lora_requests_info", "Adapters; there are none", "gauge")
-        labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-        loras.add_sample(loras.name, labels, 0.0)
-        yield loras
-        if (responses := ours.get("http_responses")) is not None:
-            yield _http_requests(responses)
 
     def _renamed(self, metric: Metric, name: _Name) -> Metric:
         renamed = Metric(f"vllm:{name.vllm}", metric.documentation, metric.type)
@@ -113,8 +112,24 @@ class VllmNames(Collector):
         blocks = sum(sample.value for sample in stats.samples if sample.labels["name"] == "blocks_total")
         info = Metric("vllm:cache_config_info", "Size of the KV memory of all hosts", "gauge")
         labels = {"block_size": str(BASE_TOKENS), "num_gpu_blocks": f"{blocks:.0f}", "enable_prefix_caching": "True"}
-        info.add_sample(info.name, {"engine": "0", **labels}, 1.0)
+        info.add_sample(info.name, {"engine": self._engine["engine"], **labels}, 1.0)
         return info
+
+
+class VllmServerNames(Collector):
+    """The metrics of the HTTP server that vLLM has, too, under vLLM's names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        loras = Metric("vllm:lora_requests_info", "Adapters; there are none", "gauge")
+        labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        loras.add_sample(loras.name, labels, 0.0)
+        yield loras
+        for metric in self._registry.collect():
+            if metric.name == "paceline:http_responses":
+                yield _http_requests(metric)
 
 
 def _further_labels(sample: Sample) -> tuple[tuple[str, str], ...]:

@@ -23,7 +23,13 @@ from paceline.core.errors import (
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import heeding_cancellation, is_cancelled, is_serving, unmapped_error
+from paceline.services.common.rpc import (
+    heeding_cancellation,
+    is_cancelled,
+    is_serving,
+    own_cancellation,
+    unmapped_error,
+)
 from paceline.services.common.tasks import StallWatch, end_tasks
 from paceline.services.gateway.event_feed import FeedError, Inbox
 from paceline.services.gateway.remote_worker import RemoteWorker
@@ -117,14 +123,11 @@ async def reply_of(reply: Awaitable[Answer], worker: RemoteWorker, link: Link | 
     Args:
         link: the hosts between which the worker moves blocks, if it does; named in the error of a failed transfer.
     """
-    try:
-        return await heeding_cancellation(reply)
-    except grpc.aio.AioRpcError as error:
-        raise _error_of(error, worker, link) from error
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        raise WorkerFailedError(f"{worker} cancelled the call", worker, True) from None
+    with own_cancellation(lambda: WorkerFailedError(f"{worker} cancelled the call", worker, True)):
+        try:
+            return await heeding_cancellation(reply)
+        except grpc.aio.AioRpcError as error:
+            raise _error_of(error, worker, link) from error
 
 
 def _error_of(error: grpc.aio.AioRpcError, worker: RemoteWorker, link: Link | None) -> PacelineError:

@@ -64,8 +64,10 @@ class WorkerCalls:
         self._in_flight_at_updates = (0, 0)
         """Tokens in flight at the same two updates."""
         self._recent = DecayingSum(RECENT_SECONDS)
-        self._listed_at = clock()
+        self._current_at = clock()
         """When the member's figures were last known to be current."""
+        self._is_current = True
+        """Whether they were at the last look."""
 
     @property
     def unreported(self) -> int:
@@ -80,7 +82,7 @@ class WorkerCalls:
             fetch_tokens_per_second: measured rate at which its host fetches blocks from other hosts; 0 if unknown.
         """
         now = self._clock()
-        reports = now - self._listed_at < FIGURES_SECONDS
+        reports = now - self._current_at < FIGURES_SECONDS
         member = self.member if reports else dataclasses.replace(self.member, load=self._own_load())
         return Candidate(
             member,
@@ -115,7 +117,15 @@ class WorkerCalls:
 
     def note_current(self) -> None:
         """Note that the member's figures are current."""
-        self._listed_at = self._clock()
+        self._current_at = self._clock()
+        self.look()
+
+    def look(self) -> None:
+        """Notice figures that have become old, or current again. To be called from time to time."""
+        is_current = self._clock() - self._current_at < FIGURES_SECONDS
+        if is_current != self._is_current:
+            self._is_current = is_current
+            self.on_change()
 
     def note_draining(self) -> None:
         """Note that the member drains, before its figures say so."""

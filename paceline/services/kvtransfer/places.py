@@ -11,7 +11,7 @@ def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: by
 
     A block with full attention needs the block before it. A block with a window is read with few other blocks of its
     group, but needs the full attention of its context up to its end. If the model has no full attention, such a block
-    needs no other block.
+    needs no other block. Groups that divide the layers of one kind are always read together.
 
     Args:
         layout: the layout of KV or of encodings.
@@ -27,7 +27,20 @@ def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: by
         parent = (layout.first_group + group, before) if before else None
     else:
         parent = _full_attention(layout, end, digest)
-    return Place(parent, end, priority)
+    return Place(parent, end, priority, _partners(layout, group))
+
+
+def _partners(layout: KVLayout, group: int) -> tuple[int, ...]:
+    """Return the other groups whose blocks a request reads whenever it reads those of `group`."""
+    own = layout.groups[group]
+    return tuple(
+        layout.first_group + index
+        for index, other in enumerate(layout.groups)
+        if index != group
+        and other.block_tokens == own.block_tokens
+        and other.shape.window == own.shape.window
+        and other.shape.drafter == own.shape.drafter
+    )
 
 
 def _full_attention(layout: KVLayout, end: int, digest: bytes) -> Name | None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from paceline.core.config import PlannerConfig
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.options import parse_bytes
-from paceline.core.planner.objectives import Latency
+from paceline.core.planner.objectives import class_latencies
 from paceline.core.planner.planner import Planner
-from paceline.core.request_classes import BACKGROUND, DEFAULT, read_classes
+from paceline.core.request_classes import read_classes
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb
@@ -32,7 +32,8 @@ async def run(config: PlannerConfig) -> None:
         _replay(Path(config.replay))
         return
     stop = stop_on_signals()
-    planner = Planner(config.objectives(latencies(config)))
+    latencies = class_latencies(read_classes(config.classes_file), config.objective_share)
+    planner = Planner(config.objectives(latencies))
     record = RecordFile(Path(config.record), parse_bytes(config.record_size), planner) if config.record else None
     name = unique_name("planner")
     async with AsyncExitStack() as undo:
@@ -73,7 +74,8 @@ async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
     if config.platform == "compose":
         from paceline.services.platforms.compose import open_compose
 
-        return await asyncio.to_thread(open_compose, config.docker_socket, config.compose_project)
+        services = config.compose_project, config.compose_prefix
+        return await asyncio.to_thread(open_compose, config.docker_socket, *services)
     from paceline.services.platforms.serve import ServePlatform
 
     if not config.supervisor_socket:
@@ -82,16 +84,6 @@ async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
             "kubernetes"
         )
     return ServePlatform(config.supervisor_socket)
-
-
-def latencies(config: PlannerConfig) -> dict[str, Latency]:
-    """Return the objectives of the classes of --classes-file, and none for batches."""
-    found = {
-        name: Latency(each.ttft_seconds, each.itl_seconds, each.percentile)
-        for name, each in read_classes(config.classes_file).items()
-        if name not in (DEFAULT, BACKGROUND) or each.ttft_seconds or each.itl_seconds
-    }
-    return {BACKGROUND: Latency(None, None, config.objective_share), **found}
 
 
 def _replay(path: Path) -> None:

@@ -19,7 +19,7 @@ from paceline.services.platforms.platform import PlatformState
 LOST_SECONDS = 60.0
 """How long a member that vanished without draining is reported as lost, in seconds."""
 MEMORIES = 8
-"""Newest starts and drains of a role from whose longest one the next is estimated."""
+"""Newest starts, drains and flips of a role from whose longest one the next is estimated."""
 
 _DISTRIBUTIONS = ("prompt_tokens", "answer_tokens", "ttft", "itl")
 _COUNTS = ("arrivals", "finished", "refused", "started_tokens", "cached_tokens", "media_items")
@@ -50,6 +50,8 @@ class _Times:
 
     startups: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
     drains: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
+    flips: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
+    """Flips away from this role."""
 
 
 class ReportBuilder:
@@ -58,10 +60,11 @@ class ReportBuilder:
     Args:
         startup_seconds: estimate before the first worker of a role was seen to start.
         drain_seconds: estimate before the first worker of a role was seen to drain.
+        flip_seconds: estimate before the first worker was seen to leave a role for another one.
     """
 
-    def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0) -> None:
-        self._estimates = startup_seconds, drain_seconds
+    def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0, flip_seconds: float = 5.0) -> None:
+        self._estimates = startup_seconds, drain_seconds, flip_seconds
         self._known: dict[str, _Known] = {}
         self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
         self._reported_at: float | None = None
@@ -79,6 +82,7 @@ class ReportBuilder:
             if known is None or known.seen.member.epoch != seen.member.epoch:
                 self._known[name] = _Known(seen, now, now - seen.member.work.state_seconds)
                 self._note_start(seen.member, known)
+                self._note_flip(seen.member, known, now)
                 continue
             if known.seen.member.state != seen.member.state:
                 known.since = now
@@ -146,6 +150,15 @@ class ReportBuilder:
         if before is None or before.seen.member.epoch != member.epoch or before.seen.member.state == "starting":
             times.startups.append(member.work.startup_seconds)
 
+    def _note_flip(self, member: Member, before: _Known | None, now: float) -> None:
+        """Remember how long a worker took to leave its role and to serve in another one."""
+        role = None if before is None else before.seen.member.role
+        if before is None or role == member.role or member.state != "ready" or role not in self._times:
+            return
+        # An idle worker changes its role in less time than there is between two looks.
+        began = before.since if before.seen.member.state == "draining" else before.at
+        self._times[role].flips.append(now - began)
+
     def _note_end(self, known: _Known) -> None:
         times = self._times.get(known.seen.member.role)
         if times is not None:
@@ -163,7 +176,7 @@ class ReportBuilder:
                     del self._known[known.seen.member.worker_id]
 
     def _role(self, role: Role, platform: PlatformState, pinned: Mapping[Role, int], changes: Changes) -> RoleReport:
-        startup, drain = self._estimates
+        startup, drain, flip = self._estimates
         times = self._times[role]
         return RoleReport(
             wanted=platform.roles[role].wanted,
@@ -172,6 +185,7 @@ class ReportBuilder:
             shrunk_seconds=changes.shrunk,
             startup_seconds=max(times.startups, default=startup),
             drain_seconds=max(times.drains, default=drain),
+            flip_seconds=max(times.flips, default=flip),
         )
 
     def _worker(self, known: _Known, now: float, hosts: Mapping[str, HostReport], flips: bool) -> WorkerReport:

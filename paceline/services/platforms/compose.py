@@ -72,12 +72,13 @@ class Container:
         return self.id[:12] in worker_id
 
 
-def open_compose(path: str, project: str) -> ComposePlatform:
+def open_compose(path: str, project: str, prefix: str = "") -> ComposePlatform:
     """Return the platform of a project.
 
     Args:
         path: Unix socket of the docker engine.
         project: name of the project; "" for the one whose container this process runs in.
+        prefix: what stands in front of the roles in the names of the services.
 
     Raises:
         ConfigError: there is no engine, no such project, or the project is not known.
@@ -97,11 +98,11 @@ def open_compose(path: str, project: str) -> ComposePlatform:
     except DockerException as error:
         advice = "" if project else "; outside of a container, name the project with --compose-project"
         raise ConfigError(f"no docker engine answers at --docker-socket {path}: {error}{advice}") from None
-    return ComposePlatform(engine, project, DockerException)
+    return ComposePlatform(engine, project, DockerException, prefix)
 
 
 class ComposePlatform:
-    """The workers of one compose project. Its services have the names of the roles.
+    """The workers of one fleet of a compose project. Its services have the names of the roles, behind a prefix.
 
     Args:
         failure: base class of the errors that `engine` raises.
@@ -110,9 +111,10 @@ class ComposePlatform:
     name = "compose"
     abilities: frozenset[Ability] = frozenset({"choose"})
 
-    def __init__(self, engine: Engine, project: str, failure: type[Exception]) -> None:
+    def __init__(self, engine: Engine, project: str, failure: type[Exception], prefix: str = "") -> None:
         self._engine = engine
         self._project = project
+        self._prefix = prefix
         self._failure = failure
         self._ending: dict[str, asyncio.Task[None]] = {}
         """The drains under way, by id of the container."""
@@ -134,7 +136,8 @@ class ComposePlatform:
         async with self._acting:
             containers = [each for each in await self._containers(role) if each.id not in self._ending]
             if not containers:
-                raise UnavailableError(f"the compose project {self._project} has no container of {role} to copy")
+                service = self._prefix + role
+                raise UnavailableError(f"the compose project {self._project} has no container of {service} to copy")
             running = [each for each in containers if each.runs]
             stopped = [each for each in containers if not each.runs]
             for each in leaving(running, len(running) - wanted, victims):
@@ -160,13 +163,13 @@ class ComposePlatform:
 
     async def _containers(self, role: Role) -> list[Container]:
         """Return the containers of a service by number."""
-        filters = {"label": [f"{PROJECT}={self._project}", f"{SERVICE}={role}", f"{ONE_OFF}=False"]}
+        filters = {"label": [f"{PROJECT}={self._project}", f"{SERVICE}={self._prefix}{role}", f"{ONE_OFF}=False"]}
         listed = await self._call(lambda: self._engine.containers(all=True, filters=filters))
         return sorted(map(Container.of, listed), key=lambda each: each.number)
 
     async def _copy(self, original: str, role: Role, number: int) -> None:
         found = await self._call(self._engine.inspect_container, original)
-        name = f"{self._project}-{role}-{number}"
+        name = f"{self._project}-{self._prefix}{role}-{number}"
         made = await self._call(self._engine.create_container_from_config, copied_config(found, number), name)
         await self._call(self._engine.start, made["Id"])
 

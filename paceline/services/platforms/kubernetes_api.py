@@ -208,5 +208,7 @@ def _error(path: str, code: int, text: str) -> UnavailableError:
     if code == 404:
         return MissingError(f"there is no {path}: kubectl apply -k kubernetes/base")
     if code in (401, 403):
-        return UnavailableError(f"the planner may not use {path}; its Role is in kubernetes/base/planner.yaml: {words}")
+        return UnavailableError(
+            f"the planner may not use {path}; its Role is in kubernetes/fleet/planner.yaml: {words}"
+        )
     return UnavailableError(f"the API server answers {code} for {path}: {words}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
@@ -57,13 +58,13 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"port {port} of {host} {reason}; choose another with --port or --host") from error
 
 
-def check_memory(config: ServeConfig, folder: Path, available: int | None) -> str:
-    """Raise ConfigError if the weights, the processes and the KV cache do not fit into `available` bytes.
+def check_memory(models: Sequence[tuple[ServeConfig, Path]], available: int | None) -> str:
+    """Raise ConfigError if the weights, the processes and the KV caches do not fit into `available` bytes.
 
     Experts are mapped from a file, so only those that a token uses must fit.
 
     Args:
-        folder: the model.
+        models: the options and the folder of each model.
         available: bytes that can be taken without swapping; None if the system does not report them.
 
     Returns:
@@ -71,19 +72,26 @@ def check_memory(config: ServeConfig, folder: Path, available: int | None) -> st
     """
     if available is None:
         return ""
-    workers = config.prefill + config.decode  # an encode worker has neither the weights of the text model nor a pool
-    weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
-    kv_bytes = _kv_bytes(config, workers)
-    processes = workers + config.encode
+    weights = processes = kv_bytes = idle = 0
+    for config, folder in models:
+        workers = config.prefill + config.decode  # an encode worker has no weights of the text model and no pool
+        own_weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
+        weights += own_weights
+        idle += int(own_weights * _idle_expert_share(folder, config))
+        kv_bytes += _kv_bytes(config, workers)
+        processes += workers + config.encode
     needed = weights + processes * PROCESS_BYTES + kv_bytes
-    if needed > available >= needed - _idle_expert_bytes(folder, config):
+    if needed > available >= needed - idle:
         return (
             f"this stack is slow: {_gib(available)} of memory are free and it needs {_gib(needed)} (weights "
             f"{_gib(weights)}), so experts that a token needs are often read from the disk"
         )
     if needed > available:
-        sizes = [flag(name) for name in ("kv_memory", "kv_pool_memory") if getattr(config, name) != "auto"]
-        lower = " or ".join([*sizes, "--prefill", "--decode", *(["--encode"] if config.encode else [])])
+        configs = [config for config, _ in models]
+        sizes = ("kv_memory", "kv_pool_memory")
+        given = [flag(name) for name in sizes if any(getattr(config, name) != "auto" for config in configs)]
+        encode = ["--encode"] if any(config.encode for config in configs) else []
+        lower = " or ".join([*given, "--prefill", "--decode", *encode])
         raise ConfigError(
             f"this stack needs {_gib(needed)} of memory (weights {_gib(weights)}, {processes} workers "
             f"{_gib(processes * PROCESS_BYTES)}, KV cache {_gib(kv_bytes)}) and {_gib(available)} are free; "
@@ -121,31 +129,31 @@ def _size(text: str) -> int:
 def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     """Return the bytes that the weights take in all.
 
-    Workers share the mapped file or the file of packed weights. Weights that plain torch has to convert, and quantized
-    weights, are a copy in each worker.
+    Workers share the mapped file or the file of packed weights. Weights that plain torch converts or dequantizes are a
+    copy in each worker.
     """
     count, stored = count_weights(folder), read_facts(folder, config.model_impl).dtype
     dtype = stored if config.dtype == "auto" else config.dtype
     whole = count * _ITEMSIZES[dtype]
+    if config.kernels == "reference":
+        converts = dtype != stored or config.quantization != "none"
+        return whole * (workers if converts else 1)
     if config.quantization == "none":
-        return whole * (workers if config.kernels == "reference" and dtype != stored else 1)
-    if config.kernels == "reference":  # each worker dequantizes the weights
-        return workers * whole
+        return whole
     if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
-        return workers * (folder / BLOCKS_FILE).stat().st_size
-    return workers * count // 32 * 34
+        return (folder / BLOCKS_FILE).stat().st_size
+    return count // 32 * 34
 
 
-def _idle_expert_bytes(folder: Path, config: ServeConfig) -> int:
-    """Return the bytes of mapped experts that a token does not use."""
+def _idle_expert_share(folder: Path, config: ServeConfig) -> float:
+    """Return the share of the weights that are mapped experts which a token does not use."""
     facts = read_facts(folder, config.model_impl)
-    is_mapped = config.device == "cpu" and config.quantization == "none" and config.kernels != "reference"
+    is_mapped = config.device == "cpu" and config.kernels != "reference"
     if not is_mapped or not isinstance(facts, ModelConfig) or facts.experts is None:
         return 0
     experts = facts.experts
     idle = (facts.num_layers - len(experts.dense_layers)) * (experts.count - experts.routing.top_k)
-    dtype = facts.dtype if config.dtype == "auto" else config.dtype
-    return idle * 3 * experts.inner_size * facts.hidden_size * _ITEMSIZES[dtype]
+    return idle * 3 * experts.inner_size * facts.hidden_size / count_weights(folder)
 
 
 def _gib(size: int) -> str:

@@ -1,13 +1,13 @@
-"""The TOML file that all services of a stack read."""
+"""The TOML files that the services of a stack read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.core.config import ServeConfig
+from paceline.core.config import GatewayConfig, ServeConfig, own_options
 from paceline.models.hub_name import parse_hub_name
 
 _GATEWAY = (
@@ -23,41 +23,65 @@ _GATEWAY = (
     "admin_key",
     "api_keys_file",
     "classes_file",
-    "record_trace",
-    "record_trace_size",
     "allowed_origins",
     "allowed_methods",
     "allowed_headers",
     "allow_credentials",
     "store",
-    "limit_mm_per_prompt",
-    "mm_processor_kwargs",
     "allowed_media_domains",
     "allow_private_media",
     "allowed_local_media_path",
     "vllm_metric_names",
 )
-"""Options of `serve` that only the gateway has."""
-_SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "revision")
-"""Options of `serve` that no service has."""
+"""Options of `serve` that only the gateway has, for all models."""
+_MODEL = tuple(name for name in own_options(GatewayConfig) if name in ServeConfig.model_fields and name != "model")
+"""Options of `serve` that the gateway has for each model."""
+_SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "revision", "models_file")
+"""Options of `serve` that no service of a fleet has."""
+_SERVICE = ("log_level", "log_format", "drain_seconds")
+"""Options of `serve` that each service has."""
 
 
-def stack_settings(config: ServeConfig, model: Path, redis: str, cluster: str, secret: Path) -> str:
-    """Return the file's text: every option of `config` under the name that it has in the services.
+def fleet_settings(config: ServeConfig, model: Path, redis: str, cluster: str, secret: Path) -> str:
+    """Return the text of the file for the services of one model, except the gateway.
+
+    It has every option of `config` under the name that it has in these services.
 
     Args:
         model: the folder that `config.model` was resolved to.
         redis: URL of Redis.
         secret: the file with the secret that the services share.
     """
-    options = config.model_dump()
-    shared = {name: value for name, value in options.items() if name not in (*_GATEWAY, *_SERVE)}
-    shared |= {"model": str(model), "served_model_name": served_name(config), "redis": redis, "cluster": cluster}
-    shared["auth_token_file"] = str(secret)
-    shared["packed_dir"] = str(Path(config.cache_dir).expanduser().absolute() / "packed")
-    gateway = {name: options[name] for name in _GATEWAY}
-    gateway["store"] = config.store or str(Path(config.cache_dir).expanduser().absolute() / "store.db")
-    return f"{_lines(shared)}\n[gateway]\n{_lines(gateway)}\n[kvtransfer]\nport = 0\n"
+    left_out = (*_GATEWAY, *_MODEL, *_SERVE, "served_model_name")
+    options = {name: value for name, value in config.model_dump().items() if name not in left_out}
+    options |= {"model": str(model), "redis": redis, "cluster": cluster, "auth_token_file": str(secret)}
+    options["packed_dir"] = str(_cache(config) / "packed")
+    # The planner reads the objectives of the classes.
+    planner = {"classes_file": config.classes_file}
+    return f"{_lines(options)}\n[kvtransfer]\nport = 0\n\n[planner]\n{_lines(planner)}"
+
+
+def gateway_settings(config: ServeConfig, models: Path, redis: str, secret: Path) -> str:
+    """Return the text of the gateway's file. `models` is the file with its models, see `models_file`."""
+    options = {name: getattr(config, name) for name in (*_GATEWAY, *_SERVICE)}
+    options["store"] = config.store or str(_cache(config) / "store.db")
+    options |= {"models_file": str(models), "redis": redis, "auth_token_file": str(secret)}
+    return _lines(options)
+
+
+def models_file(fleets: Iterable[tuple[ServeConfig, Path, str, Path]]) -> str:
+    """Return the text of the gateway's file of models.
+
+    Args:
+        fleets: for each model its options, the folder that `config.model` was resolved to, the cluster, and the socket
+            where the fleet is scaled.
+    """
+    tables = []
+    for config, model, cluster, socket in fleets:
+        options = {name: getattr(config, name) for name in _MODEL}
+        options |= {"model": str(model), "cluster": cluster, "supervisor_socket": str(socket)}
+        tables.append(f"[{json.dumps(served_name(config), ensure_ascii=False)}]\n{_lines(options)}")
+    return "\n".join(tables)
 
 
 def served_name(config: ServeConfig) -> str:
@@ -66,6 +90,10 @@ def served_name(config: ServeConfig) -> str:
         return config.served_model_name
     hub = parse_hub_name(config.model)
     return hub.repository if hub and not hub.gguf else Path(config.model).resolve().name.removesuffix(".gguf")
+
+
+def _cache(config: ServeConfig) -> Path:
+    return Path(config.cache_dir).expanduser().absolute()
 
 
 def _lines(values: Mapping[str, Any]) -> str:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import shlex
 import ssl
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from redis.exceptions import RedisError
@@ -21,29 +22,30 @@ SERVING_SECONDS = 30.0
 """Longest time until the gateway finds the workers, which are ready already, in seconds."""
 
 
-async def wait_until_serving(config: ServeConfig, address: str) -> None:
+async def wait_until_serving(config: ServeConfig, address: str, models: Sequence[str]) -> None:
     """Wait until the gateway reports that it can place requests. Raises UnavailableError after SERVING_SECONDS.
 
     Args:
         address: host:port or unix:PATH, as the gateway announced it.
+        models: the models by name, all of which must be served.
     """
     if config.ssl_cert_reqs == ssl.CERT_REQUIRED:
         return  # it talks to nobody without a certificate, and this process has none
     try:
         async with asyncio.timeout(SERVING_SECONDS):
             while True:
-                if await _is_healthy(config, address):
+                if all([await _is_healthy(config, address, model) for model in models]):
                     return
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise UnavailableError("the gateway finds no worker although all are ready; see the log above") from None
 
 
-async def numerics_in_use(redis: str, cluster: str) -> list[str]:
-    """Return the numerics of the cluster's workers, each once; [] if Redis does not answer."""
+async def numerics_in_use(redis: str, clusters: Iterable[str]) -> list[str]:
+    """Return the numerics of the clusters' workers, each once; [] if Redis does not answer."""
     client = connect(redis)
     try:
-        members = await read_members(client, cluster)
+        members = [member for cluster in clusters for member in await read_members(client, cluster)]
     except (RedisError, OSError):
         return []
     finally:
@@ -51,13 +53,17 @@ async def numerics_in_use(redis: str, cluster: str) -> list[str]:
     return sorted({str(member.numerics) for member in members if member.numerics is not None})
 
 
-def first_request(config: ServeConfig, model: Path, address: str, numerics: Sequence[str] = ()) -> str:
+def first_request(
+    config: ServeConfig, model: Path, address: str, numerics: Sequence[str] = (), models: Sequence[str] = ()
+) -> str:
     """Return a curl command that gets an answer from the stack.
 
     Args:
+        config: the options of the model to try.
         model: the model's folder; if it has a chat template, the request is a chat.
         address: host:port or unix:PATH, as the gateway announced it.
         numerics: the numerics of the workers, for the user to read.
+        models: names of all models.
     """
     body: dict[str, object] = {"model": served_name(config), "max_tokens": 64}
     if config.chat_template or _has_chat_template(model):
@@ -74,7 +80,8 @@ def first_request(config: ServeConfig, model: Path, address: str, numerics: Sequ
     lines.append(f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}")
     request = " \\\n    ".join(lines)
     computing = f" Workers compute with {' and '.join(numerics)}." if numerics else ""
-    return f"\nReady.{computing} Try it:\n\n  {request}\n\nCtrl-C stops.\n"
+    named = f" The models are {' and '.join(models)}." if len(models) > 1 else ""
+    return f"\nReady.{named}{computing} Try it:\n\n  {request}\n\nCtrl-C stops.\n"
 
 
 def _curl(config: ServeConfig, address: str) -> str:
@@ -114,7 +121,7 @@ def _local(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-async def _is_healthy(config: ServeConfig, address: str) -> bool:
+async def _is_healthy(config: ServeConfig, address: str, model: str) -> bool:
     # The certificate names another host, perhaps. To ask our own child for its health needs no proof of who it is.
     tls = ssl._create_unverified_context() if config.ssl_certfile else None
     try:
@@ -127,7 +134,8 @@ async def _is_healthy(config: ServeConfig, address: str) -> bool:
     except OSError:
         return False
     try:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        path = f"/health?model={urllib.parse.quote(model, safe='')}"
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         return b" 200 " in await reader.readline()
     except OSError:
         return False

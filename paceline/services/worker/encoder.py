@@ -13,7 +13,8 @@ from paceline.core.errors import InvalidRequestError, PacelineError, Unavailable
 from paceline.core.media import MediaInput
 from paceline.core.metrics import Family, Sample
 from paceline.engine.encode_job import EncodeJob
-from paceline.models.encoders.base import Between, Encoders
+from paceline.kernels.encoding import Between
+from paceline.models.encoders.base import Encoders
 from paceline.services.worker.fair_turns import AbandonedError, FairTurns
 
 ENCODINGS = Family("encodings", "Encodings that were asked for; cached: the host had them already")
@@ -24,6 +25,9 @@ ENCODE_SECONDS = Family(
     "the steps between its pieces",
 )
 ENCODE_WAITING = Family("encodings_waiting", "Work that waits for its turn at the encoders", "gauge")
+
+STILL_SECONDS = 10.0
+"""An encoder that has work and has not begun a piece of it for this many seconds stands still."""
 
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 """Types of inputs: pixels and features of audio."""
@@ -50,6 +54,8 @@ class Encoder:
         self._launch = launch
         self._encoders: Encoders | None = None
         self._turns = FairTurns()
+        self._moved = 0.0
+        """When a piece of an encoding began or the last one ended, on time.monotonic()."""
         self._loop = asyncio.get_running_loop()
         self._computed = self._found = self._bytes = 0
         self._queue_seconds = self._encode_seconds = 0.0
@@ -58,6 +64,11 @@ class Encoder:
     def waiting(self) -> int:
         """Number of inputs that wait for their turn."""
         return self._turns.waiting
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether there is work without progress. It may never end, so the worker must not say that it goes on."""
+        return self._turns.is_taken and time.monotonic() - self._moved > STILL_SECONDS
 
     async def load(self) -> Encoders:
         """Return the encoders, and load them if this is the first use. Raises ConfigError or ModelError."""
@@ -84,6 +95,7 @@ class Encoder:
         """
         began = time.monotonic()
         async with self._turns.turn(owner, abandoned):
+            self._moved = time.monotonic()
             if abandoned.is_set():
                 raise AbandonedError
             encoders = await self.load()
@@ -125,6 +137,7 @@ class Encoder:
                 if abandoned.is_set():  # only read here; the event loop sets it
                     raise AbandonedError
                 between()
+                self._moved = time.monotonic()
 
             rows = encoders.encode(media.kind, inputs, pause)
             write(rows)

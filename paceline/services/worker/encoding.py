@@ -60,6 +60,8 @@ class EncodeHandler:
     async def serve(self, work: common_pb2.Work, send: Send) -> None:
         """Send `Opened`, then `InputNeeded`, or `Encoded` and signs of life until this is cancelled.
 
+        There are none while the encoder stands still, so the gateway gives the call up after a while.
+
         Raises:
             BusyError: there are too few free blocks.
             InvalidRequestError: the input does not fit the span, or the encoder cannot read it.
@@ -74,7 +76,7 @@ class EncodeHandler:
         self._tasks.add(obtaining)
         try:
             while not (await asyncio.wait((obtaining,), timeout=ALIVE_SECONDS))[0]:
-                if self._goes_on():
+                if self._goes_on() and not self.encoder.stands_still:
                     await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
             if (obtained := obtaining.result()) is None:
                 await send(worker_pb2.ComputeEvent(input_needed=worker_pb2.InputNeeded()))

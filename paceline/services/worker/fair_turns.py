@@ -21,7 +21,8 @@ class FairTurns:
     """Gives one turn at a time. Owners that wait are served in rotation, and the turns of one owner in order."""
 
     def __init__(self) -> None:
-        self._is_taken = False
+        self.is_taken = False
+        """Whether somebody has the turn, or is about to get it."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Turns that each owner waits for. The first owner is served next."""
 
@@ -37,9 +38,9 @@ class FairTurns:
         Raises:
             AbandonedError: `abandoned` was set before the turn came.
         """
-        if self._is_taken:
+        if self.is_taken:
             await self._wait(owner, abandoned)
-        self._is_taken = True
+        self.is_taken = True
         try:
             yield
         finally:
@@ -70,8 +71,8 @@ class FairTurns:
             del self._waiting[owner]
 
     def _pass_on(self) -> None:
-        self._is_taken = bool(self._waiting)
-        if self._is_taken:
+        self.is_taken = bool(self._waiting)
+        if self.is_taken:
             owner = next(iter(self._waiting))
             turns = self._waiting.pop(owner)
             turns.popleft().set_result(None)

@@ -28,6 +28,8 @@ class ShownClass(_Value):
     finished: int
     refused: int = 0
     """Requests that found no room in time, or whose attempts all failed."""
+    refusals: dict[str, int] = Field(default_factory=dict)
+    """The same by reason, such as timeout or overload."""
     ttft: Percentiles = Percentiles()
     """Time from the arrival to the first token."""
     itl: Percentiles = Percentiles()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip
+from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.objectives import Latency
 from paceline.simulator.recorder import MINUTE
 from paceline.simulator.report.content import Percentiles, Series, ShownClass, ShownDecision, ShownSimulation
@@ -25,8 +25,6 @@ def describe(name: str, load: str, scenario: Scenario, result: Result, notes: Se
         notes: conclusions in sentences.
     """
     profile, classes = scenario.profile, result.classes
-    prompts = sum(own.prompt_tokens for own in classes.values())
-    cached = sum(own.prompt_tokens * own.hit_rate for own in classes.values())
     shown = {each or "default": _class(own, scenario.objectives.latency(each)) for each, own in classes.items()}
     return ShownSimulation(
         name=name,
@@ -37,8 +35,8 @@ def describe(name: str, load: str, scenario: Scenario, result: Result, notes: Se
         classes={ALL: _together(list(shown.values())), **shown},
         device_seconds=result.device_seconds,
         cost=result.cost,
-        hit_rate=cached / prompts if prompts else None,
-        series=(_levels(result.levels, scenario), _minutes(result)),
+        hit_rate=result.hit_rate if classes else None,
+        series=(_levels(result.levels), _minutes(result)),
         decisions=tuple(_decision(each, result) for each in result.decisions),
         notes=tuple(notes),
     )
@@ -67,6 +65,7 @@ def _class(own: ClassResult, latency: Latency) -> ShownClass:
         requests=own.requests,
         finished=own.finished,
         refused=own.refused,
+        refusals=own.refusals,
         ttft=_percentiles(own.ttft, own.finished),
         itl=_percentiles(own.itl, own.answer_tokens - own.finished),
         total=_percentiles(own.seconds, own.finished),
@@ -105,14 +104,8 @@ def _together(shown: Sequence[ShownClass]) -> ShownClass:
     )
 
 
-def _levels(levels: Sequence[Level], scenario: Scenario) -> Series:
+def _levels(levels: Sequence[Level]) -> Series:
     """Return the state of the fleet over time."""
-    times = scenario.profile.prefill, scenario.profile.decode
-    # A worker that starts or drains occupies its devices, too; those of decode stand for both roles.
-    devices = [
-        level.prefill * times[0].devices + (level.decode + level.starting + level.draining) * times[1].devices
-        for level in levels
-    ]
     values: dict[str, Sequence[float]] = {
         "prefill": [level.prefill for level in levels],
         "decode": [level.decode for level in levels],
@@ -120,8 +113,8 @@ def _levels(levels: Sequence[Level], scenario: Scenario) -> Series:
         "waiting": [level.waiting for level in levels],
         "running": [level.running for level in levels],
         "kv_usage": [level.kv_used for level in levels],
-        "devices": devices,
-        "cost": [count * times[1].hourly_cost for count in devices],
+        "devices": [level.devices for level in levels],
+        "cost": [level.cost for level in levels],
     }
     return Series(at=tuple(level.at for level in levels), values={name: tuple(each) for name, each in values.items()})
 
@@ -134,7 +127,6 @@ def _minutes(result: Result) -> Series:
             by_minute.setdefault(each.minute, []).append(each)
     minutes = [by_minute.get(minute, []) for minute in range(max(by_minute, default=-1) + 1)]
     arrivals = [sum(each.arrivals for each in own) for own in minutes]
-    good = [sum(each.good for each in own) for own in minutes]
 
     def slowest(name: str) -> tuple[float | None, ...]:
         return tuple(max((getattr(each, name) for each in own if each.finished), default=None) for own in minutes)
@@ -143,20 +135,25 @@ def _minutes(result: Result) -> Series:
         at=tuple((minute + 1) * MINUTE for minute in range(len(minutes))),
         values={
             "arrivals": tuple(count / MINUTE for count in arrivals),
-            "within": tuple(own / count if count else None for own, count in zip(good, arrivals)),
+            "within": tuple(result.within()),
             **{name: slowest(name) for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")},
         },
     )
 
 
 def _decision(decision: Decision, result: Result) -> ShownDecision:
-    effects = [text for action in decision.actions if (text := _effect(action, decision.at, result.levels))]
     return ShownDecision(
         at=decision.at,
         line=decision.line,
         actions=tuple(map(_action, decision.actions)),
-        effect="; ".join([*effects, *_change(decision.at, result)]),
+        effect=effect_of(decision, result),
     )
+
+
+def effect_of(decision: Decision, result: Result) -> str:
+    """Return what came of a decision, in words: how long it took, and the share of good requests before and after."""
+    effects = dict.fromkeys(_effect(action, decision, result.levels) for action in decision.actions)
+    return "; ".join([*filter(None, effects), *_change(decision.at, result)])
 
 
 def _action(action: Action) -> str:
@@ -168,20 +165,25 @@ def _action(action: Action) -> str:
     return action.kind
 
 
-def _effect(action: Action, at: float, levels: Sequence[Level]) -> str:
+def _effect(action: Action, decision: Decision, levels: Sequence[Level]) -> str:
     """Return how long an action took; "" if it was not complete at the end."""
-    if not isinstance(action, Add | Drain) or action.role == "encode":
-        return ""
+    match action:
+        case Hold():
+            return ""
+        case Flip():
+            role, count, grows = action.to, decision.wanted.get(action.to, 0), True
+        case Add() | Drain():
+            role, count, grows = action.role, action.count, isinstance(action, Add)
     for level in levels:
-        ready = level.prefill if action.role == "prefill" else level.decode
-        if level.at >= at and (ready >= action.count if isinstance(action, Add) else ready <= action.count):
-            return f"{_workers(ready, f'{action.role} worker')} after {level.at - at:.0f} s"
+        ready = level.prefill if role == "prefill" else level.decode
+        if level.at >= decision.at and (ready >= count if grows else ready <= count):
+            return f"{_workers(ready, f'{role} worker')} after {level.at - decision.at:.0f} s"
     return ""
 
 
 def _change(at: float, result: Result) -> list[str]:
     """Return the share of good requests in the minute of a decision and two minutes later, if both are known."""
-    within = _minutes(result).values["within"]
+    within = result.within()
     minute = int(at / MINUTE)
     if minute + 2 >= len(within):
         return []

@@ -64,7 +64,7 @@ function comparison() {
 function classes(result) {
   const columns = ["Class", "#requests", "#refused", "#TTFT p50", "#p95", "#p99", "#ITL p50", "#p95", "#p99", "#whole p50", "#p99", "#within"];
   const rows = Object.entries(result.classes).filter(([name]) => name).map(([name, own]) => [
-    name, count(own.requests), count(own.refused),
+    name, count(own.requests), [count(own.refused), ...Object.entries(own.refusals).map(([why, number]) => `${why} ${number}`)].join(", "),
     ...[own.ttft.p50, own.ttft.p95, own.ttft.p99, own.itl.p50, own.itl.p95, own.itl.p99, own.total.p50, own.total.p99].map(duration),
     percent(own.within),
   ]);

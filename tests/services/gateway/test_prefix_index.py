@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context, encoding_context, full_block_names
 from paceline.core.kv_layout import KVLayout
+from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
 from paceline.services.common.block_stream import BlockBatch
+from paceline.services.gateway import prefix_index
 from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
 from tests.services.kvtransfer.kv_toolkit import DECODE, Desk, make_layout
 
@@ -32,6 +35,13 @@ def stored(*digests: bytes, first: int = 0, pool: str = "p", host: str = "a") ->
 
 
 TOKENS = list(range(200))
+
+
+def cached_tokens(blocks: HostBlocks, context: Context | None = None) -> int:
+    """Return what an index finds of a context on a host; by default of TOKENS."""
+    index = PrefixIndex()
+    index.replace("host", blocks)
+    return index.cached_tokens(context or Context(TOKENS), 1000).get("host", 0)
 
 
 def test_each_host_tells_how_much_it_has() -> None:
@@ -62,8 +72,8 @@ def test_what_is_generated_is_found_too() -> None:
 def test_behind_a_window_only_what_can_be_seen_is_needed() -> None:
     full, windowed = names(MIXED, TOKENS[:128])
     seen = HostBlocks("p", 0, MIXED, [full, windowed[-3:]])
-    assert seen.cached_tokens(Context(TOKENS), 199) == 128
-    assert HostBlocks("p", 0, MIXED, [full, windowed[:-1]]).cached_tokens(Context(TOKENS), 199) == 64
+    assert cached_tokens(seen) == 128
+    assert cached_tokens(HostBlocks("p", 0, MIXED, [full, windowed[:-1]])) == 64
 
 
 def test_events_are_followed_and_gaps_are_noticed() -> None:
@@ -99,6 +109,66 @@ def test_the_hosts_with_an_encoding_are_found() -> None:
     assert index.encoding_hosts(b"cat", 32, salt) == ["a", "b"]
     assert index.encoding_hosts(b"dog", 64, salt) == []
     assert index.cached_tokens(Context([0] * 64, salt), 64) == {}
+
+
+LAYOUTS = (FULL, MIXED)
+blocks_of_a_host = st.sets(st.tuples(st.integers(0, 1), st.integers(0, 11)))
+steps_of_hosts = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from(["list", "stored", "removed", "leaves"]), blocks_of_a_host),
+    max_size=20,
+)
+
+
+def reusable(layout: KVLayout, sets: list[set[bytes]], context: Context) -> int:
+    """Return what the ledger's own search finds of the first 199 tokens in sets of blocks, by group."""
+    links = context.links(layout.fingerprint)
+    return match_prefix(layout, lambda group, name: 0 if name in sets[group] else None, links, 199)[0]
+
+
+@given(steps_of_hosts, st.lists(st.sampled_from(LAYOUTS), min_size=20, max_size=20))
+def test_hosts_come_change_and_go(steps: list[tuple[str, str, set[tuple[int, int]]]], layouts: list[KVLayout]) -> None:
+    """The index knows at any time what a search of each host's own set would find."""
+    index = PrefixIndex()
+    context = Context(TOKENS)
+    truth: dict[str, tuple[KVLayout, list[set[bytes]]]] = {}
+    for (host, what, numbers), layout in zip(steps, layouts):
+        known = truth.get(host)
+        layout = layout if what == "list" or known is None else known[0]
+        chosen = [
+            (group, own[n])
+            for group, own in enumerate(names(layout, TOKENS))
+            for g, n in numbers
+            if g == group and n < len(own)
+        ]
+        if what == "list":
+            sets = [set(own) for own in names(layout, TOKENS)]
+            for group, name in chosen:
+                sets[group].discard(name)
+            truth[host] = layout, sets
+            index.replace(host, HostBlocks("p", 0, layout, [list(own) for own in sets]))
+        elif what == "leaves":
+            truth.pop(host, None)
+            index.forget(host)
+        elif known is not None:
+            for group, name in chosen:
+                (known[1][group].add if what == "stored" else known[1][group].discard)(name)
+            first = index.host(host).next_event  # type: ignore[union-attr]
+            events = tuple(BlockEvent(what, group, name) for group, name in chosen)  # type: ignore[arg-type]
+            assert index.apply(BlockBatch(host, "p", first, events))
+    found = {host: reusable(layout, sets, context) for host, (layout, sets) in truth.items()}
+    assert index.cached_tokens(context, 199) == {host: tokens for host, tokens in found.items() if tokens}
+
+
+def test_what_was_not_noted_of_a_full_host_is_not_found_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "_MOST_BLOCKS", 2)
+    index = PrefixIndex()
+    (chain,) = names(FULL, TOKENS)
+    index.replace("a", HostBlocks("p", 0, FULL, [[]]))
+    assert index.apply(stored(*chain[2:0:-1], chain[0]))
+    assert index.cached_tokens(Context(TOKENS), 199) == {}
+    index.forget("a")
+    index.replace("b", HostBlocks("p", 0, FULL, [chain[1:3]]))
+    assert index.cached_tokens(Context(TOKENS), 199) == {}
 
 
 operations = st.lists(
@@ -139,5 +209,5 @@ def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, in
         if known.next_event == desk.ledger.event_count:
             for tokens in contexts:
                 reusable = desk.ledger.reusable()
-                truth = HostBlocks("p", 0, layout, reusable).cached_tokens(Context(tokens), 1000)
-                assert known.cached_tokens(Context(tokens), 1000) == truth
+                truth = cached_tokens(HostBlocks("p", 0, layout, reusable), Context(tokens))
+                assert index.cached_tokens(Context(tokens), 1000).get("a", 0) == truth

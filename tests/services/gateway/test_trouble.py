@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from paceline.proto import worker_pb2
+from paceline.services.gateway.runner import SequenceRunner
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
@@ -227,3 +228,15 @@ async def test_a_worker_that_failed_is_used_again(start_stack: StartStack) -> No
     await eventually(lambda: "failed" in decode.outcomes())
     decode.fail_after = None
     assert await reader.task == TEXT[:6]
+
+
+async def test_a_cancellation_that_nobody_has_asked_for_is_answered(
+    start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(*arguments: object) -> None:
+        raise asyncio.CancelledError
+
+    stack = await start_stack(prefill=0)
+    monkeypatch.setattr(SequenceRunner, "run", run)
+    answer = await stack.post("/v1/completions", prompt="x")
+    assert (answer.status_code, "unexpected reason" in answer.text) == (503, True)

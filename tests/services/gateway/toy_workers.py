@@ -134,6 +134,8 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
         self.encodings: set[bytes] = set()
         """Digests of the encodings that its host has."""
         self.fails_to_encode = False
+        self.hangs_at = ""
+        """The calls for encodings that get no answer: "encode" or "ready"; "" are none."""
         self.told: dict[bytes, str] = {}
         """For each digest that `Media.Ready` named, the address of the host with the encoding."""
         self.was_told = asyncio.Event()
@@ -178,10 +180,14 @@ class ToyWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer,
     async def serve_health(self, serving: bool) -> None:
         await self._rpc.set_ready(serving)
 
-    async def crash(self) -> None:
-        """Stop the server and the heartbeat at once. Redis lists the worker until its entry expires."""
+    async def fall_silent(self) -> None:
+        """Stop the heartbeat. Redis lists the worker until its entry expires."""
         if self._registrar is not None and self._registrar._task is not None:
             self._registrar._task.cancel()
+
+    async def crash(self) -> None:
+        """Stop the server and the heartbeat at once."""
+        await self.fall_silent()
         await self._rpc.server.stop(None)
 
     def take_role(self, role: Role) -> int:
@@ -404,6 +410,8 @@ class _ToyCompute(worker_pb2_grpc.ComputeServicer):
             return
         if worker.fails_to_encode:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the toy was told not to encode")
+        if worker.hangs_at == "encode":
+            await asyncio.Event().wait()
         worker.encodings.add(span.digest)
         encoded = worker_pb2.Encoded(source=f"kv of {worker.host_id}", cached=cached, queue_ms=1, encode_ms=2, bytes=64)
         await context.write(worker_pb2.ComputeEvent(encoded=encoded))
@@ -419,6 +427,8 @@ class _ToyMedia(worker_pb2_grpc.MediaServicer):
     ) -> worker_pb2.ReadyReply:
         worker = self._worker
         async with mapped_errors(context):
+            if worker.hangs_at == "ready":
+                await asyncio.Event().wait()
             own = request.source == f"kv of {worker.host_id}"
             if worker.loses_transfers and not own:
                 raise TransferError("the toy was told to lose what it fetches")

@@ -19,6 +19,7 @@ FULL = make_layout((16, 0))
 WITH_WINDOW = make_layout((32, 64), (16, 0))
 COARSE = make_layout((32, 0), (16, 64))
 WINDOW_ALONE = make_layout((16, 64))
+DIVIDED = make_layout((16, 64), (32, 0), (16, 64))
 
 A, B = chain("ab")
 
@@ -33,6 +34,8 @@ A, B = chain("ab")
         (COARSE, 1, 1, Place((0, B), 32)),
         (COARSE, 1, 0, Place(None, 16)),  # no full-attention block ends at this token
         (WINDOW_ALONE, 0, 1, Place(None, 32)),
+        (DIVIDED, 2, 1, Place((1, B), 32, 0, (0,))),
+        (DIVIDED, 1, 0, Place(None, 32)),
     ],
 )
 def test_places(layout: KVLayout, group: int, block: int, expected: Place) -> None:

@@ -316,7 +316,7 @@ async def test_nothing_is_left_open(name: str) -> None:
     await use_and_break()
     await asyncio.sleep(1.0)
     files, threads = left()
-    for _ in range(3):
+    for _ in range(2):
         await use_and_break()
     # gRPC ends connections and idle threads after a while, and the number of its threads varies.
     async with asyncio.timeout(WAIT):

@@ -22,7 +22,7 @@ from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 from paceline.services.kvtransfer.ucx import UcxTransport
 from paceline.services.kvtransfer.ucx_worker import load_ucx
 
-SILENCE_SECONDS = 2.0
+SILENCE_SECONDS = 1.0
 
 Serving = Callable[[ArenaMemory], AbstractAsyncContextManager[tuple[Transport, str]]]
 """A context manager that serves a memory. It gives the transport and the gRPC address, at which UCX has no server."""

@@ -23,7 +23,8 @@ def gateway(seconds: float, name: str = "g", **counts: Any) -> Member:
 
 def worker(name: str = "decode-0", **facts: Any) -> Member:
     given: dict[str, Any] = {"work": WorkReport(startup_seconds=7.0), "max_seqs": 8}
-    return Member(name, name.partition("-")[0], 1, "", "host", **(given | facts))  # type: ignore[arg-type]
+    given |= {"role": name.partition("-")[0], "epoch": 1} | facts
+    return Member(name, address="", host_id="host", **given)
 
 
 def report(builder: ReportBuilder, now: float, *members: Member, age: float = 0.5, flips: bool = False) -> Report:
@@ -86,6 +87,15 @@ def test_a_worker_that_drained_is_gone_at_once_and_its_time_is_remembered() -> N
     assert found.workers == ()
     assert (found.roles["decode"].drain_seconds, found.roles["decode"].startup_seconds) == (12, 7)
     assert (found.roles["decode"].pinned, found.roles["prefill"].pinned) == (3, None)
+
+
+def test_the_time_of_a_flip_is_remembered_for_the_role_that_the_worker_left() -> None:
+    builder = ReportBuilder()
+    builder.observe(100, [Seen(worker(), 0)])
+    builder.observe(101, [Seen(worker(state="draining"), 0)])
+    builder.observe(109, [Seen(worker(role="prefill", epoch=2), 0)])
+    roles = builder.report(109, ONE_EACH, {}, True).roles
+    assert (roles["decode"].flip_seconds, roles["prefill"].flip_seconds) == (8, 5)
 
 
 def test_steps_are_those_since_the_report_before() -> None:

@@ -14,14 +14,14 @@ from redis.asyncio import Redis
 from paceline.core.config import PlannerConfig
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.planner.actions import Add, Decision, Drain, Hold
-from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
+from paceline.core.planner.objectives import Latency, Objectives, RoleLimits, class_latencies
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
+from paceline.core.request_classes import read_classes
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.planner.lease import Lease
-from paceline.services.planner.main import latencies
 from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.service import PlannerService
 from paceline.services.platforms.platform import Ability, PlatformState, RoleState
@@ -271,7 +271,7 @@ async def test_a_request_that_waits_without_any_worker_is_answered_at_the_next_l
 def test_a_class_has_the_times_and_the_share_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "classes.toml").write_text("[interactive]\nttft_seconds = 1.0\npercentile = 0.9\n")
     config = PlannerConfig(classes_file=str(tmp_path / "classes.toml"), itl_seconds=0.2)
-    objectives = config.objectives(latencies(config))
+    objectives = config.objectives(class_latencies(read_classes(config.classes_file), config.objective_share))
     assert objectives.latency("interactive") == Latency(1.0, None, 0.9)
     assert objectives.latency("another") == objectives.latency("default") == Latency(2.0, 0.2, 0.95)
     assert objectives.latency("background") == Latency(None, None, 0.95)

@@ -21,16 +21,16 @@ class EngineError(Exception):
 class ToyEngine:
     """An engine that keeps containers in memory."""
 
-    def __init__(self, decode: int) -> None:
+    def __init__(self, decode: int, service: str = "decode") -> None:
         self._ids = itertools.count(1)
         self.found: dict[str, Json] = {}
         self.graces: list[int] = []
         self.fails = False
         for number in range(1, decode + 1):
-            labels = {PROJECT: "p", SERVICE: "decode", ONE_OFF: "False", NUMBER: str(number)}
+            labels = {PROJECT: "p", SERVICE: service, ONE_OFF: "False", NUMBER: str(number)}
             made = self.create_container_from_config(
                 {"Labels": labels, "StopTimeout": 45, "Env": ["A=1"], "HostConfig": {"Binds": ["arena:/arena"]}},
-                f"p-decode-{number}",
+                f"p-{service}-{number}",
             )
             self.found[made["Id"]]["Config"]["Hostname"] = made["Id"][:12]
             self.start(made["Id"])
@@ -103,6 +103,15 @@ async def test_a_new_container_is_a_copy_with_the_next_number() -> None:
     assert second["Config"]["Labels"] == {**first["Config"]["Labels"], NUMBER: "2"}
     assert "Hostname" not in second["Config"]
     await settled(platform, 3)
+
+
+async def test_a_prefix_tells_the_services_of_one_fleet_from_those_of_others() -> None:
+    engine = ToyEngine(1, "second-decode")
+    platform = ComposePlatform(engine, "p", EngineError, "second-")
+    await platform.scale("decode", 2)
+    await settled(platform, 2)
+    assert [each["Name"] for each in engine.found.values()] == ["p-second-decode-1", "p-second-decode-2"]
+    assert "decode" not in (await compose(engine).state()).roles
 
 
 async def test_the_chosen_worker_ends_after_its_grace_and_then_the_newest() -> None:

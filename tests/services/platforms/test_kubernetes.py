@@ -62,7 +62,7 @@ VERBS = {"list": "list", "watch": "watch", "fetch": "get", "update": "patch"}
 """The verbs of Kubernetes' rights for kmock's actions."""
 RULES = next(
     each["rules"]
-    for each in yaml.safe_load_all((Path(__file__).parents[3] / "kubernetes" / "base" / "planner.yaml").read_text())
+    for each in yaml.safe_load_all((Path(__file__).parents[3] / "kubernetes" / "fleet" / "planner.yaml").read_text())
     if each["kind"] == "Role"
 )
 

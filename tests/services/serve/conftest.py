@@ -8,10 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    """Folder with the files that are read before a worker loads a model: the config, and 1 MiB of bfloat16 weights."""
-    folder = tmp_path / "tiny-llama"
+def write_model(folder: Path) -> Path:
+    """Write the files that are read before a worker loads a model: the config, and 1 MiB of bfloat16 weights."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -32,3 +30,8 @@ def model_folder(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"weight": torch.zeros(1 << 19, dtype=torch.bfloat16)}, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "tiny-llama")

@@ -80,7 +80,7 @@ def test_options_are_checked_for_a_model_that_runs_in_transformers(model_folder:
     early = ServeConfig(speculative_config='{"method": "early_layers", "num_layers": 1}')
     with pytest.raises(ConfigError, match="early_layers needs a native model"):
         check_model(early, draft_folder)
-    check_memory(ServeConfig(), draft_folder, 1 << 40)
+    check_memory([(ServeConfig(), draft_folder)], 1 << 40)
 
 
 def two_layers(folder: Path) -> Path:
@@ -163,8 +163,8 @@ def test_an_address_that_is_not_ours_is_refused(host: str, port: int) -> None:
         ({"dtype": "float32"}, 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         # Plain torch converts the weights in each worker, so each has a copy.
         ({"dtype": "float32", "kernels": "reference"}, 2 * 2 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
-        # Quantized weights are a copy in each worker, too. Plain torch dequantizes them.
-        ({"quantization": "int8"}, 2 * MIB // 32 * 17 + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
+        # Quantized weights are shared, too. Plain torch dequantizes them.
+        ({"quantization": "int8"}, MIB // 32 * 17 + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"quantization": "int8", "kernels": "reference"}, 2 * 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES),
         ({"prefill": 0, "kv_memory": "1GiB"}, 1 * MIB + PROCESS_BYTES + 1024 * MIB),
         ({"prefill": 0, "device": "cuda"}, PROCESS_BYTES + LEAST_KV_BYTES),
@@ -173,21 +173,21 @@ def test_an_address_that_is_not_ours_is_refused(host: str, port: int) -> None:
     ],
 )
 def test_memory_is_weights_processes_and_kv(model_folder: Path, options: dict[str, Any], needed: int) -> None:
-    check_memory(ServeConfig(**options), model_folder, needed)
+    check_memory([(ServeConfig(**options), model_folder)], needed)
     with pytest.raises(ConfigError, match=r"needs .* GiB .* are free; lower .*--prefill or --decode"):
-        check_memory(ServeConfig(**options), model_folder, needed - 1)
+        check_memory([(ServeConfig(**options), model_folder)], needed - 1)
 
 
-def test_blocks_of_a_gguf_file_are_a_copy_in_each_worker(model_folder: Path) -> None:
+def test_workers_share_the_blocks_of_a_gguf_file(model_folder: Path) -> None:
     (model_folder / BLOCKS_FILE).write_bytes(bytes(MIB // 2))
-    needed = 2 * MIB // 2 + 2 * PROCESS_BYTES + LEAST_KV_BYTES
-    check_memory(ServeConfig(quantization="gguf"), model_folder, needed)
+    needed = MIB // 2 + 2 * PROCESS_BYTES + LEAST_KV_BYTES
+    check_memory([(ServeConfig(quantization="gguf"), model_folder)], needed)
     with pytest.raises(ConfigError, match="this stack needs"):
-        check_memory(ServeConfig(quantization="gguf"), model_folder, needed - 1)
+        check_memory([(ServeConfig(quantization="gguf"), model_folder)], needed - 1)
 
 
 def test_nothing_is_refused_where_the_system_does_not_tell(model_folder: Path) -> None:
-    check_memory(ServeConfig(kv_memory="900TiB"), model_folder, None)
+    check_memory([(ServeConfig(kv_memory="900TiB"), model_folder)], None)
 
 
 def test_experts_that_no_token_uses_may_stay_on_the_disk(model_folder: Path) -> None:
@@ -195,13 +195,14 @@ def test_experts_that_no_token_uses_may_stay_on_the_disk(model_folder: Path) -> 
            moe_intermediate_size=64, num_hidden_layers=2, mlp_only_layers=[0])  # fmt: skip
     needed = 1 * MIB + 2 * PROCESS_BYTES + LEAST_KV_BYTES
     idle = 12 * 3 * 64 * 32 * 2
-    assert check_memory(ServeConfig(), model_folder, needed) == ""
+    assert check_memory([(ServeConfig(), model_folder)], needed) == ""
     for available in (needed - 1, needed - idle):
         assert "experts that a token needs are often read from the disk" in check_memory(
-            ServeConfig(), model_folder, available
+            [(ServeConfig(), model_folder)], available
         )
     with pytest.raises(ConfigError, match="this stack needs"):
-        check_memory(ServeConfig(), model_folder, needed - idle - 1)
-    for options in ({"quantization": "int8"}, {"kernels": "reference"}):
-        with pytest.raises(ConfigError, match="this stack needs"):
-            check_memory(ServeConfig(**options), model_folder, needed - MIB // 2)
+        check_memory([(ServeConfig(), model_folder)], needed - idle - 1)
+    quantized = ServeConfig(quantization="int8")
+    assert "are often read from the disk" in check_memory([(quantized, model_folder)], needed - MIB // 2)
+    with pytest.raises(ConfigError, match="this stack needs"):
+        check_memory([(ServeConfig(kernels="reference"), model_folder)], needed - 1)

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.config import GatewayConfig, KVTransferConfig, ServeConfig, WorkerConfig
+from paceline.core.config import (
+    GatewayConfig,
+    KVTransferConfig,
+    PlannerConfig,
+    ServeConfig,
+    WorkerConfig,
+    model_configs,
+)
 from paceline.core.config_source import Config, load_config
-from paceline.services.serve.settings import served_name, stack_settings
+from paceline.services.serve.settings import fleet_settings, gateway_settings, models_file, served_name
 
 CONFIG = ServeConfig(
     model='/models/ä "quoted" 🚲',
@@ -25,10 +32,23 @@ CONFIG = ServeConfig(
 )
 
 
+MODEL, SECRET, SOCKET = Path("/cache/ä 🚲"), Path("/run/secret"), Path("/run/scale.sock")
+REDIS = "unix:///redis.sock"
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "stack.toml"
-    path.write_text(stack_settings(CONFIG, Path("/cache/ä 🚲"), "unix:///redis.sock", "c1", Path("/run/secret")))
+    path = tmp_path / "fleet.toml"
+    path.write_text(fleet_settings(CONFIG, MODEL, REDIS, "c1", SECRET))
+    return path
+
+
+@pytest.fixture
+def gateway_file(tmp_path: Path) -> Path:
+    models, path = tmp_path / "models.toml", tmp_path / "gateway.toml"
+    second = ServeConfig(model="/models/b", max_logprobs=5)
+    models.write_text(models_file([(CONFIG, MODEL, "c1", SOCKET), (second, Path("/b"), "c2", Path("/run/2.sock"))]))
+    path.write_text(gateway_settings(CONFIG, models, REDIS, SECRET))
     return path
 
 
@@ -36,12 +56,27 @@ def read(cls: type[Config], table: str, file: Path) -> Config:
     return load_config(cls, table, file, {})
 
 
-def test_gateway(file: Path) -> None:
-    config = read(GatewayConfig, "gateway", file)
+def test_gateway(gateway_file: Path) -> None:
+    config = read(GatewayConfig, "gateway", gateway_file)
     assert (config.host, config.port, config.api_key) == ("0.0.0.0", 9000, 'a"b\\c')
-    assert (config.model, config.served_model_name) == ("/cache/ä 🚲", 'ä "quoted" 🚲')
-    assert (config.redis, config.cluster, config.drain_seconds) == ("unix:///redis.sock", "c1", 3.0)
+    assert (config.redis, config.drain_seconds) == (REDIS, 3.0)
     assert config.store == "/cache/store.db"
+
+
+def test_models_of_the_gateway(gateway_file: Path) -> None:
+    first, second = model_configs(read(GatewayConfig, "gateway", gateway_file))
+    assert (first.model, first.served_model_name) == (str(MODEL), 'ä "quoted" 🚲')
+    assert (first.cluster, first.supervisor_socket, first.max_logprobs) == ("c1", str(SOCKET), 20)
+    assert (second.served_model_name, second.cluster, second.max_logprobs) == ("b", "c2", 5)
+    assert first.port == second.port == 9000
+
+
+def test_the_planner_knows_the_classes(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    config = ServeConfig(classes_file="/classes.toml", most_decode=3)
+    path.write_text(fleet_settings(config, MODEL, REDIS, "c1", SECRET))
+    planner = read(PlannerConfig, "planner", path)
+    assert (planner.classes_file, planner.most_decode, planner.cluster) == ("/classes.toml", 3, "c1")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -76,5 +111,6 @@ def test_clients_call_the_model_by_its_last_name(config: ServeConfig, name: str)
 @pytest.mark.parametrize(
     ("cls", "table"), [(GatewayConfig, "gateway"), (WorkerConfig, "decode"), (KVTransferConfig, "kvtransfer")]
 )
-def test_all_know_where_their_common_secret_is(file: Path, cls: type[Config], table: str) -> None:
-    assert read(cls, table, file).auth_token_file == "/run/secret"
+def test_all_know_where_their_common_secret_is(file: Path, gateway_file: Path, cls: type[Config], table: str) -> None:
+    own = gateway_file if cls is GatewayConfig else file
+    assert read(cls, table, own).auth_token_file == str(SECRET)

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from paceline.services.common.secret import read_secret
-from paceline.services.serve.supervisor import GRACE_SECONDS
+from paceline.services.serve.processes import GRACE_SECONDS
+from tests.services.serve.conftest import write_model
 
 pytestmark = pytest.mark.slow
 
@@ -71,12 +72,12 @@ class Stack:
     def addresses(self) -> dict[str, str]:
         return {match[1]: match[2] for match in re.finditer(r"^  (\S+) +pid \d+ +(\S+)", self.text, re.MULTILINE)}
 
-    def scale(self, request: str) -> dict[str, Any]:
+    def scale(self, request: str, fleet: int = 0) -> dict[str, Any]:
         """Send one line to the supervisor, as the gateway does."""
         (folder,) = {Path(path).parent for path in re.findall(r"unix://(\S+)", self.text)}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(WAIT)
-            connection.connect(str(folder / "scale.sock"))
+            connection.connect(str(folder / f"scale-{fleet}.sock"))
             connection.sendall(request.encode() + b"\n")
             with connection.makefile() as answers:
                 answer = json.loads(answers.readline())
@@ -113,13 +114,19 @@ class Stack:
 Start = Callable[..., Stack]
 
 
+def start_stack(
+    folder: Path, /, actions: dict[str, str] | None = None, grace: float = GRACE_SECONDS, **options: object
+) -> Stack:
+    config = {"model": str(folder), "port": 0, "kv_memory": "1MiB", "drain_seconds": 0.5, **options}
+    return Stack(config, actions or {}, grace)
+
+
 @pytest.fixture
 def start(model_folder: Path) -> Iterator[Start]:
     stacks: list[Stack] = []
 
-    def start(actions: dict[str, str] | None = None, grace: float = GRACE_SECONDS, **options: object) -> Stack:
-        config = {"model": str(model_folder), "port": 0, "kv_memory": "1MiB", "drain_seconds": 0.5, **options}
-        stacks.append(Stack(config, actions or {}, grace))
+    def start(*arguments: Any, **options: object) -> Stack:
+        stacks.append(start_stack(model_folder, *arguments, **options))
         return stacks[-1]
 
     yield start
@@ -129,26 +136,30 @@ def start(model_folder: Path) -> Iterator[Start]:
             stack.end()
 
 
-def test_starts_all_and_leaves_nothing_after_ctrl_c(start: Start) -> None:
-    stack = start(prefill=2, decode=1)
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that serves, for tests that change nothing. Afterwards it leaves nothing behind."""
+    stack = start_stack(write_model(tmp_path_factory.mktemp("serving") / "tiny-llama"))
     stack.read_until("Ctrl-C stops")
-    assert set(stack.pids()) == {"redis", "kvtransfer", "prefill-0", "prefill-1", "decode-0", "gateway"}
-    assert "preparing" in stack.text
-    assert '"model": "tiny-llama"' in stack.text
+    yield stack
     stack.signal(signal.SIGINT)
     assert stack.end() == 0
     assert stack.leftovers() == []
 
 
-def test_stops_the_gateway_first_and_kvtransfer_after_the_workers(start: Start) -> None:
-    stack = start()
+def test_starts_all_and_stops_the_gateway_first_and_kvtransfer_after_the_workers(start: Start) -> None:
+    stack = start(prefill=2, decode=1)
     stack.read_until("Ctrl-C stops")
+    assert set(stack.pids()) == {"redis", "kvtransfer", "prefill-0", "prefill-1", "decode-0", "gateway"}
+    assert "preparing" in stack.text
+    assert '"model": "tiny-llama"' in stack.text
     stack.signal(signal.SIGTERM)
     assert stack.end() == 0
     ends = [line.removesuffix(" stopped") for line in stack.lines if line.endswith(" stopped")]
     assert ends[0] == "gateway"
-    assert set(ends[1:3]) == {"prefill", "decode"}
-    assert ends[3] == "kvtransfer"
+    assert sorted(ends[1:4]) == ["decode", "prefill", "prefill"]
+    assert ends[4] == "kvtransfer"
+    assert stack.leftovers() == []
 
 
 def test_without_prefill_workers_only_decode_runs(start: Start) -> None:
@@ -159,27 +170,20 @@ def test_without_prefill_workers_only_decode_runs(start: Start) -> None:
     assert stack.end() == 0
 
 
-def test_all_services_share_a_secret_that_no_process_list_shows(start: Start) -> None:
-    stack = start()
-    stack.read_until("Ctrl-C stops")
-    services = [psutil.Process(pid) for name, pid in stack.pids().items() if name != "redis"]
-    (settings,) = {each.removeprefix("--config=") for p in services for each in p.cmdline() if "--config=" in each}
-    file = Path(tomllib.loads(Path(settings).read_text())["auth_token_file"])
+def test_all_services_share_a_secret_that_no_process_list_shows(serving: Stack) -> None:
+    services = [psutil.Process(pid) for name, pid in serving.pids().items() if name != "redis"]
+    settings = {each.removeprefix("--config=") for p in services for each in p.cmdline() if "--config=" in each}
+    (file,) = {Path(tomllib.loads(Path(each).read_text())["auth_token_file"]) for each in settings}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     secret = read_secret(str(file)).reveal()
     assert len(secret) >= 43
     assert not [process for process in services if secret in " ".join(process.cmdline())]
-    stack.signal(signal.SIGINT)
-    assert stack.end() == 0
-    assert secret not in stack.text
-    assert not file.exists()
+    assert secret not in serving.text
 
 
-def test_children_are_not_in_the_terminal_s_group(start: Start) -> None:
-    stack = start()
-    stack.read_until("Ctrl-C stops")
-    ours = os.getpgid(stack.process.pid)
-    assert all(os.getpgid(pid) != ours for pid in stack.pids().values())
+def test_children_are_not_in_the_terminal_s_group(serving: Stack) -> None:
+    ours = os.getpgid(serving.process.pid)
+    assert all(os.getpgid(pid) != ours for pid in serving.pids().values())
 
 
 def test_a_process_that_fails_to_start_is_told_with_its_last_line(start: Start) -> None:
@@ -226,6 +230,40 @@ def test_a_process_that_cannot_be_started_again_ends_the_stack(start: Start) -> 
     os.kill(stack.pids()["decode-0"], signal.SIGKILL)
     assert stack.end() == 1
     assert stack.lines[-1] == "decode-0 failed: it has served; 5 times in a row now, soon after its start"
+    assert stack.leftovers() == []
+
+
+@pytest.fixture
+def models_file(model_folder: Path, tmp_path: Path) -> str:
+    file = tmp_path / "models.toml"
+    file.write_text(f'[a]\nmodel = "{model_folder}"\nprefill = 0\n["b/c"]\nmodel = "{model_folder}"\ndecode = 2\n')
+    return str(file)
+
+
+def test_each_model_has_a_fleet_of_its_own(start: Start, models_file: str) -> None:
+    stack = start(model="", models_file=models_file)
+    stack.read_until("Ctrl-C stops")
+    own = {"a/kvtransfer", "a/decode-0", "b/c/kvtransfer", "b/c/prefill-0", "b/c/decode-0", "b/c/decode-1"}
+    assert set(stack.pids()) == own | {"redis", "gateway"}
+    assert "The models are a and b/c." in stack.text
+    assert stack.scale("{}", 0)["prefill"]["wanted"] == 0
+    assert stack.scale('{"prefill": 0}', 1)["decode"] == {"wanted": 2, "ready": 2, "draining": 0, "given_up": 0}
+    stack.read_until("  b/c/prefill-0    has ended")
+    stack.signal(signal.SIGINT)
+    assert stack.end() == 0
+    assert stack.leftovers() == []
+
+
+def test_a_model_that_can_be_served_no_more_leaves_the_others_alone(start: Start, models_file: str) -> None:
+    stack = start({"kvtransfer": "serve once"}, model="", models_file=models_file)
+    stack.read_until("Ctrl-C stops")
+    os.kill(stack.pids()["a/kvtransfer"], signal.SIGKILL)
+    stack.read_until("a is served no more, and the other models are")
+    psutil.wait_procs([psutil.Process(stack.pids()["a/decode-0"])], timeout=WAIT)
+    alive = {name for name, pid in stack.pids().items() if psutil.pid_exists(pid)}
+    assert alive == {"b/c/kvtransfer", "b/c/prefill-0", "b/c/decode-0", "b/c/decode-1", "redis", "gateway"}
+    os.kill(stack.pids()["b/c/kvtransfer"], signal.SIGKILL)
+    assert stack.end() == 1
     assert stack.leftovers() == []
 
 
@@ -307,9 +345,7 @@ def test_workers_are_added_and_the_youngest_are_drained(start: Start) -> None:
     assert stack.leftovers() == []
 
 
-def test_a_scaling_request_that_makes_no_fleet_is_refused(start: Start) -> None:
-    stack = start()
-    stack.read_until("Ctrl-C stops")
+def test_a_scaling_request_that_makes_no_fleet_is_refused(serving: Stack) -> None:
     for request, why in (
         ('{"drain": ["decode-7"]}', "there is no worker decode-7, or it drains already"),
         ('{"flip": {"decode-0": "prefill"}}', "no decode worker would be left"),
@@ -321,8 +357,8 @@ def test_a_scaling_request_that_makes_no_fleet_is_refused(start: Start) -> None:
         ('{"decode": "2"}', 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'),
         ("nonsense", 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'),
     ):
-        assert why in stack.scale(request)["error"]
-        assert stack.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0, "given_up": 0}
+        assert why in serving.scale(request)["error"]
+        assert serving.scale("{}")["decode"] == {"wanted": 1, "ready": 1, "draining": 0, "given_up": 0}
 
 
 def test_an_added_worker_that_keeps_ending_is_given_up_and_the_stack_goes_on(start: Start) -> None:

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(arguments))
     if action == "serve once":
-        served = flags["config"].with_name(f"{role}-served")
+        served = flags["config"].with_name(f"{flags['config'].stem}-{role}-served")
         if served.exists():
             tell("paceline: it has served")
             sys.exit(3)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from paceline.core.config import ServeConfig
 from paceline.core.errors import PacelineError
-from paceline.services.serve import managed_process, supervisor
+from paceline.services.serve import managed_process, processes, supervisor
 
 SERVICE = Path(__file__).with_name("toy_service.py")
 
 
 def main() -> int:
     config, actions = ServeConfig(**json.loads(sys.argv[1])), json.loads(sys.argv[2])
-    supervisor.GRACE_SECONDS = float(sys.argv[3])
+    processes.GRACE_SECONDS = float(sys.argv[3])
     managed_process._PAUSES = (0.01, 0.05)
 
     def command(role: str, *arguments: str) -> list[str]:

@@ -133,7 +133,9 @@ async def test_a_small_arena_preempts_and_everybody_finishes(
         assert await host.all_blocks_back()
 
 
-@pytest.mark.parametrize("method", ["ngram", "early_layers", "draft_model"])
+@pytest.mark.parametrize(
+    "method", ["draft_model", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ngram", "early_layers"))]
+)
 async def test_drafts_for_a_hybrid_change_no_token_whatever_happens_to_its_blocks(
     method: str, start_host: StartHost, tmp_path: Path
 ) -> None:

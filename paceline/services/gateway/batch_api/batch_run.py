@@ -56,7 +56,7 @@ class BatchRun:
 
     Args:
         name: name of this gateway, which has the lease.
-        gate: where each line waits until it may run.
+        gate_of: returns where a line waits until it may run.
         call: sends a line to the application.
     """
 
@@ -68,7 +68,7 @@ class BatchRun:
         *,
         name: str,
         limits: BatchLimits,
-        gate: LineGate,
+        gate_of: Callable[[Line], LineGate],
         call: Callable[[str, Line, str], Coroutine[Any, Any, Answer]],
     ) -> None:
         self.batch = batch
@@ -78,7 +78,7 @@ class BatchRun:
         self._files = files
         self._name = name
         self._limits = limits
-        self._gate = gate
+        self._gate_of = gate_of
         self._call = call
         self._refused = RefusedLines()
 
@@ -144,9 +144,9 @@ class BatchRun:
 
     async def _answer(self, line: Line, has_begun: asyncio.Event) -> None:
         """Answer a line, and try again while the server fails for reasons that pass."""
-        failures = 0
+        failures, gate = 0, self._gate_of(line)
         while True:
-            answer = await self._gate.run(
+            answer = await gate.run(
                 lambda: self._call(self.batch.endpoint, line, self.batch.owner),
                 first=has_begun.is_set(),
                 on_enter=has_begun.set,
@@ -158,7 +158,7 @@ class BatchRun:
                 continue
             self._refused.note_end(line.number)
             if answer.status == BUSY:
-                self._gate.note_busy()
+                gate.note_busy()
             elif answer.status < SERVER_ERROR or failures == RETRIES:
                 break
             else:

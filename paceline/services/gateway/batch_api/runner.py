@@ -20,6 +20,7 @@ from paceline.services.gateway.batch_api.lines import Answer, Line
 from paceline.services.gateway.batch_api.pressure import LineGate, places_of
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.store.database import StoreError
 
 LEASE_SECONDS = 15.0
@@ -52,19 +53,15 @@ class BatchRunner:
         self._name = unique_name("gateway")
         seconds = config.stored_files_seconds
         self._limits = BatchLimits(config.max_batch_lines, config.max_body_bytes, seconds)
-        self._gate = LineGate(
-            lambda: places_of(gateway.fleet.snapshot()),
-            gateway.waiting_requests,
-            lambda: gateway.runner.client_sequences,
-            time.monotonic,
-        )
+        self._gates = {name: _gate(model) for name, model in gateway.models.items()}
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._looked = asyncio.Event()
         self._keeping: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._gateway.runner.queue.on_wait = self._gate.open
+        for name, model in self._gateway.models.items():
+            model.runner.queue.on_wait = self._gates[name].open
         self._keeping = [asyncio.create_task(self._look_for_batches()), asyncio.create_task(self._tick())]
 
     async def close(self) -> None:
@@ -82,7 +79,8 @@ class BatchRunner:
 
     async def _tick(self) -> None:
         while not self._gateway.draining:
-            self._gate.open()
+            for gate in self._gates.values():
+                gate.open()
             await asyncio.sleep(TICK_SECONDS)
         await end_tasks(*self._tasks.values())
 
@@ -127,7 +125,7 @@ class BatchRunner:
             self._files,
             name=self._name,
             limits=self._limits,
-            gate=self._gate,
+            gate_of=self._gate_of,
             call=self._call,
         )
         try:
@@ -145,9 +143,24 @@ class BatchRunner:
                 await self._batches.release(batch.id, self._name)
             self.wake()
 
+    def _gate_of(self, line: Line) -> LineGate:
+        """Return the gate of the line's model. A line for no model is refused, so that any gate does."""
+        name = line.body.get("model")
+        own = self._gates.get(name) if isinstance(name, str) else None
+        return own or next(iter(self._gates.values()))
+
     async def _call(self, endpoint: str, line: Line, owner: str) -> Answer:
         caller = self._gateway.keys.caller(owner)
         if caller is None:
             refusal = ApiError(401, "the key of this batch is not accepted any more", code="invalid_api_key")
             return Answer(refusal.status, "", refusal.body)
         return await call(self._app, endpoint, line, caller)
+
+
+def _gate(model: ModelFleet) -> LineGate:
+    return LineGate(
+        lambda: places_of(model.fleet.snapshot()),
+        model.waiting_requests,
+        lambda: model.runner.client_sequences,
+        time.monotonic,
+    )

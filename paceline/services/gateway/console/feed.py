@@ -15,7 +15,7 @@ from typing import Any
 
 import paceline
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.console.history import BIN_SECONDS, BINS, COLUMNS, Cell, History
+from paceline.services.gateway.console.history import BIN_SECONDS, BINS, COLUMNS, Cell, Counters, History, Service
 from paceline.services.gateway.console.snapshot import counters_of, describe_fleet, levels_of
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.runner import SequenceRunner
@@ -27,6 +27,9 @@ RECENT_SECONDS = 300
 """The latest part of the history, whose percentiles are shown beside those of the hour."""
 _BEHIND = 16
 """Events that a slow viewer may be behind. Then its stream ends, and its browser opens a new one."""
+
+_PART = 100
+"""Members whose figures are read at a time, so that those of a large fleet do not hold up streams."""
 
 Json = dict[str, Any]
 
@@ -67,8 +70,11 @@ class Feed:
         self.end_streams()
         await end_tasks(*self._tasks)
 
-    async def watch(self) -> AsyncGenerator[bytes]:
+    async def watch(self, about: Json | None = None) -> AsyncGenerator[bytes]:
         """Yield server-sent events: `history` once, then `live` every LIVE_SECONDS and `rows` after each bin.
+
+        Args:
+            about: further facts for the first event.
 
         The stream ends if the viewer is too slow, and at the end of the gateway; before its start, after `history`.
         """
@@ -77,7 +83,7 @@ class Feed:
             self._viewers.add(viewer)
             self._watched.set()
         try:
-            yield event(self._about | self._history_part(self._history.rows()), "history") + self._live
+            yield event(self._about | (about or {}) | self._history_part(self._history.rows()), "history") + self._live
             while viewer in self._viewers and (events := await viewer.get()):
                 yield events
         finally:
@@ -96,7 +102,11 @@ class Feed:
             with _logged_errors():
                 members, queue = self._fleet.workers(), self._runner.queue
                 levels = levels_of(members, self._runner.sequences.count - len(queue), len(queue))
-                self._history.sample(time.monotonic(), levels, counters_of(members))
+                counters: dict[Service, Counters] = {}
+                for start in range(0, len(members), _PART):
+                    counters |= counters_of(members[start : start + _PART])
+                    await asyncio.sleep(0)
+                self._history.sample(time.monotonic(), levels, counters)
                 changed = self._history.take_changed()
                 if self._viewers:
                     self._publish(event(self._history_part(changed), "rows"))

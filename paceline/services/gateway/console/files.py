@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -43,21 +44,25 @@ log = logging.getLogger(__name__)
 
 
 class StaticFile:
-    """One file, with its compressed form and its tag."""
+    """One file, with its tag. It is compressed when a client first asks for that."""
 
     def __init__(self, name: str, content: bytes) -> None:
         self._content = content
-        packed = gzip.compress(content, mtime=0) if len(content) >= _LEAST_COMPRESSED else content
-        self._packed = packed if len(packed) < len(content) else None
         self._tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
         self._media_type = mimetypes.guess_type(name)[0] or "text/plain"
+
+    @functools.cached_property
+    def _packed(self) -> bytes | None:
+        """The compressed form; None if it is not worth its header."""
+        packed = gzip.compress(self._content, mtime=0) if len(self._content) >= _LEAST_COMPRESSED else self._content
+        return packed if len(packed) < len(self._content) else None
 
     def response(self, request: Request) -> Response:
         """Return the file, compressed if the client accepts it, or 304 if the client has it already."""
         headers = {**HEADERS, "etag": self._tag}
         if self._tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        if self._packed is not None and "gzip" in request.headers.get("accept-encoding", ""):
+        if "gzip" in request.headers.get("accept-encoding", "") and self._packed is not None:
             return Response(self._packed, headers={**headers, "content-encoding": "gzip"}, media_type=self._media_type)
         return Response(self._content, headers=headers, media_type=self._media_type)
 

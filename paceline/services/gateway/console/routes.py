@@ -29,9 +29,12 @@ def make_console(gateway: Gateway) -> APIRouter:
         return files[PAGE].response(request)
 
     @router.get("/console/feed", response_class=Response, include_in_schema=False)
-    async def feed() -> Response:
+    async def feed(model: str | None = None) -> Response:
+        # The page learns the names of the models from its first stream, which is of the first model.
+        shown = gateway.named(model)[0]
+        about = {"models": list(gateway.models)}
         # An error ends the stream; the browser then opens a new one.
-        return EventStreamResponse(gateway.console.watch(), lambda error: event(error.body, "error"))
+        return EventStreamResponse(shown.console.watch(about), lambda error: event(error.body, "error"))
 
     @router.get("/console/requests", response_model=None, responses=answers(RequestList))
     async def requests(limit: Annotated[int, Query(ge=1, le=MOST_REQUESTS)] = 100) -> dict[str, Any]:

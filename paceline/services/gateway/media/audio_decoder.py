@@ -22,7 +22,7 @@ Nyquist frequency remains."""
 
 
 def decode(
-    data: memoryview, max_bytes: int, max_seconds: float, sample_rate: int
+    data: memoryview, max_bytes: int, max_seconds: float, sample_rate: int, because: str = "--max-audio-seconds"
 ) -> tuple[dict[str, Any], NDArray[np.float32]]:
     """Return no facts, and the mean of all channels: [samples], full scale from -1 to 1.
 
@@ -30,6 +30,7 @@ def decode(
         max_bytes: the size of the largest array.
         max_seconds: the longest clip.
         sample_rate: samples per second of the result.
+        because: the reason for `max_seconds`.
 
     Raises BrokenItemError, or any error of PyAV.
     """
@@ -49,9 +50,7 @@ def decode(
                 pieces.append(resampled.to_ndarray().mean(axis=0, dtype=np.float32))
                 samples += pieces[-1].size
             if samples > max_seconds * sample_rate:
-                raise BrokenItemError(
-                    f"the clip has more than {max_seconds:g} seconds (--max-audio-seconds); send a part of it"
-                )
+                raise BrokenItemError(f"the clip has more than {max_seconds:g} seconds ({because}); send a part of it")
             if samples * _BYTES_PER_SAMPLE > max_bytes:
                 raise BrokenItemError("to decode it takes too much memory (--media-memory); send a shorter clip")
     if not samples:

@@ -30,9 +30,10 @@ class Channel:
     ) -> None:
         """Send a message. Raises OSError, which is TimeoutError if it takes too long."""
         text = json.dumps(header).encode()
-        self._socket.settimeout(seconds)
-        self._socket.sendall(_SIZES.pack(len(text), len(payload)) + text)
-        self._socket.sendall(payload)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for part in (_SIZES.pack(len(text), len(payload)) + text, payload):
+            self._socket.settimeout(_left(deadline))
+            self._socket.sendall(part)
 
     def receive(self, max_bytes: int, seconds: float | None = None) -> tuple[dict[str, Any], memoryview]:
         """Return the header and the payload of the next message.
@@ -61,12 +62,18 @@ class Channel:
         data = np.empty(count, np.uint8).data
         view = data
         while len(view):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
+            self._socket.settimeout(_left(deadline))
             received = self._socket.recv_into(view)
             if not received:
                 raise ChannelError("the connection was closed")
             view = view[received:]
         return data
+
+
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds until a deadline on time.monotonic(). Raises TimeoutError if it has come."""
+    if deadline is None:
+        return None
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from paceline.services.gateway.media import audio_decoder, image_decoder, video_
 from paceline.services.gateway.media.channel import Channel, ChannelError
 from paceline.services.gateway.media.confinement import confine
 from paceline.services.gateway.media.decoded import BrokenItemError
+from paceline.services.gateway.media.items import ImageSize
 
 _LATE_MODULES = ("PIL.ImageColor", "av.subtitles.codeccontext", "av.subtitles.stream")
 _DECODERS: dict[str, Callable[..., tuple[dict[str, Any], NDArray[Any]]]] = {
@@ -52,6 +54,8 @@ def main(descriptor: int, memory: int) -> None:
     with contextlib.suppress(ChannelError, ConnectionError):
         while True:
             job, data = channel.receive(memory)
+            if job["asks"]:
+                job["options"]["fit"] = partial(_ask, channel)
             channel.send(*decode(job, data))
 
 
@@ -69,6 +73,15 @@ def decode(job: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes
         return {"error": f"it cannot be decoded ({type(error).__name__})"}, b""
     header = {"facts": facts, "shape": array.shape, "dtype": array.dtype.str}
     return header, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _ask(channel: Channel, height: int, width: int) -> ImageSize | None:
+    """Ask the gateway to which size an image is resized. Raises BrokenItemError if it does not want the image."""
+    channel.send({"size": [height, width]})
+    answer, _ = channel.receive(0)
+    if answer["is_refused"]:
+        raise BrokenItemError("the gateway does not want it")  # which knows why
+    return None if answer["resize"] is None else ImageSize(**answer["resize"])
 
 
 def _import_the_rest() -> None:

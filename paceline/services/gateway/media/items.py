@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -20,6 +20,23 @@ class MediaItem:
     url: str | None
     """An http, https, data or file URL. None if the client sends only the `uuid` of an item that it has sent before."""
     uuid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """The size to which an image is resized."""
+
+    height: int
+    width: int
+    resample: int
+    """The number of one of Pillow's filters."""
+
+
+Fit: TypeAlias = Callable[[int, int], ImageSize | None]
+"""A function that returns the size to which an image of some height and width is resized; None leaves it as it is.
+
+It raises InvalidRequestError if the image is refused.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +17,16 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, ConfigError
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.answer import Facts
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
 from paceline.services.gateway.media.guard import Guard
-from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind
+from paceline.services.gateway.media.items import SAMPLING_RATE, Fit, FrameSampling, ItemKind
 from paceline.services.gateway.media.metrics import MediaMetrics
-from paceline.services.gateway.media.pool import DecodePool, Facts
+from paceline.services.gateway.media.pool import DecodePool
 from paceline.services.gateway.media.source import Sources
+
+T = TypeVar("T")
 
 _MAX_READING = 256
 """Items of all requests that are read at the same time. Each may need a connection."""
@@ -57,6 +62,7 @@ class MediaService:
         self.config = config
         self.metrics = metrics or MediaMetrics()
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "media")
+        self._processing = concurrent.futures.ThreadPoolExecutor(config.media_processes, "preprocess")
         self._reading = 0
         folder = config.allowed_local_media_path
         if folder and not Path(folder).is_dir():
@@ -85,9 +91,24 @@ class MediaService:
         finally:
             self._reading -= 1
 
+    async def preprocess(self, compute: Callable[..., T], *arguments: object) -> T:
+        """Return compute(*arguments), in one of as many threads as processes decode.
+
+        So pixels of many requests neither take all cores, nor the threads that plan other requests.
+
+        Raises BusyError if this takes longer than `--media-decode-seconds`, because others wait for the threads, too.
+        """
+        try:
+            async with asyncio.timeout(self.config.media_decode_seconds):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._processing, compute, *arguments)
+        except TimeoutError:
+            raise BusyError("other images, videos and audio clips are being prepared; try again later") from None
+
     async def close(self) -> None:
         """End the processes that decode. Items that are being loaded fail."""
         await self.pool.close()
+        self._processing.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -114,13 +135,18 @@ class MediaLoader:
         # The items of one request leave a process free for others.
         self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
 
-    async def image(self, source: str, place: str) -> NDArray[np.uint8]:
+    async def image(self, source: str, place: str, fit: Fit | None = None) -> NDArray[np.uint8]:
         """Return an image as RGB, [height, width, 3].
 
         The image is turned as its EXIF orientation says, transparent parts are white, and only the first frame of an
         animation is read.
+
+        Args:
+            fit: says to which size the image is resized, in the process that decodes it. Called in a thread. Its
+                InvalidRequestError is raised here.
         """
-        _, pixels = await self._load("image", source, place, {"max_pixels": self._service.config.max_image_pixels})
+        options = {"max_pixels": self._service.config.max_image_pixels}
+        _, pixels = await self._load("image", source, place, options, fit)
         return pixels
 
     async def video(self, source: str, place: str, sampling: FrameSampling) -> Video:
@@ -134,14 +160,22 @@ class MediaLoader:
         facts, frames = await self._load("video", source, place, options)
         return Video(frames, facts["timestamps"])
 
-    async def audio(self, source: str, place: str) -> NDArray[np.float32]:
-        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1."""
-        options = {"max_seconds": self._service.config.max_audio_seconds, "sample_rate": SAMPLING_RATE}
+    async def audio(self, source: str, place: str, model_seconds: float = math.inf) -> NDArray[np.float32]:
+        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1.
+
+        Args:
+            model_seconds: the longest clip that the model takes; a longer one is refused before all of it is decoded.
+        """
+        seconds, because = min(
+            (self._service.config.max_audio_seconds, "--max-audio-seconds"),
+            (model_seconds, "the most that this model takes"),
+        )
+        options = {"max_seconds": seconds, "because": because, "sample_rate": SAMPLING_RATE}
         _, samples = await self._load("audio", source, place, options)
         return samples
 
     async def _load(
-        self, kind: ItemKind, source: str, place: str, options: dict[str, Any]
+        self, kind: ItemKind, source: str, place: str, options: dict[str, Any], fit: Fit | None = None
     ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about a decoded item and its array."""
         metrics = self._service.metrics
@@ -153,6 +187,6 @@ class MediaLoader:
                     metrics.count_bytes(kind, len(data))
                 async with self._decoding:
                     with metrics.counted(kind, "decode"):
-                        return await self._service.pool.decode(kind, data, options, self._budget)
+                        return await self._service.pool.decode(kind, data, options, self._budget, fit)
         except MediaError as error:
             raise type(error)(f"{place}: {error}", place) from None

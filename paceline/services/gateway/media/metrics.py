@@ -10,8 +10,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
-from paceline.core.errors import BusyError
-from paceline.services.gateway.errors import MediaError
+from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.services.gateway.media.items import ItemKind
 
 Phase = Literal["fetch", "decode"]
@@ -42,7 +41,7 @@ class MediaMetrics:
         try:
             yield
             outcome = "ok"
-        except MediaError:
+        except InvalidRequestError:
             outcome = "refused"
             raise
         except BusyError:

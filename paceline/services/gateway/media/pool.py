@@ -6,27 +6,31 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import math
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from dataclasses import asdict
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
-from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
+from paceline.services.common.tasks import InUse
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.answer import Facts, array_of, facts_of, size_of
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.channel import Channel, ChannelError
+from paceline.services.gateway.media.items import Fit, ImageSize
 
 START_SECONDS = 60.0
 """Longest time for a process to start."""
+END_SECONDS = 10.0
+"""Longest time for a process that was killed to end. The system may still free its memory and its network."""
 MAX_WAITING = 256
 """Items that may wait for a process; the requests of further ones get 429."""
 ITEMS = 500
@@ -38,9 +42,6 @@ _BASE_BYTES = 1 << 30
 """Address space of a process before it decodes: mostly code of libraries."""
 _BYTES_PER_PIXEL = 16
 """Memory for each pixel of the largest image while it is decoded, converted and turned."""
-
-Facts: TypeAlias = dict[str, NDArray[np.float64]]
-"""What a decoder tells about an item besides its array: for a video, the `timestamps` of its frames in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +67,16 @@ class DecodeProcess:
         """The id of the process; None before it has started."""
         return self._process.pid if self._process is not None else None
 
-    def decode(self, job: dict[str, Any], data: bytes | bytearray, seconds: float) -> tuple[Facts, NDArray[Any]]:
+    def decode(
+        self, job: dict[str, Any], data: bytes | bytearray, seconds: float, fit: Fit | None = None
+    ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about an item and its array. Blocks.
 
+        Args:
+            fit: says to which size an image is resized.
+
         Raises:
+            InvalidRequestError: `fit` refuses the image.
             MediaError: the item cannot be decoded within the time.
             UnavailableError: the process cannot be started.
         """
@@ -77,7 +84,7 @@ class DecodeProcess:
             channel = self._start()
             self._items += 1
             try:
-                return self._exchange(channel, job, data, seconds)
+                return self._exchange(channel, job, data, seconds, fit)
             except TimeoutError:
                 self.is_usable = False
                 raise MediaError(f"it could not be decoded within {seconds:g} seconds; send a smaller one") from None
@@ -94,27 +101,44 @@ class DecodeProcess:
             self._process.kill()
 
     def end(self) -> None:
-        """End the process, and wait until it has ended."""
+        """End the process, and wait until it has ended, up to END_SECONDS."""
         self.kill()
         with self._lock:  # a call of `decode` in another thread may still be starting the process
             if self._process is not None:
-                self._process.wait()
+                try:
+                    self._process.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    log.warning("a process that decodes media, %d, does not end although it was killed", self.pid)
             if self._channel is not None:
                 self._channel.close()
 
     def _exchange(
-        self, channel: Channel, job: dict[str, Any], data: bytes | bytearray, seconds: float
+        self, channel: Channel, job: dict[str, Any], data: bytes | bytearray, seconds: float, fit: Fit | None
     ) -> tuple[Facts, NDArray[Any]]:
-        """Send an item and return the answer to it. Raises MediaError, or the errors of the channel."""
+        """Send an item and return the answer to it. Raises MediaError, or the errors of `fit` and of the channel."""
         deadline = time.monotonic() + seconds
-        channel.send(job, data, seconds)
+        channel.send({**job, "asks": fit is not None}, data, seconds)
         answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
+        refusal: InvalidRequestError | None = None
+        wanted: ImageSize | None = None
+        if fit is not None and "size" in answer:
+            try:
+                wanted = fit(*size_of(answer))
+            except InvalidRequestError as error:
+                refusal = error
+            told = {"is_refused": refusal is not None, "resize": wanted and asdict(wanted)}
+            channel.send(told, seconds=deadline - time.monotonic())
+            answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
         if answer.get("retire") or self._items == ITEMS:
             self.is_usable = False
+        if refusal is not None:
+            raise refusal
         if "error" in answer:
             raise MediaError(str(answer["error"]))
-        array = _array(answer, payload)
-        return _facts(answer, len(array)), array
+        array = array_of(answer, payload)
+        if wanted is not None and array.shape != (wanted.height, wanted.width, 3):
+            raise ValueError("the image has another size than it was resized to")
+        return facts_of(answer, len(array)), array
 
     def _start(self) -> Channel:
         """Return the channel to the process, which is started if it does not run."""
@@ -158,7 +182,12 @@ class DecodePool:
         self._process_memory = _BASE_BYTES + _BYTES_PER_PIXEL * config.max_image_pixels + memory.of_item
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
+        self._running = InUse()
+        """Items in a process, until their callers see the results."""
         self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
+        self._enders = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode-end")
+        self._ending: set[asyncio.Future[None]] = set()
+        """Ends of processes that are waited for."""
         self._slots = asyncio.Semaphore(config.media_processes)
         self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
         self.waiting = 0
@@ -171,11 +200,20 @@ class DecodePool:
         return [*self._idle, *self._busy]
 
     async def decode(
-        self, kind: str, data: bytes | bytearray, options: dict[str, Any], budget: RequestBudget
+        self,
+        kind: str,
+        data: bytes | bytearray,
+        options: dict[str, Any],
+        budget: RequestBudget,
+        fit: Fit | None = None,
     ) -> tuple[Facts, NDArray[Any]]:
         """Return the facts about an item and its array, whose bytes `budget` has counted.
 
+        Args:
+            fit: says to which size an image is resized. Called in a thread.
+
         Raises:
+            InvalidRequestError: `fit` refuses the image.
             MediaError: the item is broken, too large, or takes too long.
             BusyError: too many items wait, or the memory for media is full.
             UnavailableError: no process can be started.
@@ -184,9 +222,9 @@ class DecodePool:
             most = budget.of_next_item
             job = {"kind": kind, "options": options, "max_bytes": most, "seconds": self.seconds}
             # Count the largest array while it is decoded, so that there is room for it.
-            with budget.temporary() as take:
+            with budget.temporary() as take, self._running.running():
                 take(most)
-                facts, array = await self._run(job, data)
+                facts, array = await self._run(job, data, fit)
             budget.take(array.nbytes)
             return facts, array
 
@@ -196,9 +234,13 @@ class DecodePool:
         for process in self.processes:
             process.kill()
         for process in self._idle:
-            await asyncio.to_thread(process.end)
+            self._end(process)
         self._idle.clear()
         await asyncio.to_thread(self._threads.shutdown)
+        await self._running.wait_until_idle()
+        if self._ending:
+            await asyncio.wait(self._ending)
+        self._enders.shutdown()
 
     @contextlib.asynccontextmanager
     async def _slot(self, kind: str) -> AsyncIterator[None]:
@@ -218,16 +260,21 @@ class DecodePool:
                 self.waiting -= 1
             yield
 
-    async def _run(self, job: dict[str, Any], data: bytes | bytearray) -> tuple[Facts, NDArray[Any]]:
+    async def _run(self, job: dict[str, Any], data: bytes | bytearray, fit: Fit | None) -> tuple[Facts, NDArray[Any]]:
         if self._is_closed:
             raise UnavailableError("this gateway is shutting down; try another one")
         process = self._idle.pop() if self._idle else DecodeProcess(self._process_memory)
         self._busy.add(process)
         loop = asyncio.get_running_loop()
-        decoding = loop.run_in_executor(self._threads, process.decode, job, data, self.seconds)
+        decoding = loop.run_in_executor(self._threads, process.decode, job, data, self.seconds, fit)
         decoding.add_done_callback(lambda done: done.exception())  # after a cancellation nobody else asks for it
         try:
-            return await asyncio.shield(decoding)
+            # The thread has deadlines of its own. This one also holds if it hangs outside of them.
+            async with asyncio.timeout(START_SECONDS + 2 * self.seconds):
+                return await asyncio.shield(decoding)
+        except TimeoutError:
+            process.kill()
+            raise UnavailableError("a process that decodes media does not answer; try again later") from None
         except asyncio.CancelledError:
             try:
                 await asyncio.wait([decoding], timeout=GRACE_SECONDS)
@@ -240,23 +287,10 @@ class DecodePool:
             if process.is_usable:
                 self._idle.append(process)
             else:
-                await asyncio.to_thread(process.end)
+                self._end(process)
 
-
-def _facts(answer: dict[str, Any], length: int) -> Facts:
-    """Return the facts of an answer, each of which has a number for every element of the array.
-
-    Raises ValueError, KeyError, TypeError or OverflowError if they are others.
-    """
-    facts = {name: np.array(values, np.float64) for name, values in dict(answer["facts"]).items()}
-    if any(values.shape != (length,) or not np.isfinite(values).all() for values in facts.values()):
-        raise ValueError("the facts do not fit the array")
-    return facts
-
-
-def _array(answer: dict[str, Any], payload: memoryview) -> NDArray[Any]:
-    """Return the array of an answer. Raises ValueError, KeyError or TypeError if the answer contradicts itself."""
-    shape, dtype = tuple(answer["shape"]), np.dtype(answer["dtype"])
-    if dtype not in (np.uint8, np.float32) or math.prod(shape) * dtype.itemsize != len(payload):
-        raise ValueError("the array has another size than its shape says")
-    return np.frombuffer(payload, dtype).reshape(shape)
+    def _end(self, process: DecodeProcess) -> None:
+        """End a process, while its item is answered: nobody waits for a process that ends slowly."""
+        ending = asyncio.get_running_loop().run_in_executor(self._enders, process.end)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)

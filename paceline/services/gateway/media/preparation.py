@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 from numpy.typing import NDArray
@@ -17,9 +18,9 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import RequestBudget
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
-from paceline.services.gateway.media.items import ItemKind, MediaItem
+from paceline.services.gateway.media.items import ImageSize, ItemKind, MediaItem
 from paceline.services.gateway.media.loader import MediaLoader, MediaService
-from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, Processor
+from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, PADDING_SECONDS, Processor
 from paceline.services.gateway.media.recent import RecentMedia
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class MediaPreparer:
         options: Json | None,
         owner: str,
         param: str = "messages",
+        most_tokens: int | None = None,
     ) -> T:
         """Return what `make` makes of the request's media. `make` runs in threads.
 
@@ -76,6 +78,7 @@ class MediaPreparer:
             options: the request's `mm_processor_kwargs`.
             owner: who sends the request. Only the same owner can use an item's uuid later.
             param: the field of the request that errors name.
+            most_tokens: the most placeholder tokens that the media may have together; None if this is not known.
 
         Raises:
             InvalidRequestError: an item, an option or a number of items is wrong; or what `make` raises.
@@ -90,7 +93,8 @@ class MediaPreparer:
         await asyncio.to_thread(make, NOTHING)
         for expansion in known.values():
             budget.take(expansion.size)
-        expansions = {**known, **await self._load_all(items, processor, budget, owner, param)}
+        room = _Room(budget, most_tokens)
+        expansions = {**known, **await self._load_all(items, processor, room, owner, param)}
         return await asyncio.to_thread(make, expansions)
 
     def _with_options(self, options: Json | None) -> Processor | None:
@@ -134,12 +138,14 @@ class MediaPreparer:
         return known
 
     async def _load_all(
-        self, items: Sequence[MediaItem], processor: Processor, budget: RequestBudget, owner: str, param: str
+        self, items: Sequence[MediaItem], processor: Processor, room: _Room, owner: str, param: str
     ) -> dict[MediaItem, Expansion]:
         """Return what stands in the prompt for items that have a URL. Each is loaded once, however often it comes."""
         places = {item: place for item, place in zip(items, _places(items)) if item.url is not None}
-        loader = MediaLoader(self._service, budget)
-        tasks = [asyncio.create_task(_load(loader, budget, processor, item, place)) for item, place in places.items()]
+        loader = MediaLoader(self._service, room.budget)
+        tasks = [
+            asyncio.create_task(self._load(loader, room, processor, item, place)) for item, place in places.items()
+        ]
         try:
             loaded = dict(zip(places, await asyncio.gather(*tasks), strict=True))
         except InvalidRequestError as error:
@@ -152,32 +158,82 @@ class MediaPreparer:
                 self._recent.put(_key(item, processor, owner), expansion)
         return loaded
 
+    async def _load(
+        self, loader: MediaLoader, room: _Room, processor: Processor, item: MediaItem, place: str
+    ) -> Expansion:
+        """Return what stands in the prompt for an item, with its inputs counted by the budget."""
+        assert item.url is not None
+        array: NDArray[Any]
+        shape: Sequence[int]
+        compute: Callable[[], Expansion]
+        try:
+            match item.kind:
+                case "image":
+                    fit = _Fit(processor, room)
+                    array = await loader.image(item.url, place, fit)
+                    shape = (*fit.size, 3)
+                    compute = partial(processor.image, array, fit.size)
+                case "audio":
+                    seconds = processor.audio_seconds + PADDING_SECONDS
+                    array = await loader.audio(item.url, place, seconds)
+                    shape = array.shape
+                    compute = partial(processor.audio, array)
+                case "video":
+                    video = await loader.video(item.url, place, processor.sampling)
+                    array = video.frames
+                    shape = array.shape
+                    compute = partial(processor.video, list(array), video.timestamps.tolist())
+            room.take(processor.tokens_of(item.kind, shape))
+            expansion = await self._service.preprocess(compute)
+            room.budget.give(array.nbytes)
+            room.budget.take(expansion.size)
+            return expansion
+        except MediaError:
+            raise
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{place}: {error}", place) from None
 
-async def _load(
-    loader: MediaLoader, budget: RequestBudget, processor: Processor, item: MediaItem, place: str
-) -> Expansion:
-    """Return what stands in the prompt for an item, with its inputs counted by the budget."""
-    assert item.url is not None
-    array: NDArray[Any]
-    try:
-        match item.kind:
-            case "image":
-                array = await loader.image(item.url, place)
-                expansion = await asyncio.to_thread(processor.image, array)
-            case "audio":
-                array = await loader.audio(item.url, place)
-                expansion = await asyncio.to_thread(processor.audio, array)
-            case "video":
-                video = await loader.video(item.url, place, processor.sampling)
-                array = video.frames
-                expansion = await asyncio.to_thread(processor.video, list(array), video.timestamps.tolist())
-        budget.give(array.nbytes)
-        budget.take(expansion.size)
-        return expansion
-    except MediaError:
-        raise
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{place}: {error}", place) from None
+
+class _Fit:
+    """Says to which size an image is resized, and refuses it if no context has room for it. Remembers its size."""
+
+    def __init__(self, processor: Processor, room: _Room) -> None:
+        self._processor = processor
+        self._room = room
+        self.size = (0, 0)
+        """Height and width."""
+
+    def __call__(self, height: int, width: int) -> ImageSize | None:
+        self.size = (height, width)
+        self._room.check(self._processor.tokens_of("image", (height, width, 3)))
+        return self._processor.fit(height, width)
+
+
+class _Room:
+    """The room for the media of one request: in memory, and in the context of the model.
+
+    Args:
+        most_tokens: the most placeholder tokens of all media; None is no limit.
+    """
+
+    def __init__(self, budget: RequestBudget, most_tokens: int | None) -> None:
+        self.budget = budget
+        self._most = most_tokens
+        self._taken = 0
+
+    def take(self, tokens: int) -> None:
+        """Count the placeholder tokens of an item. Raises InvalidRequestError if no context has room for them."""
+        self.check(tokens)
+        self._taken += tokens
+
+    def check(self, tokens: int) -> None:
+        """Raise InvalidRequestError if no context has room for the placeholder tokens of an item."""
+        if self._most is not None and self._taken + tokens > self._most:
+            before = f", and the items before it {self._taken}" if self._taken else ""
+            raise InvalidRequestError(
+                f"it has at least {tokens} tokens for the model{before}, and the longest context has {self._most}; "
+                "send a smaller one, or fewer"
+            )
 
 
 def _places(items: Sequence[MediaItem]) -> list[str]:

@@ -16,6 +16,7 @@ from paceline.services.gateway.messages_api.answer import MessageFormat, Message
 from paceline.services.gateway.messages_api.bodies import AnsweredMessage, MessageEvent, TokenCount
 from paceline.services.gateway.messages_api.conversion import chat_fields, chat_request
 from paceline.services.gateway.messages_api.schemas import CountRequest, MessagesRequest
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.respond import start, stream, whole
 
@@ -28,11 +29,11 @@ def make_messages(gateway: Gateway) -> APIRouter:
         "/v1/messages", response_model=None, responses=answers(AnsweredMessage, chunk=MessageEvent) | MESSAGE_ERRORS
     )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        gateway.check_request(body.model)
-        plan = await _plan(gateway, body, request)
-        generation = start(gateway, plan, request, body.stream)
+        model = gateway.pick(body.model)
+        plan = await _plan(model, body, request)
+        generation = start(model, plan, request, body.stream)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-        message_format = MessageFormat(request.state.request_id, gateway.model, shows_thinking)
+        message_format = MessageFormat(request.state.request_id, model.name, shows_thinking)
         if body.stream:
             writer = MessageWriter(message_format, generation.usage)
             return stream(generation, writer, writer.ping)
@@ -40,18 +41,18 @@ def make_messages(gateway: Gateway) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> dict[str, Any]:
-        gateway.check_request(body.model)
-        prompt = await encode_conversation(gateway, await asyncio.to_thread(chat_fields, body), request)
+        model = gateway.pick(body.model)
+        prompt = await encode_conversation(model, await asyncio.to_thread(chat_fields, body), request)
         return {"input_tokens": len(prompt.token_ids)}
 
     return router
 
 
-async def _plan(gateway: Gateway, body: MessagesRequest, request: Request) -> Plan:
+async def _plan(model: ModelFleet, body: MessagesRequest, request: Request) -> Plan:
     """Return the plan of a message. Raises ApiError and the errors of `plan_conversation`."""
-    chat = await asyncio.to_thread(chat_request, body, gateway.forms)
+    chat = await asyncio.to_thread(chat_request, body, model.forms)
     try:
-        return await plan_conversation(gateway, chat, request)
+        return await plan_conversation(model, chat, request)
     except ContextLengthError as error:
         # Clients search for these words: after the first message they shorten the conversation, after the second one
         # they lower max_tokens.

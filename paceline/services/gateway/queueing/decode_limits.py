@@ -8,6 +8,7 @@ not. All instants are of one clock, in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 INTERVAL_SECONDS = 1.0
@@ -53,25 +54,35 @@ class DecodeLimits:
         worker.peak = max(worker.peak, min(running, worker.limit))
         return running < worker.limit
 
-    def note(self, worker_id: str, running: int, gap: float, objective: float, percentile: float, now: float) -> None:
-        """Count the time between two messages with tokens of a request.
+    def note(
+        self,
+        worker_id: str,
+        running: int,
+        gap: float,
+        objective: float,
+        percentile: float,
+        now: float,
+        times: int = 1,
+    ) -> None:
+        """Count times between two messages with tokens of a request.
 
         Args:
             running: requests that the worker has now.
             gap: seconds.
             objective: seconds that a share `percentile` of the request's gaps may take at most.
+            times: number of gaps that took so long.
         """
         worker = self._workers.get(worker_id)
         if worker is None:
             worker = self._workers[worker_id] = _Worker(began=now)
-        worker.gaps += 1
-        worker.allowance += 1 - percentile
-        worker.long += gap > MARGIN * objective
+        worker.gaps += times
+        worker.allowance += times * (1 - percentile)
+        worker.long += times * (gap > MARGIN * objective)
         worker.peak = max(worker.peak, running)
         if worker.gaps >= LEAST_GAPS and now >= worker.began + INTERVAL_SECONDS:
             self._workers[worker_id] = _after_interval(worker, now)
 
-    def keep(self, worker_ids: set[str]) -> None:
+    def keep(self, worker_ids: Set[str]) -> None:
         """Forget all other workers."""
         self._workers = {worker_id: worker for worker_id, worker in self._workers.items() if worker_id in worker_ids}
 

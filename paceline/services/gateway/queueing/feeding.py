@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.services.gateway.router import Candidate, Need
+from paceline.services.gateway.router import Candidate, Need, Snapshot
 
 FED_SECONDS = 0.25
 """Time for which the prompts in a worker's own queue keep it busy."""
@@ -23,6 +23,9 @@ def is_fed(worker: Candidate) -> bool:
 
 def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:
     """Return whether all workers that could compute a prompt have enough prompts. False if there is no such worker."""
+    if isinstance(snapshot, Snapshot):
+        hungriest = snapshot.hungriest(need, FED_SECONDS, FED_TOKENS)
+        return hungriest is not None and is_fed(hungriest)
     fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
     computing = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
     return bool(computing) and all(map(is_fed, computing))

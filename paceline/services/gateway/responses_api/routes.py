@@ -23,6 +23,7 @@ from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
@@ -73,24 +74,26 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
 
     router = APIRouter(lifespan=lifespan)
 
-    async def prepare(body: ResponsesRequest, request: Request) -> tuple[list[InputItem], Toolbox, Plan]:
+    async def prepare(
+        model: ModelFleet, body: ResponsesRequest, request: Request
+    ) -> tuple[list[InputItem], Toolbox, Plan]:
         """Return the whole conversation, its tools and its plan."""
         items = await kept.conversation(body, owner_of(request))
         toolbox = Toolbox(body, items)
 
-        def plan(model: ServedModel, media: Expansions) -> Plan:
-            return plan_response(body, toolbox, items, model, media)
+        def plan(served: ServedModel, media: Expansions) -> Plan:
+            return plan_response(body, toolbox, items, served, media)
 
         with in_client_fields():
             chat = await asyncio.to_thread(chat_request, body, toolbox, items)
-            planned = await plan_with_media(gateway, [chat], request, plan, "input")
+            planned = await plan_with_media(model, [chat], request, plan, "input")
         if body.store and store is not None and planned.learnt is None:
             planned = dataclasses.replace(planned, learnt=STORED)
         return items, toolbox, planned
 
     @router.post("/v1/responses", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent))
     async def respond(body: ResponsesRequest, request: Request) -> Response:
-        gateway.check_request(body.model)
+        model = gateway.pick(body.model)
         choose_id(body.request_id, request)
         if body.background and runs is None:
             message = "background: this server keeps no responses; start it with --store"
@@ -99,12 +102,12 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
             message = f"{HEADER}: streams of responses cannot be continued, because each has an id of its own"
             raise ApiError(400, message, param=HEADER)
         owner = owner_of(request)
-        items, toolbox, plan = await prepare(body, request)
-        generation = start(gateway, plan, request, bool(body.stream))
+        items, toolbox, plan = await prepare(model, body, request)
+        generation = start(model, plan, request, bool(body.stream))
         response_id = _response_id(request)
         is_stored = body.store and store is not None
         builder = ResponseBuilder(
-            response_id, body, toolbox, gateway.model, gateway.tokenizer, generation, is_stored=is_stored
+            response_id, body, toolbox, model.name, model.tokenizer, generation, is_stored=is_stored
         )
         own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_stored else []
         if body.background and runs is not None:
@@ -127,8 +130,8 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
 
     @router.post("/v1/responses/input_tokens", response_model=None, responses=answers(InputTokens))
     async def count(body: ResponsesRequest, request: Request) -> Json:
-        gateway.check_request(body.model)
-        *_, plan = await prepare(body, request)
+        model = gateway.pick(body.model)
+        *_, plan = await prepare(model, body, request)
         return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
 
     @router.get(

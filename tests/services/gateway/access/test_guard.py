@@ -62,7 +62,8 @@ async def make_gate(toy_model: Path, toy_tokenizer: Tokenizer, redis_server: str
 
         def make(**options: Any) -> Gate:
             named = {"model": str(toy_model), "store": "none", "redis": redis_server, **options}
-            gateway = Gateway(GatewayConfig(**named), toy_tokenizer)
+            config = GatewayConfig(**named)
+            gateway = Gateway(config, [(config, toy_tokenizer)])
             closing.push_async_callback(gateway.close)
             return Gate(create_app(gateway))
 

@@ -25,7 +25,7 @@ Calls: TypeAlias = list[tuple[str, dict[str, Any]]]
 THINK = REASONING_FORMS["think"]
 THOUGHT = f"{THINK.start}\nso\n{THINK.end}\n\n"
 FORMS = [form() for form in dict.fromkeys(TOOL_FORMS.values())]
-few = settings(max_examples=settings().max_examples // 5)
+few = settings(max_examples=settings().max_examples // 2)
 """For cases in which a grammar is compiled."""
 
 TOOLS = (

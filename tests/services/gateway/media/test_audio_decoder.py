@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.errors import MediaError
@@ -98,7 +98,6 @@ def test_refuses(decode: Decode, name: str) -> None:
         decode("audio", data, **{**OPTIONS, **options})
 
 
-@settings(max_examples=100)
 @given(place=st.sampled_from(FORMATS), mutation=MUTATIONS)
 def test_mutated_file_is_decoded_or_refused(decode: Decode, place: tuple[str, str], mutation: Mutation) -> None:
     try:

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media.items import ImageSize
 from paceline.services.gateway.media.pool import DecodeProcess
 from tests.services.gateway.media.conftest import Decode
 from tests.services.gateway.media.samples import IMAGE_FORMATS, MUTATIONS, Mutation, image_file, picture, png
@@ -167,7 +169,6 @@ def test_bound_of_pixels_is_exact(decode: Decode) -> None:
         pixels(decode, image_file(), max_pixels=23)
 
 
-@settings(max_examples=150)
 @given(format=st.sampled_from(IMAGE_FORMATS), mutation=MUTATIONS)
 def test_mutated_file_is_decoded_or_refused(
     process: DecodeProcess, decode: Decode, format: str, mutation: Mutation
@@ -181,3 +182,33 @@ def test_mutated_file_is_decoded_or_refused(
         assert array.ndim == 3
         assert array.shape[2] == 3
     assert process.pid == before
+
+
+def job(**options: int) -> dict[str, Any]:
+    return {"kind": "image", "options": {"max_pixels": 1 << 20, **options}, "max_bytes": 300, "seconds": 60.0}
+
+
+def test_an_image_is_resized_where_it_is_decoded(process: DecodeProcess) -> None:
+    seen = []
+
+    def fit(height: int, width: int) -> ImageSize:
+        seen.append((height, width))
+        return ImageSize(5, 7, Image.Resampling.BICUBIC)
+
+    large = Image.linear_gradient("L").convert("RGB").crop((0, 0, 200, 100))
+    _, array = process.decode(job(), image_file("PNG", large), 60.0, fit)
+    assert np.array_equal(array, np.asarray(large.resize((7, 5), Image.Resampling.BICUBIC)))
+    assert seen == [(100, 200)]
+
+
+def test_an_image_may_be_refused_by_its_size_or_stay_as_it_is(process: DecodeProcess) -> None:
+    def refuse(height: int, width: int) -> None:
+        raise InvalidRequestError(f"{height} x {width} is too small")
+
+    with pytest.raises(InvalidRequestError, match="4 x 6 is too small"):
+        process.decode(job(), image_file(), 60.0, refuse)
+    assert process.is_usable
+    _, array = process.decode(job(), image_file(), 60.0, lambda height, width: None)
+    assert array.shape == (4, 6, 3)
+    with pytest.raises(MediaError, match="--media-memory"):
+        process.decode(job(), image_file("PNG", picture(40, 30)), 60.0, lambda height, width: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -21,7 +22,8 @@ from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media import pool
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
-from paceline.services.gateway.media.channel import Channel
+from paceline.services.gateway.media.channel import Channel, ChannelError
+from paceline.services.gateway.media.items import ImageSize
 from paceline.services.gateway.media.pool import DecodePool, DecodeProcess
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.media.samples import audio_file, image_file, png
@@ -105,7 +107,7 @@ async def test_crash_costs_only_its_own_item(decoders: DecodePool, budget: Reque
         await unlucky
     assert (await other).shape == (4, 6, 3)
     assert pid not in [process.pid for process in decoders.processes]
-    assert not psutil.pid_exists(pid)
+    await eventually(lambda: not psutil.pid_exists(pid))
 
 
 async def test_hanging_process_is_killed(budget: RequestBudget) -> None:
@@ -115,9 +117,26 @@ async def test_hanging_process_is_killed(budget: RequestBudget) -> None:
     pid = stop(decoders.processes[0])
     with pytest.raises(MediaError, match="within"):
         await decode(decoders, budget)
-    assert not psutil.pid_exists(pid)
+    await eventually(lambda: not psutil.pid_exists(pid))
     decoders.seconds = 20.0
     await decode(decoders, budget)
+    await decoders.close()
+
+
+async def test_nobody_waits_for_a_process_that_ends_slowly(
+    budget: RequestBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders, slow = pool_of(1, budget), threading.Event()
+    await decode(decoders, budget)
+    (process,) = decoders.processes
+    stop(process)
+    monkeypatch.setattr(process, "end", lambda: slow.wait(10) and DecodeProcess.end(process))
+    decoders.seconds = 0.2
+    with pytest.raises(MediaError, match="within"):
+        await decode(decoders, budget)
+    decoders.seconds = 20.0
+    await decode(decoders, budget)
+    slow.set()
     await decoders.close()
 
 
@@ -250,11 +269,13 @@ class LyingProcess(DecodeProcess):
 
     Args:
         facts: what it tells about an image of one pixel.
+        size: the size that it tells before; None tells none.
     """
 
-    def __init__(self, facts: object) -> None:
+    def __init__(self, facts: object, size: object = None) -> None:
         super().__init__(1 << 30)
         self._facts = facts
+        self._size = size
 
     def _start(self) -> Channel:
         self._channel, theirs = (Channel(end) for end in socket.socketpair())
@@ -263,7 +284,11 @@ class LyingProcess(DecodeProcess):
 
     def _lie(self, channel: Channel) -> None:
         channel.receive(1 << 20)
-        channel.send({"facts": self._facts, "shape": [1, 1, 3], "dtype": "|u1"}, bytes(3))
+        with contextlib.suppress(ChannelError, OSError):  # it may have been found out
+            if self._size is not None:
+                channel.send({"size": self._size})
+                channel.receive(0)
+            channel.send({"facts": self._facts, "shape": [1, 1, 3], "dtype": "|u1"}, bytes(3))
         channel.close()
 
 
@@ -275,3 +300,25 @@ def test_facts_that_do_not_fit_are_an_error_of_the_item(facts: object) -> None:
         process.decode(job, b"item", 10.0)
     assert not process.is_usable
     process.end()
+
+
+@pytest.mark.parametrize("size", [5, [1], [1, 0], ["1", 1], [1, 1]])
+def test_a_size_that_is_none_or_another_is_an_error_of_the_item(size: object) -> None:
+    process = LyingProcess({}, size)
+    job = {"kind": "image", "options": {}, "max_bytes": 100, "seconds": 10.0}
+    with pytest.raises(MediaError, match="cannot be decoded"):
+        process.decode(job, b"item", 10.0, lambda height, width: ImageSize(9, 9, 0))
+    assert not process.is_usable
+    process.end()
+
+
+async def test_a_thread_that_hangs_costs_its_own_item(budget: RequestBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders, go_on = pool_of(1, budget), threading.Event()
+    monkeypatch.setattr(pool, "START_SECONDS", 0.0)
+    monkeypatch.setattr(DecodeProcess, "decode", lambda *arguments: go_on.wait(10))
+    decoders.seconds = 0.1
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await decode(decoders, budget)
+    assert budget.used == 0
+    go_on.set()
+    await decoders.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.core.config import GatewayConfig
-from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.core.errors import BusyError, ConfigError, InvalidRequestError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
@@ -42,9 +44,13 @@ def budget() -> Iterator[RequestBudget]:
         yield budget
 
 
-async def prepare(preparer: MediaPreparer, *items: MediaItem, owner: str = "", **options: Any) -> Expansions:
+async def prepare(
+    preparer: MediaPreparer, *items: MediaItem, owner: str = "", most_tokens: int | None = None, **options: Any
+) -> Expansions:
     with MemoryBudget(1 << 30, 1).request() as budget:
-        media = await preparer.plan(items, lambda media: media, budget=budget, options=options, owner=owner)
+        media = await preparer.plan(
+            items, lambda media: media, budget=budget, options=options, owner=owner, most_tokens=most_tokens
+        )
         # The files and the decoded arrays count no longer, the inputs do.
         assert budget.used == sum(expansion.size for expansion in media.values())
         return media
@@ -54,10 +60,13 @@ def runs(media: Expansions, item: MediaItem) -> list[Run]:
     return [piece for piece in media[item].pieces if isinstance(piece, Run)]
 
 
-async def test_all_kinds_of_media_become_inputs(preparer: MediaPreparer) -> None:
+async def test_all_kinds_of_media_become_inputs(preparer: MediaPreparer, processor: Processor) -> None:
     video = MediaItem("video", data_url(video_file()))
     audio = MediaItem("audio", data_url(audio_file()))
     media = await prepare(preparer, IMAGE, video, audio, videos_kwargs={"num_frames": 4})
+    shapes = {IMAGE: (4, 6, 3), video: (4, 16, 32, 3), audio: (8000,)}
+    for item, shape in shapes.items():
+        assert processor.tokens_of(item.kind, shape) == sum(run.input.length for run in runs(media, item))
     assert [run.input.kind for run in runs(media, IMAGE)] == [MediaKind.IMAGE]
     assert [run.input.kind for run in runs(media, video)] == [MediaKind.VIDEO_FRAME] * 4
     # The sample has 20 frames in two seconds.
@@ -132,3 +141,32 @@ async def test_the_servers_options_hold_for_requests_without_their_own(
     preparer = MediaPreparer(GatewayConfig(mm_processor_kwargs='{"max_soft_tokens": 70}'), processor, service)
     (run,) = runs(await prepare(preparer, IMAGE), IMAGE)
     assert run.input.length <= 70
+
+
+async def test_an_item_that_no_context_has_room_for_is_refused_before_its_pixels_are_touched(
+    preparer: MediaPreparer, processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = processor.tokens_of("image", (4, 6, 3))
+    other = MediaItem("image", data_url(image_file("BMP")))
+    media = await prepare(preparer, IMAGE, other, most_tokens=2 * tokens)
+    assert [run.input.length for item in (IMAGE, other) for run in runs(media, item)] == [tokens] * 2
+    with pytest.raises(InvalidRequestError, match=rf"it has at least {tokens} tokens for the model, and the items bef"):
+        await prepare(preparer, IMAGE, other, most_tokens=2 * tokens - 1)
+    monkeypatch.setattr(type(processor), "fit", None)
+    with pytest.raises(InvalidRequestError, match=r"^image 1: it has at least .* the longest context has 9; send a"):
+        await prepare(preparer, IMAGE, most_tokens=9)
+
+
+async def test_audio_is_decoded_up_to_what_the_model_takes(preparer: MediaPreparer) -> None:
+    long = MediaItem("audio", data_url(audio_file(np.zeros(31 * 8000, np.float32), 8000)))
+    with pytest.raises(MediaError, match=r"more than 30\.1 seconds \(the most that this model takes\)"):
+        await prepare(preparer, long)
+
+
+async def test_preprocessing_has_a_deadline() -> None:
+    service = MediaService(GatewayConfig(media_processes=1, media_decode_seconds=0.1))
+    go_on = threading.Event()
+    with pytest.raises(BusyError, match="are being prepared"):
+        await service.preprocess(go_on.wait, 10)
+    go_on.set()
+    await service.close()

@@ -205,7 +205,7 @@ async def test_inputs_of_running_requests_count_as_memory_of_media(start_stack: 
     for stream in (False, True):
         answer = await chat(stack, PART, stream=stream)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_media")
-        assert "media of this request need more than 131072 bytes" in answer.json()["error"]["message"]
+        assert "it takes too much memory (--media-memory)" in answer.json()["error"]["message"]
     assert (await chat(stack, text("hi"))).status_code == 200
 
 
@@ -213,11 +213,11 @@ async def test_an_input_counts_once_however_often_it_appears_and_until_the_reque
     start_stack: StartStack, media_model: Path, picture: Run
 ) -> None:
     size = len(picture.input.data)
-    # A request may use half of the memory.
-    stack = await start_stack(model=str(media_model), media_memory=f"{3 * size}", store="none")
+    # A request may use half of the memory, and an item half of that.
+    stack = await start_stack(model=str(media_model), media_memory=f"{4 * size}", store="none")
     wrong = {"X-Vllm-Priority": "high"}
     for _ in range(4):
-        assert (await chat(stack, PART, text("again"), PART, **SMALL)).status_code == 200
+        assert (await chat(stack, PART, text("again"), PART, PART, **SMALL)).status_code == 200
         # These end after their media have been loaded, and without a generation.
         body = {"messages": [{"role": "user", "content": [PART]}], **SMALL}
         assert (await stack.http.post("/tokenize", json=body)).status_code == 200

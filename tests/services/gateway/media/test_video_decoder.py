@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.errors import MediaError
@@ -133,7 +133,6 @@ def test_refuses(decode: Decode, name: str) -> None:
         decode("video", data, **{**OPTIONS, **options})
 
 
-@settings(max_examples=60)
 @given(place=st.sampled_from(CONTAINERS), mutation=MUTATIONS, by_rate=st.booleans())
 def test_mutated_file_is_decoded_or_refused(
     decode: Decode, place: tuple[str, str], mutation: Mutation, by_rate: bool

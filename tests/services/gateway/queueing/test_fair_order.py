@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.queueing.fair_order import Entry, Expected, FairOrder
@@ -106,7 +106,6 @@ def test_a_key_that_comes_back_does_not_forget_what_it_got() -> None:
     assert serve_all(order)[-1] is late
 
 
-@settings(max_examples=200)
 @given(st.lists(entries, max_size=30), entries)
 def test_the_work_ahead_is_known_up_to_a_request_of_each_key(
     wanted: list[tuple[str, int, float]], newcomer: tuple[str, int, float]

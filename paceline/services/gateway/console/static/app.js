@@ -5,7 +5,7 @@ import { chat } from "./chat.js";
 import { h } from "./dom.js";
 import { fleet } from "./fleet.js";
 import { requests } from "./requests.js";
-import { connect, pause, store } from "./store.js";
+import { choose, connect, pause, store } from "./store.js";
 import { timeline } from "./timeline.js";
 
 /** A view fills an element, may return a function that ends it, and gets the rest of the address. */
@@ -47,8 +47,20 @@ function showLink() {
   element.textContent = LINKS[store.link];
 }
 
+/** Show the model's name, or a choice if the gateway has several models. */
 function showModel() {
-  document.getElementById("model").textContent = store.about?.model ?? "";
+  const place = document.getElementById("model");
+  const { model = "", models = [] } = store.about ?? {};
+  if (models.length < 2) {
+    place.textContent = model;
+    return;
+  }
+  if (!place.querySelector("select")) {
+    const select = h("select", { "aria-label": "Model" }, ...models.map((name) => h("option", { value: name }, name)));
+    select.addEventListener("change", () => choose(select.value));
+    place.replaceChildren(select);
+  }
+  place.querySelector("select").value = model;
 }
 
 function setUpTheme() {

@@ -104,7 +104,7 @@ export function chat(main) {
     status.textContent = "The answer begins.";
     try {
       const messages = [...(system ? [{ role: "system", content: system }] : []), ...talk.messages];
-      await complete({ ...fields, messages }, key, answer, shown.update, running.signal);
+      await complete({ model: store.about?.model, ...fields, messages }, key, answer, shown.update, running.signal);
       talk.messages.push(asMessage(answer));
       status.textContent = `The answer is complete: ${count(answer.usage?.completion_tokens ?? 0)} tokens.`;
     } catch (error) {

@@ -64,6 +64,7 @@ export function fleet(main) {
   const blocks = h("div");
   const charts = CHARTS.map(chart);
   const snapshots = [];
+  let shownModel;
 
   main.append(
     h("h1.unseen", {}, "Fleet"),
@@ -85,6 +86,10 @@ export function fleet(main) {
   }
   function onLive() {
     if (!store.live) return;
+    if (shownModel !== store.about?.model) {
+      shownModel = store.about?.model;
+      snapshots.length = 0; // rates are not of two models
+    }
     snapshots.push(store.live);
     if (snapshots.length > SNAPSHOTS) snapshots.shift();
     showFigures(figures);

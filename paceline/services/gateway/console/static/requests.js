@@ -1,7 +1,7 @@
 // The newest requests of this gateway. Each row leads to the request's timeline.
 import { h, headRow } from "./dom.js";
 import { clock, count, duration } from "./format.js";
-import { getJson } from "./store.js";
+import { getJson, store } from "./store.js";
 
 const EVERY_MS = 2000;
 
@@ -61,6 +61,7 @@ function newRow({ own_id: id, request_id: name, arrived }) {
 function fill(row, each) {
   while (row.children.length > 2) row.lastElementChild.remove();
   const cached = each.cached_tokens ? h("small", {}, ` ${count(each.cached_tokens)} cached`) : null;
+  const model = store.about?.models.length > 1 ? h("small", {}, ` ${each.model}`) : null;
   const retried = each.attempts > each.sequences ? h("small", {}, ` ${each.attempts} attempts`) : null;
   row.append(
     h("td", {}, h("span.state", { "data-state": each.state }, each.state), retried),
@@ -68,6 +69,6 @@ function fill(row, each) {
     h("td.number", { "data-label": "generated" }, count(each.generated_tokens)),
     h("td.number", { "data-label": "first token" }, duration(each.ttft_ms == null ? null : each.ttft_ms / 1000)),
     h("td.number", { "data-label": "total" }, duration(each.ms / 1000)),
-    h("td.mono.places", {}, each.workers.join(", ") || "–"));
+    h("td.mono.places", {}, each.workers.join(", ") || "–", model));
   return row;
 }

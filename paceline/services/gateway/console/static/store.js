@@ -4,7 +4,7 @@ const url = (path) => new URL(path, document.baseURI);
 
 /** Events: "live" (the fleet), "rows" (the history), "link" (the state of the connection). */
 export const store = new EventTarget();
-Object.assign(store, { about: null, live: null, rows: [], hour: null, recent: null, link: "connecting" });
+Object.assign(store, { about: null, live: null, rows: [], hour: null, recent: null, link: "connecting", model: "" });
 
 const SILENCE_MS = 10_000;
 let source = null;
@@ -45,11 +45,12 @@ function heard() {
 /** Open the stream. The browser opens it again after an error; the first event then has the whole history. */
 export function connect() {
   source?.close();
-  source = new EventSource(url("console/feed"));
+  source = new EventSource(url(`console/feed${ofModel()}`));
   source.addEventListener("history", (event) => {
     heard();
     const data = JSON.parse(event.data);
-    store.about = { model: data.model, media: data.media, version: data.version, columns: data.columns };
+    const { model, models, media, version, columns } = data;
+    store.about = { model, models, media, version, columns };
     store.rows = [];
     take(data);
   });
@@ -60,6 +61,17 @@ export function connect() {
     // The browser gives up if the answer was not a stream of events, for example 502 from a proxy.
     if (source.readyState === EventSource.CLOSED) { clearTimeout(watchdog); watchdog = setTimeout(connect, 3000); }
   };
+}
+
+/** Return the part of an address that names the model which is shown; without one, the gateway chooses its first. */
+function ofModel() {
+  return store.model ? `?model=${encodeURIComponent(store.model)}` : "";
+}
+
+/** Show another model: its fleet, its history, and the chat with it. */
+export function choose(model) {
+  Object.assign(store, { model, live: null, rows: [] });
+  connect();
 }
 
 /** Stop listening while nobody looks: a browser has only six connections to a server, which several tabs share. */

@@ -51,6 +51,7 @@ function facts(trace) {
     ["Total", duration(trace.ms / 1000)],
     ["Prompt", count(sum((part) => part.prompt_tokens))],
     ["Generated", count(tokens)],
+    ["Model", h("code", {}, trace.model)],
     ["Endpoint", h("code", {}, trace.endpoint)],
     ["Sampling", trace.asked.sampling === "greedy" ? "greedy" : `temperature ${trace.asked.temperature}`],
     trace.session_id ? ["Session", trace.session_id] : null,

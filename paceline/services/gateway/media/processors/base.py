@@ -14,7 +14,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.gateway.media.expansion import Expansion
-from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ImageSize, ItemKind, MediaTokens
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3], RGB."""
@@ -49,8 +49,37 @@ class Processor(ABC):
         """Return a processor with other options. Raises InvalidRequestError if it has no such option."""
 
     @abstractmethod
-    def image(self, pixels: Pixels) -> Expansion:
-        """Return what stands in a prompt for an image."""
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        """Return the fewest placeholder tokens that stand for an item, from its size alone.
+
+        So an item that no prompt has room for is refused before its pixels are resized.
+
+        Args:
+            shape: that of an image or of samples, or [frames, height, width, 3] of a video.
+
+        Raises InvalidRequestError if the model takes no item of this size.
+        """
+
+    @property
+    def audio_seconds(self) -> int:
+        """The longest audio clip that the model takes, in seconds."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def fit(self, height: int, width: int) -> ImageSize | None:
+        """Return the size to which an image of this size is resized; None if all of its pixels are needed.
+
+        Raises InvalidRequestError if the model takes no image of this size.
+        """
+
+    @abstractmethod
+    def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
+        """Return what stands in a prompt for an image.
+
+        Args:
+            pixels: those of the image, or the image resized as `fit` says.
+            size: height and width of the image, if `pixels` were resized.
+        """
 
     @property
     def sampling(self) -> FrameSampling:
@@ -71,11 +100,12 @@ class Processor(ABC):
         raise NotImplementedError
 
 
-def resized(pixels: Pixels, height: int, width: int, resample: Image.Resampling) -> Pixels:
-    """Return an image of another size."""
-    if pixels.shape[:2] == (height, width):
+def resized(pixels: Pixels, size: ImageSize) -> Pixels:
+    """Return an image of another size, or the same image if it has this size."""
+    if pixels.shape[:2] == (size.height, size.width):
         return pixels
-    return np.asarray(Image.fromarray(pixels).resize((width, height), resample))
+    filter = Image.Resampling(size.resample)
+    return np.asarray(Image.fromarray(pixels).resize((size.width, size.height), filter))
 
 
 def fitted_clip(samples: Samples, most_seconds: int) -> Samples:

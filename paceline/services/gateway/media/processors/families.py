@@ -11,7 +11,7 @@ from paceline.services.gateway.media.processors.base import Processor
 from paceline.services.gateway.media.processors.gemma3 import read_gemma3
 from paceline.services.gateway.media.processors.gemma4 import read_gemma4
 from paceline.services.gateway.media.processors.llava import read_llava
-from paceline.services.gateway.media.processors.qwen3_vl import read_qwen3_vl
+from paceline.services.gateway.media.processors.qwen3_vl import read_qwen3_5, read_qwen3_vl
 
 Json = Mapping[str, Any]
 
@@ -20,6 +20,8 @@ FAMILIES: dict[str, Callable[[Json, Json], Processor | None]] = {
     "Gemma4ForConditionalGeneration": read_gemma4,
     "Gemma4UnifiedForConditionalGeneration": read_gemma4,
     "LlavaForConditionalGeneration": read_llava,
+    "Qwen3_5ForConditionalGeneration": read_qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": read_qwen3_5,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl,
 }

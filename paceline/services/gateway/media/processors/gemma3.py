@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import MediaTokens
+from paceline.services.gateway.media.items import ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
     OPTIONS_FIELD,
     Pixels,
@@ -60,7 +60,17 @@ class Gemma3Processor(Processor):
                 return dataclasses.replace(self, pan_and_scan=wanted)
         raise InvalidRequestError(f"{OPTIONS_FIELD}: do_pan_and_scan must be true or false", OPTIONS_FIELD)
 
-    def image(self, pixels: Pixels) -> Expansion:
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        return self.length
+
+    def fit(self, height: int, width: int) -> ImageSize | None:
+        return None if self.pan_and_scan else self._size
+
+    @property
+    def _size(self) -> ImageSize:
+        return ImageSize(self.height, self.width, self.resample)
+
+    def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
         crops = list(self._crops(pixels)) if self.pan_and_scan else []
         whole = self._picture(pixels)
         if not crops:
@@ -71,7 +81,7 @@ class Gemma3Processor(Processor):
         return Expansion(tuple(pieces))
 
     def _picture(self, pixels: Pixels) -> tuple[Piece, ...]:
-        own = media_input(MediaKind.IMAGE, self.length, resized(pixels, self.height, self.width, self.resample))
+        own = media_input(MediaKind.IMAGE, self.length, resized(pixels, self._size))
         return "\n\n", self.begin_token, Run.of(self.image_token, own), self.end_token, "\n\n"
 
     def _crops(self, pixels: Pixels) -> Iterator[Pixels]:

@@ -14,7 +14,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ItemKind, MediaTokens
+from paceline.services.gateway.media.items import SAMPLING_RATE, FrameSampling, ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
     MAX_FRAME_PIXELS,
     MAX_INPUT_BYTES,
@@ -77,8 +77,29 @@ class Gemma4Processor(Processor):
             raise wrong_option(f"num_frames must be from 1 to {FRAMES}")
         return dataclasses.replace(self, budget=budget, frame_budget=frame_budget, video_frames=frames)
 
-    def image(self, pixels: Pixels) -> Expansion:
-        return Expansion(self._picture(pixels, MediaKind.IMAGE, self.budget))
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        if kind == "audio":
+            samples = min(shape[0], self.audio_seconds * SAMPLING_RATE)
+            return samples // self.samples_per_token if self.hears_samples else _mel_tokens(samples)
+        count, budget = (1, self.budget) if kind == "image" else (shape[0], self.frame_budget)
+        height, width = shape[-3:-1]
+        size = self._fitted(height, width, budget)
+        return count * (size.height * size.width // self.side**2)
+
+    @property
+    def audio_seconds(self) -> int:
+        return RAW_SECONDS if self.hears_samples else MEL_SECONDS
+
+    def fit(self, height: int, width: int) -> ImageSize | None:
+        return self._fitted(height, width, self.budget)
+
+    def _fitted(self, height: int, width: int, budget: int) -> ImageSize:
+        return ImageSize(*fitted_size(height, width, budget, self.side), Image.Resampling.BICUBIC)
+
+    def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
+        height, width = size or pixels.shape[:2]
+        shown = resized(pixels, self._fitted(height, width, self.budget))
+        return Expansion(self._picture(shown, MediaKind.IMAGE))
 
     @property
     def sampling(self) -> FrameSampling:
@@ -88,7 +109,8 @@ class Gemma4Processor(Processor):
         pieces: list[Piece] = []
         for index, (frame, second) in enumerate(zip(frames, seconds, strict=True)):
             stamp = f"{int(second // 60):02d}:{int(second % 60):02d} "
-            pieces += [f" {stamp}" if index else stamp, *self._picture(frame, MediaKind.VIDEO_FRAME, self.frame_budget)]
+            shown = resized(frame, self._fitted(frame.shape[0], frame.shape[1], self.frame_budget))
+            pieces += [f" {stamp}" if index else stamp, *self._picture(shown, MediaKind.VIDEO_FRAME)]
         return Expansion(tuple(pieces))
 
     def audio(self, samples: Samples) -> Expansion:
@@ -96,10 +118,8 @@ class Gemma4Processor(Processor):
         ids = self.token_ids
         return Expansion((ids["boa"], Run.of(ids["audio"], own), ids["eoa"]))
 
-    def _picture(self, pixels: Pixels, kind: MediaKind, budget: int) -> tuple[Piece, ...]:
-        height, width = fitted_size(pixels.shape[0], pixels.shape[1], budget, self.side)
-        length = height * width // self.side**2
-        own = media_input(kind, length, resized(pixels, height, width, Image.Resampling.BICUBIC))
+    def _picture(self, shown: Pixels, kind: MediaKind) -> tuple[Piece, ...]:
+        own = media_input(kind, shown.shape[0] * shown.shape[1] // self.side**2, shown)
         ids = self.token_ids
         placeholder = ids["image"] if kind is MediaKind.IMAGE else ids["video"]
         return ids["boi"], Run.of(placeholder, own), ids["eoi"]
@@ -125,10 +145,13 @@ def fitted_size(height: int, width: int, budget: int, side: int = 48) -> tuple[i
 
 def _mel_audio(samples: Samples) -> MediaInput:
     samples = fitted_clip(samples, MEL_SECONDS)
-    frames = frame_count(len(samples))
-    if frames == 0:
+    if frame_count(len(samples)) == 0:
         raise InvalidRequestError("an audio clip is shorter than a hundredth of a second; send a longer one")
-    return media_input(MediaKind.AUDIO, -(-frames // _FRAMES_PER_TOKEN), log_mel(samples))
+    return media_input(MediaKind.AUDIO, _mel_tokens(len(samples)), log_mel(samples))
+
+
+def _mel_tokens(samples: int) -> int:
+    return -(-frame_count(samples) // _FRAMES_PER_TOKEN)
 
 
 def _raw_audio(samples: Samples, per_token: int) -> MediaInput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Run
-from paceline.services.gateway.media.items import MediaTokens
+from paceline.services.gateway.media.items import ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import Pixels, Processor, check_names, media_input, resized
 
 Json = Mapping[str, Any]
@@ -42,18 +42,27 @@ class LlavaProcessor(Processor):
         check_names(given, ())
         return self
 
-    def image(self, pixels: Pixels) -> Expansion:
-        height, width = pixels.shape[:2]
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        return self.length
+
+    def fit(self, height: int, width: int) -> ImageSize | None:
         if max(height, width) > _MAX_RATIO * min(height, width):
             raise InvalidRequestError(
                 f"it has {width} x {height} pixels, and this model takes no image that is more than {_MAX_RATIO} times "
                 "as long as wide; send a part of it"
             )
+        if self.size is None:
+            return None
         if isinstance(self.size, int):
             short = min(height, width)
-            pixels = resized(pixels, self.size * height // short, self.size * width // short, self.resample)
-        elif self.size is not None:
-            pixels = resized(pixels, *self.size, self.resample)
+            height, width = self.size * height // short, self.size * width // short
+        else:
+            height, width = self.size
+        return ImageSize(height, width, self.resample)
+
+    def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
+        if (wanted := self.fit(*(size or pixels.shape[:2]))) is not None:
+            pixels = resized(pixels, wanted)
         if self.crop is not None:
             pixels = _middle(pixels, *self.crop)
         return Expansion((Run.of(self.image_token, media_input(MediaKind.IMAGE, self.length, pixels)),))

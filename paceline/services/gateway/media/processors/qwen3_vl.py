@@ -15,7 +15,7 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.media.expansion import Expansion, Piece, Run
-from paceline.services.gateway.media.items import FrameSampling, MediaTokens
+from paceline.services.gateway.media.items import FrameSampling, ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.media.processors.base import (
     MAX_FRAME_PIXELS,
     OPTIONS_FIELD,
@@ -70,7 +70,7 @@ class PixelBounds:
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLProcessor(Processor):
-    """The preprocessing of `Qwen3VLForConditionalGeneration` and `Qwen3VLMoeForConditionalGeneration`."""
+    """The preprocessing of Qwen 3-VL and Qwen 3.5."""
 
     tokens: MediaTokens
     start_token: int
@@ -127,9 +127,15 @@ class Qwen3VLProcessor(Processor):
             raise wrong_option(f"fps must be a number above 0 and at most {MAX_FPS}")
         return dataclasses.replace(self.frames, least=least, most=most, per_second=fps)
 
-    def image(self, pixels: Pixels) -> Expansion:
-        height, width = image_size(pixels.shape[0], pixels.shape[1], self.side, self.image_bounds)
-        shown = resized(pixels, height, width, Image.Resampling.BICUBIC)
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        count, size = (1, self.fit(*shape[:2])) if kind == "image" else (shape[0], self._frame_size(*shape[:3]))
+        return math.ceil(count / 2) * (size.height * size.width // self.side**2)
+
+    def fit(self, height: int, width: int) -> ImageSize:
+        return ImageSize(*image_size(height, width, self.side, self.image_bounds), Image.Resampling.BICUBIC)
+
+    def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
+        shown = resized(pixels, self.fit(*(size or pixels.shape[:2])))
         return Expansion(self._picture(shown, MediaKind.IMAGE))
 
     @property
@@ -143,22 +149,22 @@ class Qwen3VLProcessor(Processor):
         An odd number of frames ends with the last one twice. The template writes a start and an end around each video,
         which stay there, as in transformers.
         """
-        size = self._frame_size(frames)
+        size = self._frame_size(len(frames), *frames[0].shape[:2])
         pieces: list[Piece] = [self.start_token]
         for first in range(0, len(frames), 2):
             second = min(first + 1, len(frames) - 1)
-            pair = [resized(frames[number], *size, Image.Resampling.BICUBIC) for number in (first, second)]
+            pair = [resized(frames[number], size) for number in (first, second)]
             pieces.append(f"<{(seconds[first] + seconds[second]) / 2:.1f} seconds>")
             pieces += self._picture(np.stack(pair), MediaKind.VIDEO_FRAME)
         return Expansion((*pieces, self.end_token))
 
-    def _frame_size(self, frames: Sequence[Pixels]) -> tuple[int, int]:
-        """Return the height and width of all frames of a video."""
-        bounds, count = self.video_bounds, len(frames)
+    def _frame_size(self, count: int, height: int, width: int) -> ImageSize:
+        """Return the size to which all frames of a video are resized."""
+        bounds = self.video_bounds
         if self.frame_tokens is not None:
             each = max(min(self.frame_tokens * self.side**2, bounds.most // count), int(bounds.least * 1.05))
             bounds = dataclasses.replace(bounds, most=each * count)
-        return frame_size(count, frames[0].shape[0], frames[0].shape[1], self.side, bounds)
+        return ImageSize(*frame_size(count, height, width, self.side, bounds), Image.Resampling.BICUBIC)
 
     def _picture(self, shown: NDArray[np.uint8], kind: MediaKind) -> tuple[Piece, ...]:
         """Return the placeholders of an image [height, width, 3] or a pair of frames [2, height, width, 3]."""
@@ -215,6 +221,13 @@ def _fitted(count: int, counted: int, height: int, width: int, side: int, bounds
     return rows * side, columns * side
 
 
+def read_qwen3_5(config: Json, settings: Json) -> Qwen3VLProcessor | None:
+    """Return the processor of a Qwen 3.5, which has other tokens; None if it has no encoder. See `read_qwen3_vl`."""
+    if config.get("vision_config") is None:
+        return None
+    return read_qwen3_vl({f"{name}_token_id": own for name, own in _TOKENS_3_5.items()} | dict(config), settings)
+
+
 def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
     """Return the processor of a model.
 
@@ -254,3 +267,4 @@ def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
 
 _TOKENS = {"vision_start": 151652, "vision_end": 151653, "image": 151655, "video": 151656}
 """Names of the media tokens in config.json, without `_token_id`, and the ids that hold if a config leaves them out."""
+_TOKENS_3_5 = {"vision_start": 248053, "vision_end": 248054, "image": 248056, "video": 248057}

@@ -170,6 +170,7 @@ def test_a_video_is_pairs_of_frames_with_their_times(count: int) -> None:
     found = runs(expansion)
     grid = found[0].grid
     assert grid is not None
+    assert processor().tokens_of("video", (count, 60, 80, 3)) == sum(run.input.length for run in found)
     _, rows, columns = grid
     shown = [
         piece
@@ -201,10 +202,12 @@ def test_a_frame_may_have_a_bound_of_its_own() -> None:
     own = runs(capped.video(frames, [0.0] * 4))[0].input
     assert own.length == 6
     assert runs(processor().video(frames, [0.0] * 4))[0].input.length == 54
+    assert [each.tokens_of("video", (4, 300, 200, 3)) for each in (capped, processor())] == [2 * 6, 2 * 54]
 
 
 def test_the_largest_image_fits_into_a_message() -> None:
     own = only_run(processor().image(np.zeros((4096, 4097, 3), np.uint8))).input
+    assert processor().tokens_of("image", (4096, 4097, 3)) == own.length
     assert own.length == 4096 * 4096 // 1024
     assert media_input_to_pb(own).ByteSize() < MAX_MESSAGE_BYTES
 

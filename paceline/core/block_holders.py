@@ -1,0 +1,48 @@
+"""Which hosts have which blocks, so that one search finds the longest prefix of each host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paceline.core.kv_layout import KVLayout
+from paceline.core.prefix import HostSet, match_prefixes
+
+
+class BlockHolders:
+    """For each block of one layout, the hosts that have cached it. Hosts have numbers; low ones take less memory."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        self._holders: tuple[dict[bytes, HostSet], ...] = tuple({} for _ in layout.all_groups)
+        """By group: the holders of each block that has any."""
+
+    def apply(self, host: int, events: Iterable[tuple[str, int, bytes]]) -> None:
+        """Note blocks that became or ceased to be reusable on a host.
+
+        Args:
+            host: number of the host, from 0.
+            events: `BlockEvent`s, or tuples with the same values.
+        """
+        bit = 1 << host
+        for op, group, name in events:
+            holders = self._holders[group]
+            if op == "stored":
+                known = holders.get(name)
+                # Most blocks have one holder. They share one integer.
+                holders[name] = bit if known is None else known | bit
+            elif left := holders.get(name, 0) & ~bit:
+                holders[name] = left
+            else:
+                holders.pop(name, None)
+
+    def cached_tokens(self, links: Sequence[bytes], most: int) -> dict[int, int]:
+        """Return for each host how many of a context's first `most` tokens are cached. Hosts with none are left out.
+
+        Args:
+            links: the links of the context.
+        """
+        return match_prefixes(self.layout, self._holders, links, most)
+
+    def cached_rows(self, links: Sequence[bytes], rows: int) -> dict[int, int]:
+        """Return the same for the rows of an encoding. Raises InvalidRequestError if the layout has no encodings."""
+        return match_prefixes(self.layout.part(encoding=True), self._holders, links, rows)

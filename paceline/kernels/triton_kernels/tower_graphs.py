@@ -1,0 +1,67 @@
+"""The layers of encoders as CUDA graphs: recorded for each number of rows that comes again, then replayed by one call.
+
+An image has thousands of rows, but a layer has dozens of operations, whose launches take longer than the computation of
+a usual image. Positions are inputs, so images of other shapes with the same number of soft tokens share a recording.
+Nothing is padded: bits are those of the layers without a recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from paceline.kernels.encoding import Between, Tower
+from paceline.kernels.triton_kernels.graphs import Record, Recording
+
+MAX_ROWS = 16_384
+"""Most rows of a recorded tower. With more, launches take a small part of the time."""
+MAX_GRAPHS = 32
+"""Most recordings of a tower. Each keeps its inputs and results: about 20 MB for 2,520 patches."""
+
+
+class TowerGraphs:
+    """A tower whose numbers of rows are recorded when they come for the second time. A number may never come again.
+
+    Args:
+        recorder: makes a recorder. All recordings of one share a memory pool and are dropped together.
+    """
+
+    def __init__(self, tower: Tower, recorder: Callable[[], Record]) -> None:
+        self._tower = tower
+        self._recorder = recorder
+        self._record = recorder()
+        self._graphs: dict[tuple[object, ...], _Graph | None] = {}
+        """Recordings by the shapes and dtypes of inputs; None if these came once."""
+
+    def __call__(self, *inputs: Tensor, between: Between) -> tuple[Tensor, ...]:
+        if len(inputs[0]) > MAX_ROWS:
+            return self._tower(*inputs, between=between)
+        key = tuple((own.shape, own.dtype) for own in inputs)
+        if key not in self._graphs:
+            if len(self._graphs) == MAX_GRAPHS:
+                self._graphs.clear()
+                self._record = self._recorder()
+            self._graphs[key] = None
+            return self._tower(*inputs, between=between)
+        between()
+        if (graph := self._graphs[key]) is None:
+            graph = self._graphs[key] = _Graph(self._tower, inputs, self._record)
+        return graph.run(inputs)
+
+
+class _Graph:
+    def __init__(self, tower: Tower, inputs: tuple[Tensor, ...], record: Record) -> None:
+        self._inputs = own = [each.clone() for each in inputs]
+        self._recording: Recording = record(lambda: list(tower(*own, between=_go_on)))
+
+    def run(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for own, given in zip(self._inputs, inputs):
+            own.copy_(given)
+        self._recording.replay()
+        # Clones, because the next replay writes to the same place.
+        return tuple(result.clone() for result in self._recording.results)
+
+
+def _go_on() -> None:
+    """Wait for nobody: a recording is one piece."""

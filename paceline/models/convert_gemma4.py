@@ -1,0 +1,259 @@
+"""The converter of a GGUF file of Gemma 4, which keeps what transformers' converter loses: the types and sizes of
+layers, layers without KV, inputs for each layer, experts, and the bound of logits.
+
+The file's numbers become bf16 a few rows at a time, so little memory is needed, however large the model is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, ReaderTensor, dequantize
+
+from paceline.core.errors import ModelError
+from paceline.models.folder import BLOCKS_FILE, SINGLE_FILE
+from paceline.models.gguf_blocks import BLOCK_TYPES, WHOLE_TYPES
+from paceline.models.safetensors_writer import Entry, write_safetensors
+
+_NAMES: Mapping[str, str] = {
+    "token_embd.weight": "embed_tokens.weight",
+    "output_norm.weight": "norm.weight",
+    "per_layer_token_embd.weight": "embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+    "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
+    "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
+    "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight",
+    "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "inp_gate.weight": "per_layer_input_gate.weight",
+    "proj.weight": "per_layer_projection.weight",
+    "post_norm.weight": "post_per_layer_input_norm.weight",
+    "layer_output_scale.weight": "layer_scalar",
+}
+"""Names of tensors in GGUF and in safetensors, without the number of their layer."""
+_HALVES: Mapping[str, str] = {
+    "ffn_gate_exps.weight": "ffn_gate_up_exps.weight",
+    "ffn_up_exps.weight": "ffn_gate_up_exps.weight",
+}
+"""Halves of a tensor, which are tensors of their own in some files: gate before up."""
+_FACTORS = "rope_freqs.weight"
+"""Divisors of the frequencies of full layers: 1, or so many that the frequency is 0."""
+_NO_ROTATION = 1e29
+_TABLE = "model.embed_tokens_per_layer.weight"
+_ROWS = 1024
+"""Rows that are converted at a time."""
+
+Parts = Sequence[ReaderTensor]
+"""A tensor of the file, or its halves."""
+
+
+def convert_gemma4(reader: GGUFReader, metadata: Mapping[str, Any], target: Path) -> None:
+    """Write config.json, bf16 safetensors and the file's quantized blocks to `target`.
+
+    Raises:
+        ModelError: says what the file lacks, or what it has that cannot be converted.
+    """
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    parts = _named(found)
+    config = _Config(metadata, found).fields()
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    write_safetensors(target / SINGLE_FILE, {name: _whole(own) for name, own in parts.items()}, {"format": "pt"})
+    # Rows of the table are read from the other file.
+    types = {name: own[0].tensor_type.name for name, own in parts.items() if _is_quantized(own) and name != _TABLE}
+    blocks = {name: _blocks(parts[name]) for name, own in types.items() if own in BLOCK_TYPES}
+    write_safetensors(target / BLOCKS_FILE, blocks, types)
+
+
+def _named(found: Mapping[str, ReaderTensor]) -> dict[str, Parts]:
+    """Return the tensors by their names in safetensors."""
+    parts: dict[str, list[ReaderTensor]] = {}
+    for name, tensor in found.items():
+        if name != _FACTORS:
+            parts.setdefault(_own_name(name), []).append(tensor)
+    # Gate comes before up in alphabetical order.
+    return {name: sorted(own, key=lambda tensor: tensor.name) for name, own in parts.items()}
+
+
+def _own_name(name: str) -> str:
+    place, rest = "model", name
+    if name == "output.weight":
+        return "lm_head.weight"
+    if name.startswith("blk."):
+        _, layer, rest = name.split(".", 2)
+        place = f"model.layers.{layer}"
+    rest = _HALVES.get(rest, rest)
+    if rest not in _NAMES:
+        raise ModelError(f"it has the tensor {name}, which no Gemma 4 for text has")
+    return f"{place}.{_NAMES[rest]}"
+
+
+def _is_quantized(parts: Parts) -> bool:
+    """Return whether a matrix can be kept as the file's blocks; halves must have one type for this."""
+    kinds = {part.tensor_type.name for part in parts}
+    return len(kinds) == 1 and not kinds & set(WHOLE_TYPES)
+
+
+def _shape(parts: Parts) -> tuple[int, ...]:
+    """Return the shape of a tensor whose halves follow each other in each expert's matrix."""
+    *outer, last = reversed(parts[0].shape.tolist())
+    if len(parts) > 1:
+        outer[-1] *= len(parts)
+    return (*outer, last)
+
+
+def _pieces(parts: Parts) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the numbers of a tensor as the file has them, piece by piece: [rows, ...]."""
+    if len(parts) == 1:
+        yield parts[0].data.reshape(-1, parts[0].data.shape[-1])
+        return
+    for matrices in zip(*(part.data for part in parts), strict=True):
+        yield from matrices
+
+
+def _whole(parts: Parts) -> Entry:
+    def write() -> Iterator[memoryview]:
+        # Pieces of halves and their halves have one type each, in turns.
+        for index, piece in enumerate(_pieces(parts)):
+            kind = parts[index % len(parts)].tensor_type
+            for first in range(0, len(piece), _ROWS):
+                rows = torch.tensor(dequantize(piece[first : first + _ROWS], kind)).bfloat16()
+                yield rows.view(torch.uint8).numpy().data
+
+    return Entry("BF16", _shape(parts), write)
+
+
+def _blocks(parts: Parts) -> Entry:
+    *outer, _ = _shape(parts)
+    return Entry("U8", (*outer, parts[0].data.shape[-1]), lambda: (piece.data for piece in _pieces(parts)))
+
+
+class _Config:
+    """The fields of config.json, from the file's metadata and the shapes of its tensors."""
+
+    def __init__(self, metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> None:
+        self._metadata = metadata
+        self._tensors = tensors
+        self._layers = int(self._field("block_count"))
+        pattern = self._field("attention.sliding_window_pattern")
+        if not isinstance(pattern, list) or len(pattern) != self._layers:
+            raise ModelError(f"its sliding_window_pattern does not name {self._layers} layers")
+        self._sliding = [bool(own) for own in pattern]
+        self._shared = int(self._field("attention.shared_kv_layers", 0))
+        self._head_dims = {
+            True: self._one_size("attention.key_length_swa", "attention.value_length_swa"),
+            False: self._one_size("attention.key_length", "attention.value_length"),
+        }
+
+    def fields(self) -> dict[str, Any]:
+        vocab_size, hidden = self._rows("token_embd.weight"), int(self._field("embedding_length"))
+        inner = self._rows("blk.0.ffn_gate.weight")
+        inputs = int(self._field("embedding_length_per_layer_input", 0))
+        return {
+            "architectures": ["Gemma4ForCausalLM"],
+            "model_type": "gemma4_text",
+            "dtype": "bfloat16",
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "use_double_wide_mlp": self._rows(f"blk.{self._layers - 1}.ffn_gate.weight") == 2 * inner,
+            "num_hidden_layers": self._layers,
+            "layer_types": ["sliding_attention" if own else "full_attention" for own in self._sliding],
+            "num_attention_heads": int(self._field("attention.head_count")),
+            "num_key_value_heads": self._kv_heads(True),
+            "num_global_key_value_heads": self._kv_heads(False),
+            "head_dim": self._head_dims[True],
+            "global_head_dim": self._head_dims[False],
+            "attention_k_eq_v": f"blk.{self._first(False)}.attn_v.weight" not in self._tensors,
+            "num_kv_shared_layers": self._shared,
+            "sliding_window": int(self._field("attention.sliding_window")),
+            "rope_parameters": self._ropes(),
+            "max_position_embeddings": int(self._field("context_length")),
+            # In fp32 in the file. Seven digits give the number back that was written.
+            "rms_norm_eps": float(f"{self._field('attention.layer_norm_rms_epsilon'):.7g}"),
+            "hidden_activation": "gelu_pytorch_tanh",
+            "final_logit_softcapping": self._field("final_logit_softcapping", 0.0) or None,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "hidden_size_per_layer_input": inputs,
+            "vocab_size_per_layer_input": self._rows("per_layer_token_embd.weight") if inputs else vocab_size,
+            **self._experts(),
+        }
+
+    def _experts(self) -> dict[str, Any]:
+        count = int(self._field("expert_count", 0))
+        if not count:
+            return {"enable_moe_block": False}
+        return {
+            "enable_moe_block": True,
+            "num_experts": count,
+            "top_k_experts": int(self._field("expert_used_count")),
+            "moe_intermediate_size": int(self._field("expert_feed_forward_length")),
+        }
+
+    def _ropes(self) -> dict[str, Any]:
+        if self._field("rope.dimension_count_swa", self._head_dims[True]) != self._head_dims[True]:
+            raise ModelError("its sliding layers rotate only a part of each head")
+        divisors = self._tensor(_FACTORS).data
+        rotated = int((divisors == 1).sum())
+        if (divisors[:rotated] != 1).any() or (divisors[rotated:] < _NO_ROTATION).any():
+            raise ModelError(f"its rope scaling ({_FACTORS}) would be lost")
+        return {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": float(self._field("rope.freq_base_swa", 10_000.0)),
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": float(self._field("rope.freq_base")),
+                "partial_rotary_factor": 2 * rotated / self._head_dims[False],
+            },
+        }
+
+    def _first(self, sliding: bool) -> int:
+        """Return the first layer of a type, or the first layer if there is none of this type."""
+        return self._sliding.index(sliding) if sliding in self._sliding else 0
+
+    def _kv_heads(self, sliding: bool) -> int:
+        layer = self._first(sliding)
+        return self._rows(f"blk.{layer}.attn_k.weight") // self._head_dims[self._sliding[layer]]
+
+    def _one_size(self, keys: str, values: str) -> int:
+        size = int(self._field(keys))
+        if self._field(values, size) != size:
+            raise ModelError(f"its {keys} and {values} differ")
+        return size
+
+    def _field(self, name: str, default: Any = None) -> Any:
+        value = self._metadata.get(f"gemma4.{name}", default)
+        if value is None:
+            raise ModelError(f"it does not say gemma4.{name}")
+        return value
+
+    def _rows(self, name: str) -> int:
+        return int(self._tensor(name).shape[1])
+
+    def _tensor(self, name: str) -> ReaderTensor:
+        if name not in self._tensors:
+            raise ModelError(f"it lacks the tensor {name}")
+        return self._tensors[name]

@@ -1,0 +1,55 @@
+"""A writer of safetensors files that needs no tensor in memory as a whole.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_ITEM_BYTES: Mapping[str, int] = {"BF16": 2, "U8": 1}
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file."""
+
+    dtype: Literal["BF16", "U8"]
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[memoryview]]
+    """Returns the tensor's bytes, piece by piece."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def write_safetensors(file: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+    """Write tensors one after another.
+
+    Args:
+        metadata: strings for the file's header.
+
+    Raises:
+        ValueError: the pieces of a tensor have more or fewer bytes than its shape says.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, entry in entries.items():
+        begin, end = end, end + entry.nbytes
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with file.open("wb") as output:
+        output.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        for name, entry in entries.items():
+            written = sum(output.write(piece) for piece in entry.pieces())
+            if written != entry.nbytes:
+                raise ValueError(f"{name} has {written} bytes, and its shape {entry.shape} takes {entry.nbytes}")

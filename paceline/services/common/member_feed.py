@@ -1,0 +1,184 @@
+"""Following the members of a cluster: who has sent a heartbeat, who has not, and whose figures have changed.
+
+A reading costs as much as there is news. Beats say which version a member's value has, and only values with another
+version than before are read. A beat that is lost does no harm, because the next one says the same. Members of earlier
+releases write no beats, so their values are read each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from redis.asyncio import Redis
+
+from paceline.services.common.registry import (
+    HEARTBEAT_SECONDS,
+    LEFT,
+    TTL_SECONDS,
+    Member,
+    beats_key,
+    member_key,
+    names_key,
+    version_of,
+)
+
+SILENT_SECONDS = TTL_SECONDS - HEARTBEAT_SECONDS
+"""Time without a heartbeat after which a member is no longer listed. It leaves time to find out why before the TTL."""
+_SCAN_SECONDS = 5.0
+"""Time between two searches for members of earlier releases, if none is known."""
+_ANSWER_SECONDS = 1.0
+_MOST = 200
+"""Most beats or values in one answer of Redis, so that reading them does not hold up other tasks for long."""
+
+_Entry = tuple[bytes, dict[bytes, bytes]]
+"""An entry of a Redis stream: its id and its fields."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class News:
+    """A part of what has happened since the last reading."""
+
+    changed: list[Member] = field(default_factory=list)
+    """Members that are new, and members with new figures."""
+    heard: list[str] = field(default_factory=list)
+    """Names of members that have sent a heartbeat."""
+    unlisted: list[str] = field(default_factory=list)
+    """Names of members that took themselves off the list, or that have been silent for too long."""
+
+
+class MemberFeed:
+    """Reads the news of one cluster's members. `read` must not be called twice at the same time."""
+
+    def __init__(self, client: Redis, cluster: str) -> None:
+        self._client = client
+        self._cluster = cluster
+        self._last = b""
+        """Id of the newest beat that was read."""
+        self._versions: dict[str, bytes] = {}
+        """Version of each member's value that was read last."""
+        self._heard: dict[str, float] = {}
+        """When each listed member was heard last, on time.monotonic()."""
+        self._mute: set[str] = set()
+        """Members that write no beats."""
+        self._scan_at = 0.0
+        """When the set of names is to be read again."""
+        self._answers_since: float | None = None
+        """Since when Redis has answered every time; None if it did not answer the last time."""
+
+    def forget(self, name: str) -> None:
+        """Treat a member as new if it is heard again."""
+        self._versions.pop(name, None)
+        self._heard.pop(name, None)
+        self._mute.discard(name)
+
+    async def read(self, take: Callable[[News], object]) -> None:
+        """Give all news since the last call to `take`, in parts. The first call reads all members.
+
+        Raises RedisError, OSError or TimeoutError if Redis does not answer. Then the parts before count all the same.
+        """
+        try:
+            await self._read(take)
+        except BaseException:
+            self._answers_since = None
+            raise
+        now = time.monotonic()
+        self._answers_since = self._answers_since or now
+        if now - self._answers_since >= SILENT_SECONDS:
+            silent = [name for name, heard in self._heard.items() if now - heard >= SILENT_SECONDS]
+            take(self._noted(News(unlisted=silent)))
+
+    async def _read(self, take: Callable[[News], object]) -> None:
+        if not self._last:
+            self._last = await self._newest()
+        while beats := await self._next_beats():
+            take(self._noted(await self._news(beats)))
+            self._last = beats[-1][0]
+            if len(beats) < _MOST:
+                break
+        if self._mute or time.monotonic() >= self._scan_at:
+            await self._scan(take)
+            self._scan_at = time.monotonic() + _SCAN_SECONDS * random.uniform(0.8, 1.2)
+
+    def _noted(self, news: News) -> News:
+        """Remember who was heard. Return the argument."""
+        self._heard.update(dict.fromkeys(news.heard, time.monotonic()))
+        for name in news.unlisted:
+            self._heard.pop(name, None)
+        return news
+
+    # ---- beats
+
+    async def _newest(self) -> bytes:
+        """Return the id of the newest beat in the stream."""
+        entries = cast(list[_Entry], await _answer(self._client.xrevrange(beats_key(self._cluster), count=1)))
+        return entries[0][0] if entries else b"0-0"
+
+    async def _next_beats(self) -> list[_Entry]:
+        reply = await _answer(self._client.xread({beats_key(self._cluster): self._last}, count=_MOST))
+        streams = cast(list[tuple[bytes, list[_Entry]]], reply or [])
+        return [entry for _, entries in streams for entry in entries]
+
+    async def _news(self, beats: Iterable[_Entry]) -> News:
+        versions = {_name(name): version for _, fields in beats for name, version in fields.items()}
+        news = News(
+            heard=[name for name, version in versions.items() if version != LEFT],
+            unlisted=[name for name, version in versions.items() if version == LEFT],
+        )
+        await self._read_values([name for name in news.heard if self._versions.get(name) != versions[name]], news)
+        return news
+
+    # ---- values
+
+    async def _read_values(self, names: Sequence[str], news: News) -> list[str]:
+        """Read the values of members, and add those with another version to `news.changed`.
+
+        Returns the names of members without a value.
+        """
+        if not names:
+            return []
+        keys = [member_key(self._cluster, name) for name in names]
+        values = cast(list[bytes | None], await _answer(self._client.mget(keys)))
+        for name, value in zip(names, values):
+            if value is None or (version := version_of(value)) == self._versions.get(name):
+                continue
+            if (member := Member.from_bytes(value)) is not None:
+                self._versions[name] = version
+                news.changed.append(member)
+                (self._mute.discard if member.beats else self._mute.add)(name)
+        return [name for name, value in zip(names, values) if value is None]
+
+    async def _scan(self, take: Callable[[News], object]) -> None:
+        """Read the members that are known by their names alone, and those that write no beats."""
+        # If Redis has begun anew with a clock that is behind, the ids of new beats are smaller.
+        self._last = min(self._last, await self._newest(), key=_place)
+        listed = await _answer(cast(Awaitable[set[bytes]], self._client.smembers(names_key(self._cluster))))
+        names = sorted(self._mute | (set(map(_name, listed)) - self._versions.keys()))
+        for start in range(0, len(names), _MOST):
+            part, news = names[start : start + _MOST], News()
+            gone = await self._read_values(part, news)
+            news.heard = [name for name in part if name not in gone]
+            news.unlisted = [name for name in gone if name in self._heard]
+            take(self._noted(news))
+            if gone:
+                await _answer(self._client.srem(names_key(self._cluster), *gone))
+
+
+async def _answer(answer: Awaitable[T]) -> T:
+    async with asyncio.timeout(_ANSWER_SECONDS):
+        return await answer
+
+
+def _name(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _place(entry: bytes) -> tuple[int, ...]:
+    """Return the id of an entry of a stream as numbers that can be compared."""
+    return tuple(map(int, entry.split(b"-")))

@@ -1,0 +1,221 @@
+"""One model with its fleet, as one gateway uses them. It knows nothing of other models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import UnavailableError
+from paceline.core.model_folder import model_digest
+from paceline.core.options import parse_bytes
+from paceline.core.planner.reports import Role
+from paceline.core.request_classes import Classes
+from paceline.proto import common_pb2
+from paceline.proto.fleet_pb2 import KeyUse, LoadReport
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.lifecycle import unique_name
+from paceline.services.common.pins import release_pins, write_pins
+from paceline.services.common.registry import Member, Registrar
+from paceline.services.common.secret import Secret
+from paceline.services.gateway.answers.registry import choose_forms
+from paceline.services.gateway.block_feed import BlockFeed
+from paceline.services.gateway.console.feed import Feed
+from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.gateway_metrics import GatewayMetrics
+from paceline.services.gateway.kinds import KINDS
+from paceline.services.gateway.media.loader import MediaService
+from paceline.services.gateway.media.preparation import MediaPreparer
+from paceline.services.gateway.media.processors.families import read_processor
+from paceline.services.gateway.metrics import Metrics
+from paceline.services.gateway.placements import PlacementLog
+from paceline.services.gateway.plan import Kind, Plan, ServedModel
+from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.running import RunningRequests
+from paceline.services.gateway.sampling import LogprobRules
+from paceline.services.gateway.scoring import Scoring
+from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.trace_book import TraceBook
+from paceline.services.gateway.trace_recorder import TraceRecorder
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all models of a gateway use."""
+
+    redis: Redis
+    credentials: Credentials
+    classes: Classes
+    metrics: GatewayMetrics
+    media: MediaService
+    address: str
+    """host:port at which others reach the HTTP API; it is written to Redis."""
+    key_uses: Callable[[], Sequence[KeyUse]]
+    """Returns what the keys of this gateway use of their limits."""
+    traces: TraceBook = field(default_factory=TraceBook)
+    requests: RunningRequests = field(default_factory=RunningRequests)
+    gateway_id: str = field(default_factory=partial(unique_name, "gateway"))
+    """This gateway's name in every fleet."""
+    epoch: int = field(default_factory=time.time_ns)
+
+
+class ModelFleet:
+    """All that one model has for itself at a gateway, from `start` to `close`.
+
+    Args:
+        config: the gateway's options with those of this model in their place.
+    """
+
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, shared: Shared) -> None:
+        self.config = config
+        self.name = config.served_model_name or Path(config.model).name
+        self.tokenizer = tokenizer
+        self.media, self.traces, self.requests = shared.media, shared.traces, shared.requests
+        self.forms = choose_forms(
+            config.tool_call_parser,
+            config.reasoning_parser,
+            tokenizer.chat_template_source,
+            tokenizer.vocabulary.added_tokens,
+        )
+        self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
+        self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
+        self._shared = shared
+        self._draining = False
+        digest = model_digest(Path(config.model))
+        self.fleet = Fleet(shared.redis, config.cluster, digest, shared.credentials, config.queue_seconds)
+        self._placements = PlacementLog(shared.redis, config.cluster)
+        self._prefixes = PrefixIndex()
+        self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)
+        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, shared.classes)
+        self.metrics = Metrics(self.name, self.fleet.workers, self.runner, shared.classes)
+        shared.metrics.add(self.name, self.metrics.registry)
+        self.runner.queue.on_refused = partial(shared.metrics.count_refusal, self.name)
+        self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), shared.media)
+        self.recorder = _recorder(config, shared.credentials.secret, self._prefixes)
+        """None if no trace is recorded."""
+        about = {"model": self.name, "media": sorted(self.media_preparer.kinds)}
+        self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
+        self._registrar = Registrar(config.redis, config.cluster, self._describe)
+        self.runner.first_worker.on_wait = self._registrar.announce
+
+    async def start(self) -> None:
+        """Read the fleet, and register this gateway in it."""
+        await self.fleet.start()
+        if self.config.router_mode == "kv":
+            self._block_feed.start()
+        self._placements.start()
+        self.runner.hints.start()
+        self.console.start()
+        await self._registrar.start()
+
+    async def close(self) -> None:
+        """End all requests of this model and release everything that belongs to it."""
+        self.runner.abort()
+        await self.console.close()
+        await self._registrar.stop()
+        await self._placements.close()
+        await self.runner.hints.close()
+        await self._block_feed.close()
+        await self.fleet.close()
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
+
+    def begin_drain(self) -> None:
+        """Tell the fleet that this gateway drains, and end the console's streams."""
+        self._draining = True
+        self._registrar.announce()
+        self.console.end_streams()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a decode worker is ready, or a planner will start one."""
+        ready = any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot())
+        return ready or self.fleet.may_be_empty
+
+    def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
+        """Return for each host id the name and the tokens of its cached blocks, as far as this gateway knows."""
+        hosts = {host_id: self._prefixes.host(host_id) for host_id in self._prefixes.hosts()}
+        return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
+
+    async def plan(self, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE) -> Plan:
+        """Return a request's plan, after the first workers have loaded the model.
+
+        Args:
+            make: returns the plan. It runs on a thread, because to tokenize a long prompt takes a while.
+            kind: as for `served_model`.
+
+        Raises the errors of `make`.
+        """
+        return await asyncio.to_thread(make, await self.served_model(kind))
+
+    async def served_model(self, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
+        """Return what plans are made for, after the first workers have loaded the model.
+
+        Args:
+            kind: the kind of work, which says whose context the request has to fit into.
+        """
+        await self._wait_for_workers()
+        longest = self.fleet.max_model_len(KINDS[kind].decodes)
+        return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
+
+    def waiting_requests(self) -> int:
+        """Return how many sequences wait for a worker, at all gateways. What others say is up to a second old."""
+        others = (each for each in self.fleet.gateways if each.worker_id != self._shared.gateway_id)
+        return len(self.runner.queue) + sum(other.load.waiting for other in others)
+
+    async def pin(self, numbers: Mapping[Role, int], release: Sequence[Role]) -> None:
+        """Tell the planner to keep so many workers of some roles, and that it may scale others again.
+
+        Raises UnavailableError if Redis does not answer.
+        """
+        redis, cluster = self._shared.redis, self.config.cluster
+        try:
+            if numbers:
+                await write_pins(redis, cluster, numbers)
+            if release:
+                await release_pins(redis, cluster, release)
+        except (RedisError, OSError) as error:
+            raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
+
+    async def _wait_for_workers(self) -> None:
+        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker.
+
+        Raises BusyError or UnavailableError if a planner has started no worker in time.
+        """
+        if self.fleet.awaits_first_worker:
+            with self.runner.traffic.early():
+                await self.runner.first_worker.wait(self.config.request_seconds)
+        if not self.fleet.has_served.is_set() and self.fleet.is_starting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.queue_seconds):
+                    await self.fleet.has_served.wait()
+
+    def _describe(self) -> Member:
+        waiting = len(self.runner.queue)
+        return Member(
+            worker_id=self._shared.gateway_id,
+            role="gateway",
+            epoch=self._shared.epoch,
+            address=self._shared.address,
+            host_id="",
+            state="draining" if self._draining else "ready",
+            load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
+            keys=self._shared.key_uses(),
+            traffic=self.runner.traffic.report(),
+        )
+
+
+def _recorder(config: GatewayConfig, secret: Secret, prefixes: PrefixIndex) -> TraceRecorder | None:
+    if not config.record_trace:
+        return None
+    path, size = Path(config.record_trace).expanduser(), parse_bytes(config.record_trace_size)
+    return TraceRecorder(path, size, secret, prefixes.layouts)

@@ -1,0 +1,140 @@
+"""What is measured of the load of a fleet, and what follows for requests that want to be admitted.
+
+Pure logic: all instants are arguments, of one clock, in seconds. The gateway feeds it with events of its attempts
+(`load_control.py`), and the simulator with events of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+
+from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
+from paceline.services.gateway.queueing.claim import Demand
+from paceline.services.gateway.queueing.decode_limits import DecodeLimits
+from paceline.services.gateway.queueing.feeding import are_fed, is_fed
+from paceline.services.gateway.queueing.forecast import UsualAnswers
+from paceline.services.gateway.queueing.shedding import LoadShedder
+from paceline.services.gateway.router import PREFILL_TOKENS_PER_SECOND, Candidate, Need, Placement
+
+
+class AdmissionControl:
+    """Keeps the load of workers such that objectives can be met.
+
+    Args:
+        shedder: gets the times to first token.
+        find: returns a worker by its id; None if it is gone.
+        queue_seconds: the longest time in the queue.
+        classes: the objectives and weights, by class.
+    """
+
+    def __init__(
+        self,
+        shedder: LoadShedder,
+        find: Callable[[str], Candidate | None],
+        queue_seconds: float,
+        classes: Classes = NO_CLASSES,
+    ) -> None:
+        self._shedder = shedder
+        self._find = find
+        # Without classes, a request that a worker has room for must not be refused after a wait for its turn.
+        self._hold_seconds = queue_seconds / 2 if classes is NO_CLASSES else float("inf")
+        self._classes = classes
+        self._limits = DecodeLimits()
+        self._answers = UsualAnswers()
+        self._prefill_rate = PREFILL_TOKENS_PER_SECOND
+        """Tokens per second that a worker computes of prompts, as they were reported last."""
+
+    def class_of(self, name: str) -> RequestClass:
+        """Return a class. A class that does not exist any more has no objectives."""
+        return self._classes.get(name, RequestClass())
+
+    def demand(
+        self,
+        *,
+        request_class: str,
+        owner: str,
+        uncached: int,
+        max_tokens: int,
+        arrived: float,
+        deadline: float | None,
+        fingerprint: int,
+        ttft_seconds: float | None = None,
+    ) -> Demand:
+        """Return what a request that has to wait needs, and until when.
+
+        Args:
+            uncached: tokens of its context that are cached nowhere.
+            max_tokens: the most tokens that are left of its answer.
+            ttft_seconds: an objective of its own.
+        """
+        wanted = self.class_of(request_class)
+        limits = [each for each in (wanted.ttft_seconds, ttft_seconds) if each is not None]
+        return Demand(
+            work=uncached + self._answers.tokens(owner, max_tokens),
+            prompt_seconds=uncached / self._prefill_rate,
+            first_token_by=arrived + min(limits) if limits else None,
+            percentile=wanted.percentile,
+            deadline=deadline,
+            fingerprint=fingerprint,
+        )
+
+    def full_workers(self) -> frozenset[str]:
+        """Return the ids of decode workers that must not get more requests, so that objectives of running ones hold.
+
+        A request that lost its worker may go to them all the same, because its client is being served already.
+        """
+        limited = [(worker_id, self._find(worker_id)) for worker_id in self._limits.limited()]
+        return frozenset(
+            worker_id
+            for worker_id, worker in limited
+            if worker is not None and not self._limits.has_room(worker_id, worker.requests)
+        )
+
+    def is_premature(self, need: Need, placement: Placement, snapshot: Iterable[Candidate], waited: float) -> bool:
+        """Return whether a prompt has to wait in the queue, because the worker of its placement and all others have
+        enough.
+
+        Args:
+            waited: seconds since the request began to wait.
+        """
+        if waited > self._hold_seconds:
+            return False
+        computing = placement.computing
+        self._prefill_rate = computing.load.prefill_tokens_per_second or self._prefill_rate
+        left = need.prompt_tokens - max(need.cached.values(), default=0)
+        if left <= need.local_tokens:
+            return False
+        # Usually the worker of the placement has little to do, and the others need not be looked at.
+        own = self._find(computing.worker_id)
+        return (own is None or is_fed(own)) and are_fed(need, snapshot)
+
+    def note_first_token(self, seconds: float, uncached: int, now: float) -> None:
+        """Count a request that got its first token.
+
+        Args:
+            seconds: from its admission to its first token.
+            uncached: tokens of its context that were not cached.
+        """
+        self._shedder.first_tokens.note(seconds, uncached / self._prefill_rate, now)
+
+    def note_gap(
+        self, worker_id: str, running: int, gap: float, request_class: str, now: float, times: int = 1
+    ) -> None:
+        """Count the time between two messages with tokens of a request, if its class has an objective for it.
+
+        Args:
+            running: requests that the decode worker has now.
+            gap: seconds.
+            times: number of such gaps.
+        """
+        wanted = self.class_of(request_class)
+        if wanted.itl_seconds is not None:
+            self._limits.note(worker_id, running, gap, wanted.itl_seconds, wanted.percentile, now, times)
+
+    def note_answer(self, owner: str, tokens: int) -> None:
+        """Count an answer that has ended."""
+        self._answers.note(owner, tokens)
+
+    def keep(self, worker_ids: Set[str]) -> None:
+        """Forget what was measured of all other workers."""
+        self._limits.keep(worker_ids)

@@ -1,0 +1,131 @@
+"""Who waits, who is next, and who is refused: the decisions of the admission queue, without its waiting.
+
+The gateway waits with asyncio (`admission_queue.py`), and the simulator with events. All instants are arguments, of one
+clock, in seconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.fair_order import Entry, FairOrder
+from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError, WaitLimit
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Turn(Entry):
+    """A request's entry in the queue. Its priority and weight are those of its claim, unless it is patient."""
+
+    claim: Claim
+    demand: Demand = field(default_factory=Demand)
+    late_after: float = float("inf")
+    """When its objective or its deadline is missed."""
+    asks: bool = False
+    """Whether it tries to be admitted just now."""
+    aside: bool = False
+    """Whether later requests do not wait for it: its answer takes long, or only workers that are gone could take it."""
+    refusal: RefusedError | None = None
+    """Set if it is refused while it waits."""
+
+    @property
+    def may_be_refused(self) -> bool:
+        return self.claim.is_ordinary and not self.asks and self.refusal is None
+
+
+T = TypeVar("T", bound=Turn)
+
+
+class QueueState(Generic[T]):
+    """The requests in the queue. `FairOrder` says who is next, and `LoadShedder` who would wait too long.
+
+    Requests that lost their worker come before all others, in the order of their arrival.
+
+    Args:
+        max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
+        queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have
+            no limit here.
+    """
+
+    def __init__(self, max_waiting: int, queue_seconds: float) -> None:
+        self.shedder = LoadShedder(queue_seconds)
+        self.on_refused: Callable[[T], object] = lambda turn: None
+        """Called with an entry of the queue whose `refusal` was set. It still has to leave."""
+        self._max_waiting = max_waiting
+        self._order: FairOrder[T] = FairOrder()
+        self._again: list[T] = []
+        """Requests that lost their worker, in the order of their arrival."""
+        self._ordinary = 0
+
+    def __len__(self) -> int:
+        return len(self._again) + len(self._order)
+
+    def __iter__(self) -> Iterator[T]:
+        """Return all entries, those that lost their worker first."""
+        return itertools.chain(self._again, self._order)
+
+    def next(self) -> T | None:
+        """Return the first entry that is not set aside, or None: it is the one that may try."""
+        again = next((turn for turn in self._again if not turn.aside), None)
+        return again or self._order.first(lambda turn: not turn.aside)
+
+    def let_in(self, turn: T, now: float) -> None:
+        """Raise RefusedError if an ordinary request that has to wait would wait too long, or if the queue is full of
+        others that come before it. If it comes before others in a full queue, the last one of them is refused."""
+        self.shedder.check(self._order, turn, turn.demand, now)
+        if self._ordinary >= self._max_waiting:
+            self._order.add(turn)
+            last = self._order.last(lambda other: other.may_be_refused)
+            self._order.remove(turn)
+            if last is None or last is turn:
+                raise self.refusal(turn, "queue_full", now)
+            self._refuse(last, "priority" if last.priority > turn.priority else "queue_full", now)
+
+    def join(self, turn: T, now: float) -> WaitLimit | None:
+        """Put a request into the queue, and return how long it may wait there; None if it has no limit."""
+        self.shedder.rate.set_waiting(True, now)
+        if turn.claim.first:
+            bisect.insort(self._again, turn, key=lambda other: other.ticket)
+            return None
+        self._order.add(turn)
+        if turn.claim.patient:
+            return None
+        self._ordinary += 1
+        most = self.shedder.wait_limit(turn.demand, now)
+        if most.reason != "timeout":
+            turn.late_after = now + most.seconds
+        self._refuse_late(turn, now)
+        return most
+
+    def leave(self, turn: T, now: float, *, is_served: bool) -> None:
+        """Take a request out of the queue."""
+        if is_served:
+            self.shedder.rate.admit(turn.work, now)
+        if turn.claim.first:
+            self._again.remove(turn)
+        elif is_served:
+            self._order.serve(turn)
+        else:
+            self._order.remove(turn)
+        self._ordinary -= turn.claim.is_ordinary
+        self.shedder.rate.set_waiting(bool(self._again or self._order), now)
+
+    def refusal(self, turn: T, reason: Reason, now: float) -> RefusedError:
+        """Return the error for a request that is refused now."""
+        return self.shedder.refusal(self._order, turn, turn.demand, WaitLimit(0.0, reason), now)
+
+    def _refuse_late(self, newcomer: T, now: float) -> None:
+        """Refuse less urgent requests that will be too late because of a new one."""
+        while True:
+            last = self._order.last(lambda other: other.may_be_refused and other.priority > newcomer.priority)
+            if last is None or not self.shedder.is_late(self._order, last, last.late_after, now):
+                return
+            self._refuse(last, "priority", now)
+
+    def _refuse(self, turn: T, reason: Reason, now: float) -> None:
+        turn.refusal = self.refusal(turn, reason, now)
+        self.on_refused(turn)

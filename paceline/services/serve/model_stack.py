@@ -1,0 +1,134 @@
+"""The fleet of one model in a stack: its kvtransfer, its workers, its planner. It knows nothing of other models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from paceline.core.config import ServeConfig
+from paceline.core.machine import available_memory
+from paceline.core.speculative import parse_speculative_config, with_draft_folder
+from paceline.models.draft import is_draft_name
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.secret import read_secret
+from paceline.services.serve import checks
+from paceline.services.serve.managed_process import ManagedProcess
+from paceline.services.serve.output import say, warn
+from paceline.services.serve.processes import Processes
+from paceline.services.serve.scaling_socket import ScalingSocket
+from paceline.services.serve.settings import fleet_settings
+from paceline.services.serve.worker_fleet import Role, WorkerFleet, tell_role
+
+
+class ModelStack:
+    """One model with its fleet, from `prepare` to `stop`.
+
+    Args:
+        config: the options of this model.
+        folder: where its files go. The folder's name with the number is the name of the fleet's cluster.
+        label: what stands in front of the names of its processes for the user; "" if there is one model only.
+        on_lost: called with the error if the model can be served no more.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        processes: Processes,
+        folder: Path,
+        number: int,
+        label: str,
+        on_lost: Callable[[ModelStack, BaseException], object],
+    ) -> None:
+        self.config = config
+        self.folder = Path()
+        """Folder of the model, after `prepare`."""
+        self.cluster = f"{folder.name}-{number}"
+        self.socket = folder / f"scale-{number}.sock"
+        """Where the fleet is scaled."""
+        self._processes = processes
+        self._settings = folder / f"fleet-{number}.toml"
+        self._label = label
+        self._on_lost = on_lost
+        self._kvtransfer: ManagedProcess | None = None
+        self._planner: ManagedProcess | None = None
+        self._workers: WorkerFleet | None = None
+        self._scaling: ScalingSocket | None = None
+
+    async def prepare(self) -> None:
+        """Fetch or convert the model. The options then have the folder of the draft model, too."""
+        config = self.config
+        # The draft model comes first, because it is small: its errors do not wait for the download of the model.
+        speculative = parse_speculative_config(config.speculative_config)
+        if speculative is not None and is_draft_name(speculative):
+            draft = {"model": speculative.model, "revision": speculative.revision, "quantization": "none"}
+            name = f"{self._label}prepare (draft model)"
+            folder = await self._processes.prepare(name, config.model_copy(update=draft))
+            text = with_draft_folder(config.speculative_config, folder)
+            self.config = config.model_copy(update={"speculative_config": text})
+        self.folder = await self._processes.prepare(f"{self._label}prepare", config)
+        checks.check_model(self.config, self.folder)
+
+    async def start(self, redis: str, secret: Path) -> None:
+        """Start kvtransfer and the workers, and open the socket for scaling."""
+        config, start = self.config, partial(self._processes.start, on_broken=self._note_broken)
+        self._settings.write_text(fleet_settings(config, self.folder, redis, self.cluster, secret))
+        # By this host id a kvtransfer that is started again finds the arena of its predecessor.
+        self._kvtransfer = self._service("kvtransfer", f"--host-id={self.cluster}")
+        await start(self._kvtransfer)
+        address = f"--kvtransfer-address={await self._kvtransfer.ready()}"
+        self._workers = workers = WorkerFleet(
+            lambda worker: self._processes.worker(worker, self._options, address, label=self._label),
+            partial(self._processes.supervise, on_broken=self._note_broken),
+            self._processes.stop,
+            partial(tell_role, Credentials(read_secret(str(secret)))),
+            self._check_added,
+            lambda line: say(f"  {self._label}{line.lstrip()}"),
+        )
+        await workers.scale({"prefill": config.prefill, "decode": config.decode, "encode": config.encode})
+        self._scaling = ScalingSocket(self.socket, workers)
+        await self._scaling.start()
+
+    async def ready(self) -> None:
+        """Wait until the workers serve, and start the planner. Raises PacelineError if one does not serve."""
+        assert self._workers is not None
+        await self._workers.ready()
+        if self.config.planner:
+            self._planner = self._service("planner", f"--supervisor-socket={self.socket}")
+            await self._processes.start(self._planner, self._note_broken)
+            await self._planner.ready()
+
+    def worker_tasks(self) -> list[asyncio.Task[None]]:
+        """Return the tasks that have to be cancelled before `stop_workers`."""
+        return [] if self._workers is None else self._workers.tasks()
+
+    async def stop_scaling(self) -> None:
+        if self._scaling is not None:
+            await self._scaling.close()
+        await self._processes.stop(self._planner)
+
+    async def stop_workers(self) -> None:
+        """Stop the workers and then kvtransfer, which they use."""
+        if self._workers is not None:
+            await self._workers.stop(self._processes.grace, self._processes.hurry)
+        await self._processes.stop(self._kvtransfer)
+
+    @property
+    def _options(self) -> str:
+        return f"--config={self._settings}"
+
+    def _service(self, role: str, *arguments: str) -> ManagedProcess:
+        return self._processes.service(role, self._options, *arguments, label=self._label)
+
+    def _note_broken(self, process: ManagedProcess, error: BaseException) -> None:
+        if self._processes.stack_serves and self._workers is not None and self._workers.give_up(process):
+            warn(f"{error}; the stack goes on without it")
+        else:
+            self._on_lost(self, error)
+
+    def _check_added(self, added: Mapping[Role, int]) -> None:
+        """Raise ConfigError if the model or the memory allows no such workers."""
+        checks.check_encode_workers(self.config, self.folder, added.get("encode", 0))
+        if self._processes.stack_serves:  # the first workers were checked with the rest of the stack
+            checks.check_more_workers(self.config, self.folder, sum(added.values()), available_memory())

@@ -1,0 +1,79 @@
+"""What simulations say about an operator's questions, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.simulator.recorder import MINUTE
+from paceline.simulator.result import Result
+from paceline.simulator.scenario import Failure
+from paceline.simulator.search import Found
+
+PAYS = 0.02
+"""Share by which one fleet must be better than another before this is called a difference."""
+
+
+def on_disaggregation(apart: Found, together: Found) -> str:
+    """Return whether disaggregation pays.
+
+    Args:
+        apart: a disaggregated fleet.
+        together: an aggregated one under the same load.
+    """
+    one, other = apart.result, together.result
+    if one.is_met and other.is_met and one.cost and other.cost:
+        better = 1 - one.cost / other.cost
+        what = f"it costs {one.cost:.3g} and the aggregated fleet {other.cost:.3g}, and both meet the objectives"
+    else:
+        better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
+        what = f"goodput is {one.goodput:.3g} requests/s, that of the aggregated fleet {other.goodput:.3g}"
+    if better > PAYS:
+        return f"Disaggregation pays for this load: {what}."
+    if better < -PAYS:
+        return f"Disaggregation does not pay for this load: {what}."
+    itl, theirs = (max((c.itl.p99 for c in own.classes.values()), default=0.0) for own in (one, other))
+    return (
+        f"Disaggregation makes little difference in goodput and cost for this load: {what}. "
+        f"The 99th percentile of ITL is {itl * 1000:.0f} ms with it and {theirs * 1000:.0f} ms without."
+    )
+
+
+def on_caches(sizes: Sequence[Found]) -> str:
+    """Return the smallest cache that is about as good as the best one.
+
+    Args:
+        sizes: the same fleet, or the cheapest one, with caches of several sizes, at least two.
+    """
+    ordered = sorted(sizes, key=lambda found: found.tokens)
+    are_met = all(found.result.is_met and found.result.cost for found in ordered)
+    # Each value is better if it is larger.
+    values = [-found.result.cost if are_met else found.result.goodput for found in ordered]
+    best = max(values)
+    chosen = next(found for found, value in zip(ordered, values) if best - value <= PAYS * abs(best))
+    what = "cost" if are_met else "goodput"
+    hits = ", ".join(f"{found.tokens:,} tokens: {found.result.hit_rate:.0%} of the prompts" for found in ordered)
+    return (
+        f"{chosen.tokens:,} tokens of cache on each host are enough: {what} differs by less than {PAYS:.0%} from the "
+        f"best of these sizes. Found in caches with {hits}."
+    )
+
+
+def on_failure(failure: Failure, result: Result, share: float) -> str:
+    """Return what a failure did to the requests of each minute.
+
+    Args:
+        share: share of them that should be within objectives.
+    """
+    within, at = result.within(), int(failure.at / MINUTE)
+    later = {minute: good for minute, good in enumerate(within) if minute >= at and good is not None}
+    what = f"{failure.share:.0%} of the workers fail at {failure.at:.0f} s"
+    if not later:
+        return f"{what}, after the last request has come; let them fail earlier."
+    before = next((f"{good:.0%} of the requests before, " for good in reversed(within[:at]) if good is not None), "")
+    worst = f"{what}. Within objectives are {before}{min(later.values()):.0%} in the worst minute from then on"
+    late = [minute for minute, good in later.items() if good < share]
+    if not late:
+        return f"{worst}."
+    if late[-1] == max(later):
+        return f"{worst}, and less than {share:.0%} until the end."
+    return f"{worst}, and {share:.0%} again after {(late[-1] + 1) * MINUTE - failure.at:.0f} s."

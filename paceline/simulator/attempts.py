@@ -1,0 +1,279 @@
+"""The attempts of requests on simulated workers: from admission with its blocks over prompt and handoff to the end.
+
+The life of an attempt is that of docs/design.md. If its worker ends, its request goes on elsewhere from the tokens that
+it has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+from paceline.core.block_holders import BlockHolders
+from paceline.core.errors import BusyError
+from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.step_times import Delay, Profile
+from paceline.services.gateway.router import Placement
+from paceline.services.kvtransfer.lease import TRANSFER
+from paceline.simulator.events import Events
+from paceline.simulator.host import Host
+from paceline.simulator.known_workers import KnownWorkers
+from paceline.simulator.preemption import Preemption
+from paceline.simulator.recorder import Recorder
+from paceline.simulator.rows import Row
+from paceline.simulator.sequence import Sequence
+from paceline.simulator.steps import Run
+from paceline.simulator.worker import Worker
+
+Refusal = str | tuple[str, int]
+"""The name of a worker without room, or the name of a host and the tokens that it really has cached."""
+
+
+class Attempts:
+    """Begins and ends attempts, and is told of the steps of all workers.
+
+    Args:
+        block_tokens: tokens of a block.
+        seed: decides the delays of handoffs.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        profile: Profile,
+        block_tokens: int,
+        known: KnownWorkers,
+        hints: BlockHolders,
+        recorder: Recorder,
+        seed: int,
+    ) -> None:
+        self.on_room: Callable[[], object] = lambda: None
+        """Called when a worker may have room for another request."""
+        self.on_lost: Callable[[Sequence], object] = lambda sequence: None
+        """Called with a request that has to go on elsewhere."""
+        self.on_first_token: Callable[[Sequence], object] = lambda sequence: None
+        """Called with a request whose prompt is computed."""
+        self.on_ended: Callable[[Sequence], object] = lambda sequence: None
+        """Called with a request that has all of its tokens."""
+        self.on_steps: Callable[[Worker, Run], object] = lambda worker, run: None
+        """Called after steps of a worker."""
+        self._events, self._profile, self._block_tokens = events, profile, block_tokens
+        self._known, self._hints, self._recorder = known, hints, recorder
+        self._random = random.Random(seed)
+        self._preemption = Preemption(events, recorder, self.move)
+
+    def cached_blocks(self, sequence: Sequence, most: int) -> dict[int, int]:
+        """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
+        found = self._hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
+        return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
+
+    def begin(self, sequence: Sequence, placement: Placement) -> Refusal | None:
+        """Begin an attempt. Return None, or who refuses it.
+
+        Raises InvalidRequestError if no host of this kind ever has enough blocks.
+        """
+        assert placement.decode is not None
+        decode = self._known.workers[placement.decode.worker_id]
+        prefill = None if placement.prefill is None else self._known.workers[placement.prefill.worker_id]
+        if not decode.has_room:
+            return decode.name
+        if prefill is not None and not prefill.has_room:
+            return prefill.name
+        sequence.decode, sequence.prefill = decode, prefill
+        sequence.attempt += 1
+        if placement.source:
+            self._fetch(sequence, placement)
+        elif (refusal := self._reserve(sequence, placement.least_cached_tokens)) is not None:
+            return refusal
+        if sequence.placed < 0:
+            sequence.placed = self._events.now
+        tokens = sequence.context - placement.cached_tokens
+        computing = prefill or decode
+        for worker in {decode, computing}:
+            worker.admitted[sequence] = None
+            self._known.calls[worker.name].begin_call(tokens if worker is computing else 0)
+        sequence.sent = tokens
+        if not placement.source:
+            self._start(sequence)
+        return None
+
+    def move(self, sequence: Sequence) -> None:
+        """End an attempt, whose request goes on elsewhere."""
+        self.leave(sequence)
+        self.on_lost(sequence)
+
+    def leave(self, sequence: Sequence, grace: float = 0.0) -> None:
+        """End an attempt on all of its workers.
+
+        Args:
+            grace: seconds for which the blocks stay in use, because a worker may still touch them.
+        """
+        now = self._events.now
+        sequence.attempt += 1
+        workers = [own for own in (sequence.decode, sequence.prefill) if own is not None]
+        for worker in workers:
+            if sequence in worker.preempted:
+                worker.preempted.remove(sequence)
+            if worker.admitted.pop(sequence, 0) is None or worker.state == "gone":
+                worker.remove(sequence)
+                if (calls := self._known.calls.get(worker.name)) is not None:
+                    if worker is (sequence.prefill or sequence.decode) and sequence.sent:
+                        calls.computed(sequence.sent)
+                    calls.end_call()
+        sequence.sent = 0
+        for worker in workers:
+            held = sequence.held.pop(worker.host.name, None)
+            if held is not None:
+                self._events.at(now + grace, self._release, worker.host, held.session, held.key)
+        sequence.decode = sequence.prefill = None
+        self.on_room()
+
+    # ---- what workers do
+
+    def computed(self, worker: Worker, sequence: Sequence, tokens: int) -> None:
+        """Publish the blocks of a chunk, and hand the request over after the last one."""
+        now = self._events.now
+        worker.host.seal(sequence, sequence.computed, now)
+        if sequence.is_computing:
+            return
+        sequence.done += 1
+        self._recorder.first_token(sequence, now + self._delay(self._profile.first_token))
+        self.on_first_token(sequence)
+        self._known.calls[worker.name].computed(sequence.sent)
+        sequence.sent = 0
+        decode = sequence.decode
+        assert decode is not None
+        if worker is not decode:
+            worker.admitted.pop(sequence, None)
+            self._known.calls[worker.name].end_call()
+            self.on_room()
+        if sequence.left == 0:
+            self.ended(decode, sequence)
+        elif worker is decode:
+            self._decode(sequence)
+        else:
+            ready = now
+            if worker.host is not decode.host:
+                last = tokens * self._profile.token_bytes / self._profile.transfer_bytes
+                ready = max(sequence.moved, now + last + self._profile.transfer_seconds)
+            delay = self._delay(self._profile.handoff) + self._delay(decode.kit.times.join)
+            self._events.at(ready + delay, self._hand_over, sequence, sequence.attempt)
+
+    def ended(self, worker: Worker, sequence: Sequence) -> None:
+        """End a request that has all of its tokens."""
+        now = self._events.now
+        if sequence.held:
+            worker.host.seal(sequence, sequence.prompt_tokens + sequence.done - 1, now)
+        at = sequence.first_token if sequence.answer_tokens == 1 else now + self._profile.token.at(0, 0.5)
+        self._recorder.ended(sequence, at)
+        sequence.is_over = True
+        self.leave(sequence)
+        self.on_ended(sequence)
+
+    def needs_blocks(self, worker: Worker, row: Row) -> None:
+        """Give a row more blocks, or preempt a sequence of its worker."""
+        self._preemption.extend(worker, row)
+
+    def stepped(self, worker: Worker, run: Run) -> None:
+        """Count steps."""
+        self._recorder.stepped(worker, run)
+        self.on_steps(worker, run)
+
+    # ---- between workers
+
+    def _fetch(self, sequence: Sequence, placement: Placement) -> None:
+        """Have a prefix brought to the computing worker's host before the attempt goes on."""
+        host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
+        blocks = placement.cached_tokens // self._block_tokens
+        here = self.cached_blocks(sequence, blocks).get(host.number, 0)
+        at = host.receive((blocks - here) * self._block_tokens, self._events.now)
+        self._events.at(at, self._fetched, sequence, sequence.attempt, host, blocks)
+
+    def _fetched(self, sequence: Sequence, attempt: int, host: Host, blocks: int) -> None:
+        host.store(sequence, blocks, self._events.now)
+        if sequence.attempt != attempt:
+            return
+        if self._reserve(sequence, 0) is None:
+            self._start(sequence)
+        else:
+            self.move(sequence)
+
+    def _reserve(self, sequence: Sequence, least_cached: int) -> Refusal | None:
+        """Reserve blocks for an attempt. Return the same as `begin`."""
+        now, decode, prefill = self._events.now, sequence.decode, sequence.prefill
+        assert decode is not None
+        try:
+            cached = decode.host.reserve(sequence, decode.session, now)
+        except BusyError:
+            return decode.name
+        if prefill is None and cached < least_cached:
+            decode.host.release(sequence, now)
+            return decode.host.name, cached
+        if prefill is not None and prefill.host is not decode.host:
+            try:
+                here = prefill.host.reserve(sequence, prefill.session, now)
+            except BusyError:
+                decode.host.release(sequence, now)
+                return prefill.name
+            sequence.moved = decode.host.receive(sequence.context - cached, now)
+            decode.host.open(sequence, TRANSFER, now)
+            cached = here
+        elif prefill is not None:
+            decode.host.open(sequence, prefill.session, now)
+        sequence.cached = sequence.computed = cached
+        return None
+
+    def _start(self, sequence: Sequence) -> None:
+        computing = sequence.prefill or sequence.decode
+        assert computing is not None
+        self._recorder.started(sequence, self._events.now)
+        computing.clock.delay_prompts(computing.kit.times.arrival)
+        if computing.cores is None:
+            self._join(sequence, sequence.attempt)
+        else:
+            computing.cores.admit(partial(self._join, sequence, sequence.attempt))
+
+    def _join(self, sequence: Sequence, attempt: int) -> None:
+        """Let a prompt join its worker, after the usual delays."""
+        computing = sequence.prefill or sequence.decode
+        if sequence.attempt != attempt or computing is None:
+            return
+        delay = self._delay(self._profile.admit) + self._delay(computing.kit.times.join)
+        if (cores := computing.cores) is not None:
+            delay = max(0.0, delay - cores.turns.admission)  # that much is over already
+            if computing.role == "prefill" and cores.decodes:
+                delay += self._delay(cores.turns.admit)
+        self._events.after(delay, self._compute, sequence, attempt)
+
+    def _compute(self, sequence: Sequence, attempt: int) -> None:
+        computing = sequence.prefill or sequence.decode
+        if sequence.attempt == attempt and computing is not None:
+            computing.compute(sequence)
+
+    def _hand_over(self, sequence: Sequence, attempt: int) -> None:
+        decode, prefill, now = sequence.decode, sequence.prefill, self._events.now
+        if sequence.attempt != attempt or decode is None or prefill is None:
+            return
+        if prefill.host is not decode.host:
+            prefill.host.release(sequence, now)
+            decode.host.seal(sequence, sequence.context, now)
+        decode.host.hand_over(sequence, decode.session, now)
+        sequence.prefill = None
+        self._decode(sequence)
+
+    def _decode(self, sequence: Sequence) -> None:
+        decode = sequence.decode
+        assert decode is not None
+        if decode.state == "draining":
+            self.move(sequence)
+        else:
+            decode.decode(sequence, sequence.held[decode.host.name].capacity)
+
+    def _release(self, host: Host, session: int, key: object) -> None:
+        host.ledger.release(session, key, self._events.now)  # type: ignore[arg-type]
+        self.on_room()
+        self._preemption.retry(host)
+
+    def _delay(self, delay: Delay) -> float:
+        return delay.at(0, self._random.random())

@@ -1,0 +1,62 @@
+"""What happens if a host has no blocks left: the newest sequence of a worker gives its own back, and goes on later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.core.errors import BusyError
+from paceline.simulator.events import Events
+from paceline.simulator.host import Host
+from paceline.simulator.recorder import Recorder
+from paceline.simulator.rows import Row
+from paceline.simulator.sequence import Sequence
+from paceline.simulator.worker import Worker
+
+
+class Preemption:
+    """Gives rows more blocks, and takes them from others.
+
+    Args:
+        move: a function that ends an attempt, whose request goes on elsewhere.
+    """
+
+    def __init__(self, events: Events, recorder: Recorder, move: Callable[[Sequence], object]) -> None:
+        self._events, self._recorder, self._move = events, recorder, move
+
+    def extend(self, worker: Worker, row: Row) -> None:
+        """Give a row more blocks. If there are none, the newest sequence of the worker gives back its own."""
+        sequence, now = row.sequence, self._events.now
+        length = worker.rows.length(row)
+        worker.host.seal(sequence, length - 1, now)
+        while row.is_here:
+            try:
+                worker.rows.grown(row, worker.host.extend(sequence, length, now))
+                return
+            except BusyError:
+                self._preempt(worker, next((own for own in reversed(worker.admitted) if own.held), sequence))
+
+    def _preempt(self, worker: Worker, sequence: Sequence) -> None:
+        """Take the blocks of a sequence."""
+        self._recorder.preemptions += 1
+        if worker.rows.has(sequence):
+            # It keeps its place, and computes its context again when there are other blocks.
+            worker.rows.leave(sequence)
+            worker.host.release(sequence, self._events.now)
+            sequence.attempt += 1
+            worker.preempted.append(sequence)
+        else:  # Another worker may be computing its prompt.
+            self._move(sequence)
+
+    def retry(self, host: Host) -> None:
+        """Let sequences of a host that were preempted go on, in order, if there are blocks."""
+        for worker in host.workers:
+            while worker.preempted and worker.state == "ready":
+                sequence = worker.preempted[0]
+                sequence.context = sequence.prompt_tokens + sequence.done
+                sequence.attempt += 1
+                try:
+                    sequence.cached = sequence.computed = host.reserve(sequence, worker.session, self._events.now)
+                except BusyError:
+                    break
+                worker.preempted.pop(0)
+                worker.compute(sequence)

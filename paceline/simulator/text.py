@@ -1,0 +1,48 @@
+"""The result of a simulation in lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.core.planner.objectives import Latency
+from paceline.simulator.report.describe import effect_of
+from paceline.simulator.result import ClassResult
+from paceline.simulator.search import Found
+
+
+def lines(found: Found) -> Iterator[str]:
+    """Yield the lines."""
+    scenario, result = found.scenario, found.result
+    devices = result.device_seconds / result.seconds if result.seconds else 0.0
+    yield scenario.name
+    yield (
+        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {result.cost:.3g} "
+        f"({result.cost / max(1e-9, result.seconds) * 3600:.2f} an hour)"
+    )
+    for name, own in sorted(result.classes.items()):
+        yield from _class_lines(name, own, scenario.objectives.latency(name))
+    busy = ", ".join(f"{role} workers compute {share:.0%} of the time" for role, share in result.busy.items() if share)
+    yield f"  {busy or 'no worker computed'}; {result.preemptions} preemptions"
+    for decision in result.decisions:
+        yield f"  {decision.at:7.0f} s  {decision.line}"
+        if effect := effect_of(decision, result):
+            yield f"             -> {effect}"
+
+
+def _class_lines(name: str, own: ClassResult, limits: Latency) -> Iterator[str]:
+    label = f"class {name}: " if name else ""
+    verdict = "meets" if own.is_met else "misses"
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(own.refusals.items()))
+    yield (
+        f"  {label}{own.requests} requests, {own.refused} refused{f' ({why})' if why else ''}, "
+        f"{own.attained:.1%} within objectives ({verdict} {limits.percentile:.0%}), "
+        f"goodput {own.goodput:.3g} requests/s, {own.hit_rate:.1%} cached"
+    )
+    for title, times, limit in (
+        ("TTFT", own.ttft, limits.ttft),
+        ("ITL", own.itl, None),
+        ("mean ITL", own.mean_itl, limits.itl),
+    ):
+        goal = "" if limit is None else f"   objective {limit * 1000:g} ms"
+        values = "  ".join(f"{part} {getattr(times, part) * 1000:8.1f}" for part in ("p50", "p90", "p95", "p99"))
+        yield f"    {title:<8}  {values}  ms{goal}"

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from bench import control_plane
+from bench.control_plane import Report
+from bench.control_plane_parts import placement_seconds
+from tests.services.gateway.toy_model import write_toy_model
+
+
+def test_a_histogram_tells_the_bounds_of_percentiles() -> None:
+    counts = {0.0005: 60.0, 0.001: 98.0, 0.002: 100.0, float("inf"): 100.0}
+    figures = placement_seconds(counts)
+    assert figures == {
+        "placement, ms of CPU, p50": 0.5,
+        "placement, ms of CPU, p99": 2.0,
+        "placements within 1 ms of CPU, %": 98.0,
+    }
+    assert placement_seconds({}) == {}
+
+
+@pytest.mark.slow
+async def test_no_request_fails_whatever_happens_to_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The toy's vocabulary is too small for the token ids that the benchmark uses with real models.
+    monkeypatch.setattr(control_plane, "FIRST_ID", ord("a"))
+    monkeypatch.setattr(control_plane, "IDS", 26)
+    monkeypatch.setattr(control_plane, "CHANGES", 1)
+    small = ["--workers=16", "--processes=2", "--blocks=10", "--rate=5"]
+    short = ["--seconds=1", "--settle=0", "--fault-seconds=4"]
+    report = await control_plane.run(control_plane.parse([str(write_toy_model(tmp_path / "toy")), *small, *short]))
+    assert report.failed == 0
+    assert {name: fault["members given up"] for name, fault in report.faults.items()} == dict.fromkeys(
+        ("flushed", "killed", "stopped", "split"), 0
+    )
+    assert all(fault["requests"] for fault in report.faults.values())
+    assert all(getattr(report, field.name) for field in fields(Report))

@@ -1,0 +1,35 @@
+"""A profile from what was measured."""
+
+from __future__ import annotations
+
+from paceline.core.step_record import StepRecord
+from paceline.profiler.measure import Measured
+from paceline.profiler.profile import Lifetimes, make_profile
+from paceline.profiler.stack import Facts
+from tests.profiler.test_overheads import traced
+
+
+def facts(prefill: int, takes_turns: bool) -> Facts:
+    workers = {"prefill": prefill, "decode": 1}
+    return Facts("small", "1.0", 4096, "numerics", workers, 8, 512, takes_turns, 0.0, 100.0, 65_536)
+
+
+def measured(role: str) -> Measured:
+    """Return prompts of 1 ms per token and steps of 10 ms, which the worker of a role computed."""
+    found = Measured(singles=[traced(64)] * 3)
+    for number in range(12):
+        tokens = 64 * (1 + number % 3)
+        pairs = tokens * (tokens + 1) // 2
+        found.prompts[role].append(StepRecord(2 * number, number, tokens / 1000, tokens, pairs, 0, 0, 0))
+        found.decoding["decode"].append(StepRecord(2 * number, number, 0.010, 0, 0, 1 + number % 3, 0, 100))
+    return found
+
+
+def test_a_decode_worker_that_takes_turns_plans_its_next_step_late() -> None:
+    apart, _ = make_profile(facts(1, True), measured("prefill"), Lifetimes(), (0, 0.0))
+    assert (apart.prefill.planned_steps, apart.decode.planned_steps) == (1, 0)
+    assert apart.turns is not None
+    together, _ = make_profile(facts(0, True), measured("decode"), Lifetimes(), (0, 0.0))
+    assert together.decode.planned_steps == 1
+    alone, _ = make_profile(facts(1, False), measured("prefill"), Lifetimes(), (0, 0.0))
+    assert (alone.decode.planned_steps, alone.turns) == (1, None)

@@ -1,0 +1,121 @@
+"""Two models of other families behind one gateway, in a real stack: each has its own workers, memory and planner."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
+from tests.stack.processes import Stack, serve
+from tests.stack.reference import PROMPTS
+from tests.tiny_checkpoints import write_tiny
+
+pytestmark = pytest.mark.stack
+
+FAMILIES = {"plain": "llama", "org/hybrid": "granite_hybrid"}
+"""The family of each model, by its name."""
+LENGTHS = {"plain": 1024, "org/hybrid": 2048}
+MEMORIES = {"plain": "4MiB", "org/hybrid": "6MiB"}
+TOKENS = 20
+ASKED = PROMPTS[:4]
+
+Expected = dict[str, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Write the checkpoints, and return the greedy tokens of `transformers` after each prompt, by model."""
+    tokens: Expected = {}
+    for name, family in FAMILIES.items():
+        folder = write_toy_model(tmp_path_factory.getbasetemp() / "two-models" / family)
+        reference = write_tiny(folder, family, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=256)
+        tokens[name] = [generated(reference, prompt) for prompt in ASKED]
+    return tokens
+
+
+def generated(reference: transformers.PreTrainedModel, prompt: str) -> list[int]:
+    ids = torch.tensor([list(prompt.encode())])
+    output = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+    )
+    return list(output[0, ids.shape[1] :].tolist())
+
+
+@pytest.fixture(scope="module")
+def stack(expected: Expected, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.getbasetemp() / "two-models"
+    tables = [
+        f'["{name}"]\nmodel = "{folder / family}"\nmax-model-len = {LENGTHS[name]}\nkv-memory = "{MEMORIES[name]}"\n'
+        for name, family in FAMILIES.items()
+    ]
+    file = folder / "models.toml"
+    file.write_text("".join(tables) + "planner = true\nmost-decode = 1\nmost-prefill = 1\n")
+    options = ("--dtype=float32", "--threads=1", f"--store={folder / 'store.db'}")
+    with serve(folder / "log", f"--models-file={file}", *options, fleets=2) as running:
+        yield running
+
+
+async def complete(client: httpx.AsyncClient, model: str, prompt: str) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return await client.post("/v1/completions", json={"model": model, **body})
+
+
+async def check_tokens(client: httpx.AsyncClient, expected: Expected, *models: str) -> None:
+    """Ask the models all prompts at the same time, and compare the tokens."""
+    asked = [(model, index) for index in range(len(ASKED)) for model in models]
+    answers = await asyncio.gather(*(complete(client, model, ASKED[index]) for model, index in asked))
+    tokens = [answer.json()["choices"][0]["token_ids"] for answer in answers]
+    assert tokens == [expected[model][index] for model, index in asked]
+
+
+async def answers_of_batch(client: httpx.AsyncClient, expected: Expected) -> dict[str, int]:
+    """Answer a batch with a line for each model and one for a model that there is not. Return the status of each."""
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, "prompt": "x"}}
+        for name in (*expected, "other")
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})
+    made = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch: dict[str, Any] = (await client.post("/v1/batches", json=made)).json()
+    async with asyncio.timeout(60):
+        while batch["status"] != "completed":
+            await asyncio.sleep(0.1)
+            batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+    files = [
+        (await client.get(f"/v1/files/{batch[name]}/content")).text for name in ("output_file_id", "error_file_id")
+    ]
+    found = [json.loads(line) for text in files for line in text.splitlines()]
+    return {each["custom_id"]: each["response"]["status_code"] for each in found}
+
+
+async def test_two_models_behind_one_gateway(stack: Stack, expected: Expected) -> None:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert {card["id"]: card["max_model_len"] for card in cards} == LENGTHS
+        unknown = await complete(client, "other", "x")
+        assert unknown.status_code == 404
+        assert all(repr(name) in unknown.json()["error"]["message"] for name in FAMILIES)
+        await check_tokens(client, expected, *FAMILIES)
+        assert await answers_of_batch(client, expected) == {"plain": 200, "org/hybrid": 200, "other": 404}
+        fleet = stack.fleet()
+        sizes = {host["model_name"]: host["total"] * host["slot_bytes"] >> 20 for host in fleet["hosts"]}
+        assert sizes == {"plain": 4, "org/hybrid": 6}
+        assert [each["model_name"] for each in fleet["planners"]] == ["org/hybrid"]
+
+        # A fleet without a decode worker leaves the other one alone.
+        scaled = await client.post("/fleet/scale", json={"model": "plain", "decode": 0})
+        assert scaled.status_code == 200, scaled.text
+        async with asyncio.timeout(60):
+            while (await client.get("/health", params={"model": "plain"})).is_success:
+                await asyncio.sleep(0.1)
+        assert (await complete(client, "plain", "x")).status_code == 503
+        assert (await client.get("/health")).is_success
+        await check_tokens(client, expected, "org/hybrid")
