@@ -155,15 +155,17 @@ class MemberFeed:
         return [name for name, value in zip(names, values) if value is None]
 
     async def _scan(self, take: Callable[[News], object]) -> None:
-        """Read the members that are known by their names alone, and those that write no beats."""
+        """Read the members that are listed and were not heard lately, and those that write no beats."""
         # If Redis has begun anew with a clock that is behind, the ids of new beats are smaller.
         self._last = min(self._last, await self._newest(), key=_place)
         listed = await _answer(cast(Awaitable[set[bytes]], self._client.smembers(names_key(self._cluster))))
-        names = sorted(self._mute | (set(map(_name, listed)) - self._versions.keys()))
+        # A silent member is read, too: a process of an earlier release may have taken its name.
+        names = sorted(self._mute | (set(map(_name, listed)) - self._heard.keys()))
         for start in range(0, len(names), _MOST):
             part, news = names[start : start + _MOST], News()
             gone = await self._read_values(part, news)
-            news.heard = [name for name in part if name not in gone]
+            new = {member.worker_id for member in news.changed}
+            news.heard = [name for name in part if name in new or (name in self._mute and name not in gone)]
             news.unlisted = [name for name in gone if name in self._heard]
             take(self._noted(news))
             if gone:
