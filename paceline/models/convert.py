@@ -61,6 +61,8 @@ def convert_gguf(source: Path, target: Path) -> None:
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:
         _compose_characters(tokenizer)
     if metadata["general.architecture"] == _GEMMA4:
+        # transformers loses that raw prompts begin with BOS. A chat template writes its own.
+        tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
         _convert_gemma4(source, reader, metadata, tokenizer, target)
     else:
         _convert_elsewhere(source, reader, metadata, target)
