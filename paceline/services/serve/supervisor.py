@@ -132,9 +132,11 @@ class Supervisor:
 
     def _note_lost(self, stack: ModelStack, error: BaseException) -> None:
         """Stop the fleet of a model that can be served no more. Without another model this is the end of the stack."""
+        if stack in self._lost:
+            return
         if not self._processes.stack_serves or len(self._lost) == len(self._stacks) - 1:
             self._broken.put_nowait(error)
-        elif stack not in self._lost:
+        else:
             warn(f"{error}; {served_name(stack.config)} is served no more, and the other models are")
             self._lost[stack] = asyncio.create_task(self._stop_fleet(stack))
 
