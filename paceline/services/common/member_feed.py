@@ -68,7 +68,7 @@ class MemberFeed:
         self._mute: set[str] = set()
         """Members that write no beats."""
         self._ended: set[str] = set()
-        """Members that have ended and were not heard since. Redis keeps the value of a killed process for a while. This
+        """Members that have ended and were not heard since. Redis keeps the value of a killed process for a while. It
         is no news, so their versions are kept until they are off the list."""
         self._scan_at = 0.0
         """When the set of names is to be read again."""
