@@ -80,7 +80,7 @@ class MemberFeed:
         self._heard.pop(name, None)
         if name in self._mute:
             self._mute.discard(name)
-            del self._versions[name]
+            self._forget_value(name)
         elif name in self._versions:
             self._ended.add(name)
 
@@ -162,6 +162,7 @@ class MemberFeed:
                 continue
             if (member := Member.from_bytes(value)) is not None:
                 self._versions[name] = version
+                self._ended.discard(name)
                 news.changed.append(member)
                 (self._mute.discard if member.beats else self._mute.add)(name)
         return [name for name, value in zip(names, values) if value is None]

@@ -46,7 +46,7 @@ LEFT = b""
 _BEATS = 10_000
 """Beats that the stream keeps, about. Gateways read it twice a second."""
 _STREAM_SECONDS = 600
-"""Time after a member has left until the stream expires, so that a cluster that has ended leaves no stream in Redis."""
+"""Time after a member has left until the stream expires, so that Redis keeps none of a cluster that has ended."""
 
 Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.core.config import KVTransferConfig, ServeConfig, model_configs
 from paceline.core.machine import available_memory
@@ -107,14 +108,14 @@ class Supervisor:
         redis = await self._start_redis(folder / "redis.sock")
         secret = folder / "secret"
         make_secret(secret)
-        await asyncio.gather(*(stack.start(redis, secret) for stack in self._stacks))
+        await _all(*(stack.start(redis, secret) for stack in self._stacks))
         models, settings = folder / "models.toml", folder / "gateway.toml"
         fleets = ((each.config, each.folder, each.cluster, each.socket) for each in self._stacks)
         models.write_text(models_file(fleets))
         settings.write_text(gateway_settings(self._config, models, redis, secret))
         self._gateway = self._processes.service("gateway", f"--config={settings}")
         await self._processes.start(self._gateway, lambda _, error: self._broken.put_nowait(error))
-        await asyncio.gather(self._gateway.ready(), *(stack.ready() for stack in self._stacks))
+        await _all(self._gateway.ready(), *(stack.ready() for stack in self._stacks))
         names = [served_name(config) for config in self._models]
         address = self._gateway.address
         await welcome.wait_until_serving(self._config, address, names)
@@ -157,3 +158,12 @@ class Supervisor:
             folder = Path(KVTransferConfig().arena_dir)
             remove_stale_arenas(folder)
             remove_stale_sockets(folder)
+
+
+async def _all(*parts: Coroutine[Any, Any, Any]) -> None:
+    """Run coroutines at the same time. If one fails, end the others, so that they start no further processes."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(*tasks)

@@ -133,10 +133,16 @@ async def test_a_silent_member_whose_name_a_release_without_beats_has_taken_is_r
     monkeypatch.setattr(member_feed, "SILENT_SECONDS", 0.0)
     assert sorted((await desk.read()).unlisted) == ["d", "dead"]
     monkeypatch.undo()
+    desk.feed.forget("d")
     monkeypatch.setattr(desk.feed, "_scan_at", 0.0)
     old = dataclasses.replace(member("d", beats=False), epoch=2)
     await desk.write_as_before(old)
     assert await desk.read() == News(changed=[old], heard=["d"])
+    await desk.redis.delete(member_key(desk.cluster, "d"), names_key(desk.cluster))
+    assert await desk.read() == News(unlisted=["d"])
+    desk.feed.forget("d")
+    await desk.write(member("d"))
+    assert await desk.read() == News(changed=[member("d")], heard=["d"])
 
 
 async def test_nobody_is_silent_while_redis_is(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
