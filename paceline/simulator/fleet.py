@@ -164,6 +164,7 @@ class SimulatedFleet:
                 self._gateway.lose(worker)
             if self._scenario.restarts:
                 self.add(role)
+        self._gateway.waiting.is_hopeless = not (self._scenario.plans or self.count("decode"))
 
     # ---- what comes again and again
 

@@ -128,7 +128,10 @@ class Gateway:
             priority=request.priority,
         )
         self._recorder.arrived(sequence)
-        self._receive(sequence)
+        if sequence.prompt_tokens + sequence.answer_tokens > self._profile.max_model_len:
+            self._end_refused(sequence, "too long")
+        else:
+            self._receive(sequence)
 
     def _receive(self, sequence: Sequence) -> None:
         """Begin with a request that comes for the first time, or comes back."""

@@ -98,5 +98,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as 500000,1000000."""
-    return tuple(int(part.replace("_", "")) for part in text.split(","))
+    """Return the numbers of a list such as 500000,1000000. Raises argparse.ArgumentTypeError."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 500000,1000000") from None

@@ -11,6 +11,8 @@ from paceline.simulator.scenario import Scenario
 
 MOST_WORKERS = 4096
 """Most workers of one role that are tried."""
+FASTER = 0.02
+"""Share by which more workers must at least make requests faster, or even more of them would not help."""
 
 Try = Callable[[Scenario], Result]
 
@@ -53,10 +55,11 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
             known[counts] = attempt(own)
         return known[counts]
 
-    good = -1
+    before: Result | None = None
     while not (result := attempted(scenario)).is_met:
-        before, good = good, sum(own.good for own in result.classes.values())
-        if good <= before or max(scenario.prefill, scenario.decode) * 2 > MOST_WORKERS:
+        is_stuck = before is not None and not _is_better(result, before)
+        before = result
+        if is_stuck or max(scenario.prefill, scenario.decode) * 2 > MOST_WORKERS:
             raise MissedError(
                 f"{scenario.name} miss the objectives, and more would not help: a single request may take longer than "
                 "they allow. Leave out --find to see the result"
@@ -68,6 +71,23 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
     for role in (*order, *order):
         scenario = _shrunk(scenario, role, attempted)
     return Found(scenario, attempted(scenario))
+
+
+def _is_better(result: Result, before: Result) -> bool:
+    """Return whether more workers served more requests, or served them faster, even if objectives are still missed."""
+    good, finished, seconds = _served(result)
+    good_before, finished_before, seconds_before = _served(before)
+    return good > good_before or finished > finished_before or seconds < (1 - FASTER) * seconds_before
+
+
+def _served(result: Result) -> tuple[int, int, float]:
+    """Return how many requests met their objectives, how many got an answer, and the seconds of these in all."""
+    classes = result.classes.values()
+    return (
+        sum(own.good for own in classes),
+        sum(own.finished for own in classes),
+        sum(own.finished * own.seconds.mean for own in classes),
+    )
 
 
 def _shrunk(scenario: Scenario, role: str, attempted: Try) -> Scenario:

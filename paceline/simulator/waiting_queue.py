@@ -47,6 +47,8 @@ class WaitingQueue:
         self._events, self._attempt, self._refuse = events, attempt, refuse
         self._random = random.Random(seed)
         self._is_waking = self._is_polling = False
+        self.is_hopeless = False
+        """Whether no worker will ever come, so that requests of the background must not wait without a limit."""
 
     @property
     def shedder(self) -> LoadShedder:
@@ -136,5 +138,7 @@ class WaitingQueue:
 
     def _use_idle_room(self, sequence: Sequence) -> None:
         """Place a request of the background as soon as a worker has room and nobody waits."""
-        if (self._state or not self._attempt(sequence)) and not sequence.is_over:
+        if self.is_hopeless:
+            self._refuse(sequence, RefusedError("no worker is left", "background"))
+        elif (self._state or not self._attempt(sequence)) and not sequence.is_over:
             self._events.after(self._random.uniform(*IDLE_SECONDS), self._use_idle_room, sequence)

@@ -53,6 +53,7 @@ def test_cache_sizes_and_failures_are_answered_in_sentences(tmp_path: Path, caps
         (["--cache-tokens", "-5"], "--cache-tokens must be"),
         (["--queue-seconds", "-1"], "--queue-seconds must be"),
         (["--no-restart"], "add --fail"),
+        (["--ttft", "nan"], "must be above 0 seconds"),
         (["--max-waiting", "0"], "--max-waiting must be"),
         (["--budget", "5"], "add --planner"),
         (["--find", "--planner"], "leave out --find or --planner"),

@@ -83,7 +83,7 @@ class Objectives:
         for name, latency in (("default", self.default), *self.classes.items()):
             if not 0 < latency.percentile < 1:
                 raise ConfigError(f"class {name}: the percentile must be between 0 and 1, such as 0.95")
-            if any(limit is not None and limit <= 0 for limit in (latency.ttft, latency.itl)):
+            if any(limit is not None and not limit > 0 for limit in (latency.ttft, latency.itl)):
                 raise ConfigError(f"class {name}: TTFT and ITL must be above 0 seconds")
         for role, limits in self.roles.items():
             if role not in ROLES:
