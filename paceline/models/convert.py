@@ -55,12 +55,14 @@ def convert_gguf(source: Path, target: Path) -> None:
 
     # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
     own = PreTrainedTokenizerFast if metadata["general.architecture"] == _GEMMA4 else AutoTokenizer
-    tokenizer = own.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
         _split_digits(tokenizer)
     if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:
         _compose_characters(tokenizer)
     if metadata["general.architecture"] == _GEMMA4:
+        # transformers loses that raw prompts begin with BOS. A chat template writes its own.
+        tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
         _convert_gemma4(source, reader, metadata, tokenizer, target)
     else:
         _convert_elsewhere(source, reader, metadata, target)
@@ -110,10 +112,10 @@ def _convert_gemma4(source: Path, reader: GGUFReader, metadata: dict[str, Any], 
 
 
 def _open(source: Path) -> GGUFReader:
-    from gguf import GGUFReader
+    from paceline.models.gguf_reader import CheckedReader
 
     with _named(source):
-        return GGUFReader(source)
+        return CheckedReader(source)
 
 
 def _read_metadata(source: Path, reader: GGUFReader) -> dict[str, Any]:

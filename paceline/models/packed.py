@@ -64,11 +64,21 @@ def packed_weights(folder: Path, model: str, packer: Packer, visit: Callable[[Pa
                 if not file.is_file():
                     _remove_unused(folder, model)
                     _write(file, packer, visit)
-        os.utime(file)  # marks it as used; unlike Path.touch(), this makes no empty file if it was just removed
+        _mark_used(file)
     except OSError as error:
         log.warning("this worker packs weights into its own memory, because %s cannot be kept: %s", file, error)
         return packer
     return _PackedFile(file, packer).pack
+
+
+def _mark_used(file: Path) -> None:
+    """Set a file's time to now. Raise OSError if the file was just removed."""
+    try:
+        os.utime(file)
+    except OSError:
+        if not file.is_file():
+            raise
+        # A folder that cannot be written. Its files can still be shared, and nobody removes them.
 
 
 def _remove_unused(folder: Path, model: str) -> None:

@@ -74,3 +74,13 @@ def test_few_recordings_are_kept_and_none_of_many_rows(monkeypatch: pytest.Monke
     for rows in (1, 1, 2, 2, 5, 5, 3, 1, 1):
         graphs(*inputs(rows), between=lambda: None)
     assert (recorder.made, recorder.recorded) == (2, 3)
+
+
+def test_recordings_of_many_rows_together_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tower_graphs, "MAX_KEPT_ROWS", 6)
+    graphs = TowerGraphs(tower, recorder := Recorder())
+    made = []
+    for rows in (2, 2, 4, 4, 1, 1, 2, 2):
+        graphs(*inputs(rows), between=lambda: None)
+        made.append((recorder.made, recorder.recorded))
+    assert made == [(1, 0), (1, 1), (1, 1), (1, 2), (1, 2), (2, 3), (2, 3), (2, 4)]

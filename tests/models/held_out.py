@@ -139,7 +139,8 @@ def gemma4_dense(rng: random.Random) -> Fields:
 
 def gemma4_experts(rng: random.Random) -> Fields:
     own = drawn_experts(rng)
-    return {**gemma4_dense(rng), **own, "top_k_experts": own.pop("num_experts_per_tok")}
+    own["top_k_experts"] = own.pop("num_experts_per_tok")
+    return {**gemma4_dense(rng), **own}
 
 
 def gpt_oss(rng: random.Random) -> Fields:

@@ -75,6 +75,7 @@ def test_the_tokenizer_and_the_ends_of_answers(tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path / "converted")
     ids = tokenizer.encode("he he<turn|>é", False)
     assert [TOKENS[token] for token in ids] == ["he", "▁he", "<turn|>", "<0xC3>", "<0xA9>"]
+    assert tokenizer.encode("he", True) == [TOKENS.index("<bos>"), TOKENS.index("he")]
     assert set(tokenizer.eos_token_ids) == {TOKENS.index(own) for own in ("<eos>", "<turn|>", "<|tool_response>")}
     assert tokenizer.chat_template_source
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -161,7 +162,16 @@ class TestConversion:
             resolve_model(str(source), cache, silent)
         assert list(cache.iterdir()) == [lock]
 
-    @pytest.mark.parametrize("content", [b"hello", b"", b"GGUF\x03\x00\x00\x00" + b"\xff" * 100])
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"hello",
+            b"",
+            b"GGUF\x03\x00\x00\x00" + b"\xff" * 100,
+            # One field, a list of 2^60 bytes.
+            struct.pack("<4sIQQQcIIQ", b"GGUF", 3, 0, 1, 1, b"a", gguf.GGUFValueType.ARRAY, 0, 1 << 60),
+        ],
+    )
     def test_a_damaged_file_is_named(self, tmp_path: Path, content: bytes) -> None:
         source = tmp_path / "broken.gguf"
         source.write_bytes(content)

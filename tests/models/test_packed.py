@@ -196,6 +196,21 @@ def test_a_folder_that_cannot_be_written_leaves_each_its_own(
     assert "packs weights into its own memory" in caplog.text
 
 
+def test_a_file_of_a_folder_that_cannot_be_written_is_shared(
+    tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_llama()
+    load_model(tmp_path, torch.float32, Counting(), CPU, tmp_path / "packed")
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "utime", refuse)  # a user who may do everything runs tests, too
+    kernels = Counting()
+    load_model(tmp_path, torch.float32, kernels, CPU, tmp_path / "packed")
+    assert kernels.packed == 0
+
+
 def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any, dtype: torch.dtype) -> None:
     save_llama()
     packed = tmp_path / "packed"

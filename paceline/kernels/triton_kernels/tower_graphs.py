@@ -17,7 +17,9 @@ from paceline.kernels.triton_kernels.graphs import Record, Recording
 MAX_ROWS = 16_384
 """Most rows of a recorded tower. With more, launches take a small part of the time."""
 MAX_GRAPHS = 32
-"""Most recordings of a tower. Each keeps its inputs and results: about 20 MB for 2,520 patches."""
+"""Most recordings of a tower, with the numbers of rows that came once."""
+MAX_KEPT_ROWS = 81_920
+"""Most rows of all recordings of a tower. Each keeps its inputs and results: about 20 MB for 2,520 patches."""
 
 
 class TowerGraphs:
@@ -33,21 +35,30 @@ class TowerGraphs:
         self._record = recorder()
         self._graphs: dict[tuple[object, ...], _Graph | None] = {}
         """Recordings by the shapes and dtypes of inputs; None if these came once."""
+        self._kept_rows = 0
+        """Rows of all recordings."""
 
     def __call__(self, *inputs: Tensor, between: Between) -> tuple[Tensor, ...]:
-        if len(inputs[0]) > MAX_ROWS:
+        if (rows := len(inputs[0])) > MAX_ROWS:
             return self._tower(*inputs, between=between)
         key = tuple((own.shape, own.dtype) for own in inputs)
         if key not in self._graphs:
             if len(self._graphs) == MAX_GRAPHS:
-                self._graphs.clear()
-                self._record = self._recorder()
+                self._drop_all()
             self._graphs[key] = None
             return self._tower(*inputs, between=between)
         between()
         if (graph := self._graphs[key]) is None:
+            if self._kept_rows + rows > MAX_KEPT_ROWS:
+                self._drop_all()
             graph = self._graphs[key] = _Graph(self._tower, inputs, self._record)
+            self._kept_rows += rows
         return graph.run(inputs)
+
+    def _drop_all(self) -> None:
+        self._graphs.clear()
+        self._kept_rows = 0
+        self._record = self._recorder()
 
 
 class _Graph:

@@ -67,16 +67,22 @@ class MemberFeed:
         """When each listed member was heard last, on time.monotonic()."""
         self._mute: set[str] = set()
         """Members that write no beats."""
+        self._ended: set[str] = set()
+        """Members that have ended and were not heard since. Redis keeps the value of a killed process for a while. It
+        is no news, so their versions are kept until they are off the list."""
         self._scan_at = 0.0
         """When the set of names is to be read again."""
         self._answers_since: float | None = None
         """Since when Redis has answered every time; None if it did not answer the last time."""
 
     def forget(self, name: str) -> None:
-        """Treat a member as new if it is heard again."""
-        self._versions.pop(name, None)
+        """Treat a member that has ended as new if it is heard again."""
         self._heard.pop(name, None)
-        self._mute.discard(name)
+        if name in self._mute:
+            self._mute.discard(name)
+            self._forget_value(name)
+        elif name in self._versions:
+            self._ended.add(name)
 
     async def read(self, take: Callable[[News], object]) -> None:
         """Give all news since the last call to `take`, in parts. The first call reads all members.
@@ -113,6 +119,10 @@ class MemberFeed:
             self._heard.pop(name, None)
         return news
 
+    def _forget_value(self, name: str) -> None:
+        self._ended.discard(name)
+        self._versions.pop(name, None)
+
     # ---- beats
 
     async def _newest(self) -> bytes:
@@ -131,6 +141,8 @@ class MemberFeed:
             heard=[name for name, version in versions.items() if version != LEFT],
             unlisted=[name for name, version in versions.items() if version == LEFT],
         )
+        for name in self._ended.intersection(news.heard):
+            self._forget_value(name)
         await self._read_values([name for name in news.heard if self._versions.get(name) != versions[name]], news)
         return news
 
@@ -150,20 +162,25 @@ class MemberFeed:
                 continue
             if (member := Member.from_bytes(value)) is not None:
                 self._versions[name] = version
+                self._ended.discard(name)
                 news.changed.append(member)
                 (self._mute.discard if member.beats else self._mute.add)(name)
         return [name for name, value in zip(names, values) if value is None]
 
     async def _scan(self, take: Callable[[News], object]) -> None:
-        """Read the members that are known by their names alone, and those that write no beats."""
+        """Read the members that are listed and were not heard lately, and those that write no beats."""
         # If Redis has begun anew with a clock that is behind, the ids of new beats are smaller.
         self._last = min(self._last, await self._newest(), key=_place)
         listed = await _answer(cast(Awaitable[set[bytes]], self._client.smembers(names_key(self._cluster))))
-        names = sorted(self._mute | (set(map(_name, listed)) - self._versions.keys()))
+        for name in self._ended.difference(map(_name, listed)):
+            self._forget_value(name)
+        # A silent member is read, too: a process of an earlier release may have taken its name.
+        names = sorted(self._mute | (set(map(_name, listed)) - self._heard.keys()))
         for start in range(0, len(names), _MOST):
             part, news = names[start : start + _MOST], News()
             gone = await self._read_values(part, news)
-            news.heard = [name for name in part if name not in gone]
+            new = {member.worker_id for member in news.changed}
+            news.heard = [name for name in part if name in new or (name in self._mute and name not in gone)]
             news.unlisted = [name for name in gone if name in self._heard]
             take(self._noted(news))
             if gone:

@@ -45,6 +45,8 @@ LEFT = b""
 """The version in the last beat of a member that leaves in order."""
 _BEATS = 10_000
 """Beats that the stream keeps, about. Gateways read it twice a second."""
+_STREAM_SECONDS = 600
+"""Time after a member has left until the stream expires, so that Redis keeps none of a cluster that has ended."""
 
 Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
@@ -232,6 +234,7 @@ async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:
         pipeline.delete(member_key(cluster, name))
         pipeline.srem(names_key(cluster), name)
         pipeline.xadd(beats_key(cluster), {name: LEFT}, maxlen=_BEATS, approximate=True)
+        pipeline.expire(beats_key(cluster), _STREAM_SECONDS)  # if others are left, their next beats make it again
         await pipeline.execute()
 
 

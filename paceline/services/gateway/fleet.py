@@ -117,13 +117,13 @@ class Fleet:
 
     def hosts(self) -> list[RemoteWorker]:
         """Return the kvtransfer services that this gateway understands, sorted by name."""
-        hosts = (host for host in self._members.hosts.values() if host.is_compatible)
-        return sorted(hosts, key=lambda host: host.member.worker_id)
+        return [host for _, host in sorted(self._members.hosts.items()) if host.is_compatible]
 
     def host(self, host_id: str) -> RemoteWorker | None:
         """Return the kvtransfer service of a host; None if it is not known."""
-        host = self._members.hosts.get(host_id)
-        return host if host is not None and host.is_compatible else None
+        if not host_id:
+            return None
+        return next((host for host in self.hosts() if host.member.host_id == host_id), None)
 
     def layouts_of(self, worker_ids: Iterable[str]) -> dict[str, str]:
         """Return the fingerprints of workers' KV layouts by the ids of their hosts. Unknown workers are left out."""

@@ -70,11 +70,13 @@ class HealthChecks:
                 return
         finally:
             worker.probe = None
+        if worker.gone:
+            return  # another process has taken its name meanwhile
         worker.failed_probes += 1
         if not worker.set_aside:
             log.info("%s does not answer and gets no new requests until it does", worker)
         self.set_aside(worker)
-        if worker.failed_probes >= FAILED_PROBES and not worker.listed and not worker.gone:
+        if worker.failed_probes >= FAILED_PROBES and not worker.listed:
             log.info("%s %s is gone", worker.member.role, worker.member.worker_id)
             self._on_gone(worker)
 

@@ -46,7 +46,7 @@ class Members:
         self.workers: dict[str, RemoteWorker] = {}
         """All members but gateways, by name."""
         self.hosts: dict[str, RemoteWorker] = {}
-        """The kvtransfer services among them, by host id."""
+        """The kvtransfer services among them, by name."""
         self.gateways: dict[str, Member] = {}
         self._model = model
         self._credentials = credentials
@@ -131,7 +131,7 @@ class Members:
         self.workers[member.worker_id] = worker = RemoteWorker(member, self._credentials)
         worker.on_change = lambda: self._on_figures(worker)
         if member.role == "kvtransfer":
-            self.hosts[member.host_id] = worker
+            self.hosts[member.worker_id] = worker
         log.info("%s %s joined at %s", member.role, member.worker_id, member.address)
         if problem := mismatch(str(worker), member.wire):
             log.error("%s gets no calls: %s", worker, problem)
@@ -148,9 +148,9 @@ class Members:
         self._drop(worker)
 
     def _drop(self, worker: RemoteWorker) -> None:
-        host_id = worker.member.host_id
-        if self.hosts.get(host_id) is worker:
-            del self.hosts[host_id]
+        name, host_id = worker.member.worker_id, worker.member.host_id
+        if self.hosts.get(name) is worker:
+            del self.hosts[name]
             self._fetch_speeds.pop(host_id, None)
             self._with_new_speed.add(host_id)
         worker.gone = True

@@ -138,8 +138,7 @@ class ModelFleet:
     @property
     def is_ready(self) -> bool:
         """Whether a decode worker is ready, or a planner will start one."""
-        ready = any(c.member.role == "decode" and c.member.state == "ready" for c in self.fleet.snapshot())
-        return ready or self.fleet.may_be_empty
+        return self.fleet.has_decode_worker or self.fleet.may_be_empty
 
     def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
         """Return for each host id the name and the tokens of its cached blocks, as far as this gateway knows."""

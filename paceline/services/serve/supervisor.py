@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.core.config import KVTransferConfig, ServeConfig, model_configs
 from paceline.core.machine import available_memory
@@ -107,14 +108,14 @@ class Supervisor:
         redis = await self._start_redis(folder / "redis.sock")
         secret = folder / "secret"
         make_secret(secret)
-        await asyncio.gather(*(stack.start(redis, secret) for stack in self._stacks))
+        await _all(*(stack.start(redis, secret) for stack in self._stacks))
         models, settings = folder / "models.toml", folder / "gateway.toml"
         fleets = ((each.config, each.folder, each.cluster, each.socket) for each in self._stacks)
         models.write_text(models_file(fleets))
         settings.write_text(gateway_settings(self._config, models, redis, secret))
         self._gateway = self._processes.service("gateway", f"--config={settings}")
         await self._processes.start(self._gateway, lambda _, error: self._broken.put_nowait(error))
-        await asyncio.gather(self._gateway.ready(), *(stack.ready() for stack in self._stacks))
+        await _all(self._gateway.ready(), *(stack.ready() for stack in self._stacks))
         names = [served_name(config) for config in self._models]
         address = self._gateway.address
         await welcome.wait_until_serving(self._config, address, names)
@@ -132,9 +133,11 @@ class Supervisor:
 
     def _note_lost(self, stack: ModelStack, error: BaseException) -> None:
         """Stop the fleet of a model that can be served no more. Without another model this is the end of the stack."""
+        if stack in self._lost:
+            return
         if not self._processes.stack_serves or len(self._lost) == len(self._stacks) - 1:
             self._broken.put_nowait(error)
-        elif stack not in self._lost:
+        else:
             warn(f"{error}; {served_name(stack.config)} is served no more, and the other models are")
             self._lost[stack] = asyncio.create_task(self._stop_fleet(stack))
 
@@ -155,3 +158,12 @@ class Supervisor:
             folder = Path(KVTransferConfig().arena_dir)
             remove_stale_arenas(folder)
             remove_stale_sockets(folder)
+
+
+async def _all(*parts: Coroutine[Any, Any, Any]) -> None:
+    """Run coroutines at the same time. If one fails, end the others, so that they start no further processes."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(*tasks)

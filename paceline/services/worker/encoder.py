@@ -27,7 +27,10 @@ ENCODE_SECONDS = Family(
 ENCODE_WAITING = Family("encodings_waiting", "Work that waits for its turn at the encoders", "gauge")
 
 STILL_SECONDS = 10.0
-"""An encoder that has work and has not begun a piece of it for this many seconds stands still."""
+"""An encoder that has work and has not begun a piece of it for this many seconds stands still.
+
+The worker is silent from then on, and the gateway waits for `--stall-seconds` more.
+"""
 
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
 """Types of inputs: pixels and features of audio."""
@@ -55,7 +58,7 @@ class Encoder:
         self._encoders: Encoders | None = None
         self._turns = FairTurns()
         self._moved = 0.0
-        """When a piece of an encoding began or the last one ended, on time.monotonic()."""
+        """When an encoding or a piece of it began, on time.monotonic()."""
         self._loop = asyncio.get_running_loop()
         self._computed = self._found = self._bytes = 0
         self._queue_seconds = self._encode_seconds = 0.0
@@ -67,8 +70,12 @@ class Encoder:
 
     @property
     def stands_still(self) -> bool:
-        """Whether there is work without progress. It may never end, so the worker must not say that it goes on."""
-        return self._turns.is_taken and time.monotonic() - self._moved > STILL_SECONDS
+        """Whether there is work without progress. It may never end, so the worker must not say that it goes on.
+
+        Loading the encoders is progress, because it may take minutes from a slow disk.
+        """
+        is_encoding = self._encoders is not None and self._turns.is_taken
+        return is_encoding and time.monotonic() - self._moved > STILL_SECONDS
 
     async def load(self) -> Encoders:
         """Return the encoders, and load them if this is the first use. Raises ConfigError or ModelError."""
@@ -95,11 +102,10 @@ class Encoder:
         """
         began = time.monotonic()
         async with self._turns.turn(owner, abandoned):
-            self._moved = time.monotonic()
             if abandoned.is_set():
                 raise AbandonedError
             encoders = await self.load()
-            started = time.monotonic()
+            started = self._moved = time.monotonic()
             await self._run(encoders, media, write, abandoned)
         times = EncodeTimes(started - began, time.monotonic() - started)
         self._computed += 1

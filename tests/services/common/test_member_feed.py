@@ -102,6 +102,18 @@ async def test_who_leaves_in_order_is_off_the_list_at_once(desk: Desk) -> None:
     assert await desk.read() == News(changed=[member("d")], heard=["d"])
 
 
+async def test_who_was_killed_is_not_found_again_by_what_is_left_in_redis(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_feed, "_SCAN_SECONDS", 0.0)
+    await desk.write(member("killed"))
+    await desk.read()
+    desk.feed.forget("killed")
+    assert await desk.read() == News()
+    await desk.write(member("killed"))
+    assert (await desk.read()).changed == [member("killed")]
+
+
 async def test_who_is_silent_is_off_the_list_until_heard_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     await desk.write(member("d"))
     await desk.read()
@@ -111,6 +123,26 @@ async def test_who_is_silent_is_off_the_list_until_heard_again(desk: Desk, monke
     monkeypatch.undo()
     await desk.write(member("d"))
     assert await desk.read() == News(heard=["d"])
+
+
+async def test_a_silent_member_whose_name_a_release_without_beats_has_taken_is_read(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.write(member("d"), member("dead"))
+    await desk.read()
+    monkeypatch.setattr(member_feed, "SILENT_SECONDS", 0.0)
+    assert sorted((await desk.read()).unlisted) == ["d", "dead"]
+    monkeypatch.undo()
+    desk.feed.forget("d")
+    monkeypatch.setattr(desk.feed, "_scan_at", 0.0)
+    old = dataclasses.replace(member("d", beats=False), epoch=2)
+    await desk.write_as_before(old)
+    assert await desk.read() == News(changed=[old], heard=["d"])
+    await desk.redis.delete(member_key(desk.cluster, "d"), names_key(desk.cluster))
+    assert await desk.read() == News(unlisted=["d"])
+    desk.feed.forget("d")
+    await desk.write(member("d"))
+    assert await desk.read() == News(changed=[member("d")], heard=["d"])
 
 
 async def test_nobody_is_silent_while_redis_is(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:

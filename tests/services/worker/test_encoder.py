@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from paceline.core.errors import ModelError
 from paceline.core.media import MediaKind
 from paceline.engine.encode_job import EncodeJob
 from paceline.kernels.encoding import Between
@@ -32,6 +34,24 @@ class Tower:
         between()
         between()
         return torch.zeros(ROWS, 1)
+
+
+async def test_loading_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "STILL_SECONDS", -1.0)
+    may_end = threading.Event()
+
+    def load() -> Encoders:
+        may_end.wait()
+        raise ModelError("damaged")
+
+    own = Encoder(load, lambda job: None)
+    task = asyncio.create_task(own.compute("r", image(ROWS, 0), lambda rows: None, asyncio.Event()))
+    await asyncio.sleep(0)
+    assert own._turns.is_taken
+    assert not own.stands_still
+    may_end.set()
+    with pytest.raises(ModelError):
+        await task
 
 
 async def test_work_that_gets_no_thread_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:

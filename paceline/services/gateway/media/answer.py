@@ -6,27 +6,40 @@ All functions raise ValueError, KeyError, TypeError or OverflowError if an answe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+_FORMS: Mapping[str, tuple[type[np.generic], int, tuple[str, ...]]] = {
+    "image": (np.uint8, 3, ()),
+    "video": (np.uint8, 4, ("timestamps",)),
+    "audio": (np.float32, 1, ()),
+}
+"""For each kind of item, the type of its array, the number of the array's dimensions, and the names of its facts."""
+
 Facts: TypeAlias = dict[str, NDArray[np.float64]]
 """What a decoder tells about an item besides its array: for a video, the `timestamps` of its frames in seconds."""
 
 
-def facts_of(answer: dict[str, Any], length: int) -> Facts:
+def facts_of(kind: str, answer: dict[str, Any], length: int) -> Facts:
     """Return the facts of an answer, each of which has a number for every element of the array."""
+    _, _, names = _FORMS[kind]
     facts = {name: np.array(values, np.float64) for name, values in dict(answer["facts"]).items()}
-    if any(values.shape != (length,) or not np.isfinite(values).all() for values in facts.values()):
+    fits = all(values.shape == (length,) and np.isfinite(values).all() for values in facts.values())
+    if facts.keys() != set(names) or not fits:
         raise ValueError("the facts do not fit the array")
     return facts
 
 
-def array_of(answer: dict[str, Any], payload: memoryview) -> NDArray[Any]:
+def array_of(kind: str, answer: dict[str, Any], payload: memoryview) -> NDArray[Any]:
     """Return the array of an answer."""
     shape, dtype = tuple(answer["shape"]), np.dtype(answer["dtype"])
-    if dtype not in (np.uint8, np.float32) or math.prod(shape) * dtype.itemsize != len(payload):
+    wanted, dimensions, _ = _FORMS[kind]
+    if dtype != wanted or len(shape) != dimensions or (dimensions > 1 and shape[-1] != 3) or min(shape) < 1:
+        raise ValueError(f"it is no array of the kind {kind}")
+    if math.prod(shape) * dtype.itemsize != len(payload):
         raise ValueError("the array has another size than its shape says")
     return np.frombuffer(payload, dtype).reshape(shape)
 

@@ -121,9 +121,11 @@ class DecodeProcess:
         answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
         refusal: InvalidRequestError | None = None
         wanted: ImageSize | None = None
+        size: tuple[int, int] | None = None
         if fit is not None and "size" in answer:
+            size = size_of(answer)
             try:
-                wanted = fit(*size_of(answer))
+                wanted = fit(*size)
             except InvalidRequestError as error:
                 refusal = error
             told = {"is_refused": refusal is not None, "resize": wanted and asdict(wanted)}
@@ -135,10 +137,10 @@ class DecodeProcess:
             raise refusal
         if "error" in answer:
             raise MediaError(str(answer["error"]))
-        array = array_of(answer, payload)
-        if wanted is not None and array.shape != (wanted.height, wanted.width, 3):
-            raise ValueError("the image has another size than it was resized to")
-        return facts_of(answer, len(array)), array
+        array = array_of(job["kind"], answer, payload)
+        if fit is not None and array.shape[:2] != ((wanted.height, wanted.width) if wanted is not None else size):
+            raise ValueError("the image has another size than it said, or than it was resized to")
+        return facts_of(job["kind"], answer, len(array)), array
 
     def _start(self) -> Channel:
         """Return the channel to the process, which is started if it does not run."""

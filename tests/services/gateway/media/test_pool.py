@@ -21,6 +21,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media import pool
+from paceline.services.gateway.media.answer import array_of
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.media.channel import Channel, ChannelError
 from paceline.services.gateway.media.items import ImageSize
@@ -268,7 +269,7 @@ class LyingProcess(DecodeProcess):
     """A process that a hostile item has taken over, with a thread in its place.
 
     Args:
-        facts: what it tells about an image of one pixel.
+        facts: what it tells about an image, or a video of one frame, of one pixel.
         size: the size that it tells before; None tells none.
     """
 
@@ -283,16 +284,17 @@ class LyingProcess(DecodeProcess):
         return self._channel
 
     def _lie(self, channel: Channel) -> None:
-        channel.receive(1 << 20)
+        job, _ = channel.receive(1 << 20)
+        shape = [1, 1, 1, 3] if job["kind"] == "video" else [1, 1, 3]
         with contextlib.suppress(ChannelError, OSError):  # it may have been found out
             if self._size is not None:
                 channel.send({"size": self._size})
                 channel.receive(0)
-            channel.send({"facts": self._facts, "shape": [1, 1, 3], "dtype": "|u1"}, bytes(3))
+            channel.send({"facts": self._facts, "shape": shape, "dtype": "|u1"}, bytes(3))
         channel.close()
 
 
-@pytest.mark.parametrize("facts", [5, {"timestamps": "x"}, {"timestamps": [1, 2]}, {"timestamps": [10**400]}])
+@pytest.mark.parametrize("facts", [5, {}, {"timestamps": "x"}, {"timestamps": [1, 2]}, {"timestamps": [10**400]}])
 def test_facts_that_do_not_fit_are_an_error_of_the_item(facts: object) -> None:
     process = LyingProcess(facts)
     job = {"kind": "video", "options": {}, "max_bytes": 100, "seconds": 10.0}
@@ -302,7 +304,13 @@ def test_facts_that_do_not_fit_are_an_error_of_the_item(facts: object) -> None:
     process.end()
 
 
-@pytest.mark.parametrize("size", [5, [1], [1, 0], ["1", 1], [1, 1]])
+@pytest.mark.parametrize("shape", [[], [3], [1, 3], [1, 1, 1, 3], [3, 1, 1]])
+def test_an_array_of_another_kind_is_an_error_of_the_item(shape: list[int]) -> None:
+    with pytest.raises(ValueError, match="no array of the kind image"):
+        array_of("image", {"shape": shape, "dtype": "|u1"}, memoryview(bytes(3)))
+
+
+@pytest.mark.parametrize("size", [None, 5, [1], [1, 0], ["1", 1], [1, 1]])
 def test_a_size_that_is_none_or_another_is_an_error_of_the_item(size: object) -> None:
     process = LyingProcess({}, size)
     job = {"kind": "image", "options": {}, "max_bytes": 100, "seconds": 10.0}

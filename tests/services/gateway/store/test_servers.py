@@ -46,15 +46,17 @@ def program(name: str) -> str:
 
 
 @contextlib.contextmanager
-def serving(make: list[str], serve: list[str], folder: Path, url: str) -> Iterator[str]:
+def serving(make: list[str], serve: list[str], socket: Path, url: str) -> Iterator[str]:
     """Make the files of a database server and run it. Yield its URL when it answers."""
+    folder = socket.parent
     with (folder / "log").open("wb") as log:
         options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": folder, **USER}
         subprocess.run(make, check=True, timeout=START_SECONDS, **options)
         with subprocess.Popen(serve, **options) as server:
             try:
                 deadline = time.monotonic() + START_SECONDS
-                while not answers(url):
+                # Not before there is a socket: pymysql does not close what it cannot connect.
+                while not (socket.exists() and answers(url)):
                     assert server.poll() is None, (folder / "log").read_text()
                     assert time.monotonic() < deadline, (folder / "log").read_text()
                     time.sleep(0.1)
@@ -86,15 +88,15 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
             pytest.importorskip("psycopg", reason="NOT TESTED: the package psycopg is not installed")
             make = [program("initdb"), "-D", data, "-U", "paceline", "--auth=trust", "--no-sync", "--encoding=UTF8"]
             serve = [program("postgres"), "-D", data, "-k", name, "-c", "listen_addresses=", "-F"]
-            url = f"postgresql+psycopg://paceline@/postgres?host={name}"
+            url, socket = f"postgresql+psycopg://paceline@/postgres?host={name}", ".s.PGSQL.5432"
         else:
             pytest.importorskip("pymysql", reason="NOT TESTED: the package pymysql is not installed")
             install = program("mariadb-install-db")
             make = [install, "--no-defaults", f"--datadir={data}", "--auth-root-authentication-method=normal"]
             serve = [program("mariadbd"), "--no-defaults", f"--datadir={data}", f"--socket={name}/socket"]
             serve += [f"--pid-file={name}/pid", "--skip-networking", "--innodb-flush-log-at-trx-commit=0"]
-            url = f"mariadb+pymysql://root@localhost/test?unix_socket={name}/socket"
-        with serving(make, serve, folder, url):
+            url, socket = f"mariadb+pymysql://root@localhost/test?unix_socket={name}/socket", "socket"
+        with serving(make, serve, folder / socket, url):
             yield url
 
 
