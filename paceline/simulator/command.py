@@ -85,7 +85,7 @@ class _Load:
             raise ConfigError("--requests must be at least 0, which takes all")
         trace = read_trace(file) if described is None else read_load(described).trace()
         if next(iter(trace), None) is None:
-            raise ConfigError(f"{described} describes no request: raise its seconds or its rate")
+            raise ConfigError(f"{described} describes no request: raise its seconds, its rate or its max_model_len")
         return _Load((file or described).name, trace, arguments["speed"], arguments["requests"])
 
     def requests(self) -> Trace:

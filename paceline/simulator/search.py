@@ -62,7 +62,7 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
         if is_stuck or max(scenario.prefill, scenario.decode) * 2 > MOST_WORKERS:
             raise MissedError(
                 f"{scenario.name} miss the objectives, and more would not help: a single request may take longer than "
-                "they allow. Leave out --find to see the result"
+                "they allow, or be too long for a worker. Leave out --find to see the result"
             )
         scenario = _with(scenario, scenario.prefill * 2, scenario.decode * 2)
     times = scenario.profile.prefill, scenario.profile.decode
