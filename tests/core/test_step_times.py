@@ -53,7 +53,7 @@ def test_json_gives_the_same_profile(tmp_path):
     [
         ("[]", "is not a profile"),
         (PROFILE.to_json().replace('"token_bytes": 1024.0', '"token_bytes": 0'), "token_bytes"),
-        (PROFILE.to_json().replace('"format": 1', '"format": 2'), "format"),
+        (PROFILE.to_json().replace('"format": 2', '"format": 1'), "format"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_the_name_of_the_field(tmp_path, text, complaint):
