@@ -19,6 +19,8 @@ FETCH_SECONDS = 30.0
 """Deadline of a question about the stack. A busy machine answers late."""
 REQUEST_SECONDS = 120.0
 """Deadline of the first token, and of each further one."""
+REPORT_SECONDS = 10.0
+"""Longest wait until a new host has reported to the gateway."""
 _IDS = range(20, 250)
 """Token ids of prompts. Every model has more tokens than this, and no prompt finds another one's blocks cached."""
 
@@ -81,7 +83,7 @@ class ProfiledStack:
             raise UnavailableError("there is nothing to profile: the stack needs a ready decode worker and its host")
         if busy := [each["worker_id"] for each in workers if each["running"] or each["waiting"]]:
             raise UnavailableError(f"{', '.join(busy)} has other requests; profile a stack that does nothing else")
-        token_bytes = max(each["token_bytes"] for each in steps["hosts"])
+        token_bytes = self._token_bytes()
         options = steps["workers"]
         return Facts(
             model=self.model,
@@ -94,10 +96,22 @@ class ProfiledStack:
             takes_turns=any(each["takes_turns"] for each in options),
             itl_target_seconds=max(each["itl_target_seconds"] for each in options),
             token_bytes=token_bytes,
-            host_tokens=int(min(each["total"] * each["slot_bytes"] for each in hosts) / token_bytes)
-            if token_bytes
-            else 0,
+            host_tokens=int(min(each["total"] * each["slot_bytes"] for each in hosts) / token_bytes),
         )
+
+    def _token_bytes(self) -> float:
+        """Return the bytes of KV of a token. A gateway learns them from a host about a second after its first worker.
+
+        Raises UnavailableError if no host has told them in time.
+        """
+        end = time.monotonic() + REPORT_SECONDS
+        while True:
+            hosts = self._fetch_fleet("/fleet/steps?most=1")["hosts"]
+            if found := max((float(each["token_bytes"]) for each in hosts), default=0.0):
+                return found
+            if time.monotonic() > end:
+                raise UnavailableError("no host has told the size of a token's KV; look at the log of kvtransfer")
+            time.sleep(0.2)
 
     def new_steps(self) -> dict[str, list[StepRecord]]:
         """Return the steps of all workers since the last call, by role, in the order of their ends."""
