@@ -165,6 +165,8 @@ class ControlPlane:
             died = await victim.kill()
             await self._note("killed: no more requests", name, "does not answer", _at(died))
             await self._note("killed: gone", name, "is gone", _at(died))
+            for gateway in stage.gateways:  # the victim's host, whose name ends in the same way, has died with it
+                await gateway.wait_for(f"{name} is gone", 2, SEEN_SECONDS)
         assert all(len(each) == CHANGES for each in seen.values())
 
     async def _note(self, what: str, name: str, line: str, happened: Awaitable[float]) -> None:
