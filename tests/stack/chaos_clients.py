@@ -255,12 +255,22 @@ class BrokenError(Exception):
 
 async def attempts(http: httpx.AsyncClient) -> float:
     """Return how many attempts workers have admitted, over all requests that have ended so far."""
-    metrics = (await http.get("/metrics")).text
+    metrics = (await _get(http, "/metrics")).text
     (value,) = re.findall(r"^paceline:request_attempts_total\S* (\S+)", metrics, re.MULTILINE)
     return float(value)
 
 
 async def encodings(http: httpx.AsyncClient) -> int:
     """Return how many encodings the workers have computed since they were started."""
-    workers = (await http.get("/fleet")).json()["workers"]
+    workers = (await _get(http, "/fleet")).json()["workers"]
     return sum(worker["stats"].get("encodings_computed", 0) for worker in workers)
+
+
+async def _get(http: httpx.AsyncClient, path: str) -> httpx.Response:
+    """Ask a gateway that may have been killed a moment ago, and starts again."""
+    async with asyncio.timeout(http.timeout.read):
+        while True:
+            try:
+                return await http.get(path)
+            except httpx.TransportError:
+                await asyncio.sleep(0.2)
