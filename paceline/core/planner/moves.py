@@ -72,7 +72,8 @@ class Moves:
                 self.wanted[role] += 1
                 lack -= 1
                 soon -= 1
-        return soon
+        # Nothing is served without any worker of a role, so such a role does not wait for later flips.
+        return soon if self.wanted[role] else 0
 
     def _drain(self, role: Role) -> None:
         """Drain workers that have not been needed for as long as a start and a drain take."""

@@ -113,6 +113,26 @@ def test_a_flip_is_compared_with_a_drain_and_a_start_if_the_budget_is_used_up(bu
     assert ("add" in actions) is not flips
 
 
+def test_a_role_without_workers_does_not_wait_for_later_flips() -> None:
+    """One of four workers may flip in a decision, and two roles have none."""
+    limits: dict[Role, RoleLimits] = dict.fromkeys(("prefill", "decode", "encode"), RoleLimits(0, 4))
+    planner = Planner(replace(OBJECTIVES, roles=limits, budget=8))
+    times = RoleReport(0, startup_seconds=30.0, drain_seconds=10.0, flip_seconds=5.0)
+    workers = tuple(
+        WorkerReport(f"w{number}", "encode", state_seconds=100.0, flips_to=("prefill", "decode")) for number in range(4)
+    )
+
+    def report(at: float, pinned: int | None) -> Report:
+        others = replace(times, pinned=pinned)
+        roles: dict[Role, RoleReport] = {"prefill": others, "decode": others, "encode": replace(times, wanted=4)}
+        return Report(at, "1", workers, roles, {"chat": Traffic(5.0, arrivals=1, waiting=9, oldest_wait=1.0)})
+
+    run(planner, lambda at: report(at, 0), 20)
+    decision = planner.decide(report(105.0, None))
+    assert decision.wanted["prefill"] > 0
+    assert decision.wanted["decode"] > 0
+
+
 def test_lost_figures_hold_the_fleet(planner: Planner) -> None:
     decisions = run(planner, lambda at: decode_report(at, 2, 0, traffic_age=60.0), 60, first=20.0)
     assert all(isinstance(decision.actions[0], Hold) for decision in decisions)
