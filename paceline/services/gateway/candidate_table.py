@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from paceline.services.gateway.candidates import Candidate, Need, Snapshot
 from paceline.services.gateway.nominee_search import NomineeSearch
-from paceline.services.gateway.router import PREFILL_TOKENS_PER_SECOND, Candidate, Need, Snapshot
+from paceline.services.gateway.router import PREFILL_TOKENS_PER_SECOND
 from paceline.services.gateway.worker_columns import Kind, KindColumns, WorkerClass, decayed
 
 

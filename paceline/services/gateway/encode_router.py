@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.services.common.registry import Member
-from paceline.services.gateway.router import Candidate, Link
+from paceline.services.gateway.candidates import Candidate, Link
 
 WORKERS = ("encode", "prefill", "decode")
 """Roles of workers that can encode."""

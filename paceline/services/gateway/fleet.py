@@ -23,11 +23,11 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.candidate_table import CandidateTable
+from paceline.services.gateway.candidates import Link
 from paceline.services.gateway.ends import Ends
 from paceline.services.gateway.fleet_summary import FleetSummary, serves
 from paceline.services.gateway.members import Members
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.router import Link
 from paceline.services.gateway.worker_calls import RECENT_SECONDS
 
 REFRESH_SECONDS = 0.5

@@ -8,16 +8,9 @@ from typing import TypeAlias
 
 from paceline.proto import common_pb2
 from paceline.services.gateway.attempt import Attempt
+from paceline.services.gateway.candidates import Candidate, Need, Placement
 from paceline.services.gateway.compute_attempt import ComputeAttempt
-from paceline.services.gateway.router import (
-    Candidate,
-    Need,
-    Placement,
-    place,
-    place_computing,
-    place_computing_in_turn,
-    place_in_turn,
-)
+from paceline.services.gateway.router import place, place_computing, place_computing_in_turn, place_in_turn
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
 AnyAttempt = Attempt | ComputeAttempt

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.services.gateway.router import HANDOFF_SECONDS, LATELY, LINK_SECONDS, LOAD_SECONDS, Need
+from paceline.services.gateway.candidates import Need
+from paceline.services.gateway.router import HANDOFF_SECONDS, LATELY, LINK_SECONDS, LOAD_SECONDS
 from paceline.services.gateway.worker_columns import Floats, Indices, WorkerClass, decayed
 
 _SLACK = 1e-9

@@ -25,6 +25,7 @@ from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver, NotCachedError
+from paceline.services.gateway.candidates import Candidate, Need, Placement
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeRefusedError
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.errors import LeavingError, NoWorkerError
@@ -38,7 +39,6 @@ from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.queueing.shedding import RefusedError
-from paceline.services.gateway.router import Candidate, Need, Placement
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.traffic import TrafficBook

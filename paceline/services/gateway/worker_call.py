@@ -31,9 +31,9 @@ from paceline.services.common.rpc import (
     unmapped_error,
 )
 from paceline.services.common.tasks import StallWatch, end_tasks
+from paceline.services.gateway.candidates import Link
 from paceline.services.gateway.event_feed import FeedError, Inbox
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.router import Link
 
 ADMIT_SECONDS = 10.0
 """Deadline of the answer to an admission, in seconds. A worker computes nothing for it, so it comes soon."""

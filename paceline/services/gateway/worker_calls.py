@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import HEARTBEAT_SECONDS, Member
-from paceline.services.gateway.router import Candidate
+from paceline.services.gateway.candidates import Candidate
 
 FIGURES_SECONDS = 3 * HEARTBEAT_SECONDS
 """Reported figures older than this are ignored, in seconds."""

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.numerics import Numerics
-from paceline.services.gateway.router import FETCH_TOKENS_PER_SECOND, Candidate
+from paceline.services.gateway.candidates import Candidate
+from paceline.services.gateway.router import FETCH_TOKENS_PER_SECOND
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

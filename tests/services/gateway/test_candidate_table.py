@@ -12,8 +12,9 @@ from paceline.core.numerics import Numerics
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
 from paceline.services.gateway.candidate_table import CandidateTable
+from paceline.services.gateway.candidates import Candidate, Need
 from paceline.services.gateway.queueing.feeding import are_fed
-from paceline.services.gateway.router import Candidate, Need, place
+from paceline.services.gateway.router import place
 
 HOSTS = ["h1", "h2", "h3", "h4"]
 NAMES = [f"{letter}{number}" for letter in "abcd" for number in range(4)]

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member, Role, State
+from paceline.services.gateway.candidates import Candidate
 from paceline.services.gateway.encode_router import EncodeNeed, place_encoding
-from paceline.services.gateway.router import Candidate
 
 
 def worker(

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.core.numerics import Numerics
-from paceline.services.gateway.router import (
-    Candidate,
-    Need,
-    Placement,
-    place_computing,
-    place_computing_in_turn,
-    place_in_turn,
-)
+from paceline.services.gateway.candidates import Candidate, Need, Placement
+from paceline.services.gateway.router import place_computing, place_computing_in_turn, place_in_turn
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.test_kinds import SCORING
 from tests.services.gateway.test_operations import metrics

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
-from paceline.services.gateway.router import Candidate, Need, Placement, place, place_in_turn
+from paceline.services.gateway.candidates import Candidate, Need, Placement
+from paceline.services.gateway.router import place, place_in_turn
 
 NEED = Need(context_tokens=100)
 LOCAL_TOKENS = 64

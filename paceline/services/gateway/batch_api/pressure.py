@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
-from paceline.services.gateway.router import Candidate
+from paceline.services.gateway.candidates import Candidate
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.services.gateway.router import Candidate, Need, Snapshot
+from paceline.services.gateway.candidates import Candidate, Need, Snapshot
 
 FED_SECONDS = 0.25
 """Time for which the prompts in a worker's own queue keep it busy."""

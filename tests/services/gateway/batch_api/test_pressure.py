@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member, Role, State
 from paceline.services.gateway.batch_api.pressure import BUSY_SECONDS, LineGate, Places, places_of
-from paceline.services.gateway.router import Candidate
+from paceline.services.gateway.candidates import Candidate
 
 
 class World:

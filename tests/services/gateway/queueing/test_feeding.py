@@ -3,8 +3,8 @@ from __future__ import annotations
 import dataclasses
 
 from paceline.proto.fleet_pb2 import LoadReport
+from paceline.services.gateway.candidates import Candidate, Need
 from paceline.services.gateway.queueing.feeding import are_fed
-from paceline.services.gateway.router import Candidate, Need
 from tests.services.gateway.test_router import member
 
 NEED = Need(100, prompt_tokens=50)
