@@ -35,13 +35,9 @@ from bench.load import Outcome, Server, new_file, percentile, table
 from bench.systems import ending_on_sigterm
 from bench.workloads import Request, Workload
 
-FIRST_ID, IDS = 1000, 10_000
-"""First id and number of the token ids of prompts. Answers begin with the first one, too."""
 SHARED_TOKENS, OWN_TOKENS, ANSWER_TOKENS = 768, 256, 16
 PROMPTS = 20
 """Number of beginnings of SHARED_TOKENS that requests share."""
-CHANGES = 5
-"""Workers that join, leave and are killed, one after another."""
 SEEN_SECONDS = 30.0
 """Longest wait until a change is seen."""
 
@@ -67,14 +63,14 @@ class Report:
         return sum(fault["failed"] for fault in self.faults.values()) + int(self.busy.get("failed", 0))
 
 
-def requests(rate: float, seconds: float, seed: int) -> tuple[Request, ...]:
-    """Return requests that arrive at random, and share the beginnings of their prompts."""
+def requests(ids: range, rate: float, seconds: float, seed: int) -> tuple[Request, ...]:
+    """Return requests that arrive at random, and share the beginnings of their prompts, which have these token ids."""
     draw = random.Random(seed)
     shared = random.Random("shared")
-    beginnings = [tuple(shared.choices(range(FIRST_ID, FIRST_ID + IDS), k=SHARED_TOKENS)) for _ in range(PROMPTS)]
+    beginnings = [tuple(shared.choices(ids, k=SHARED_TOKENS)) for _ in range(PROMPTS)]
     found, at = [], 0.0
     while (at := at + draw.expovariate(rate)) < seconds:
-        own = tuple(draw.choices(range(FIRST_ID, FIRST_ID + IDS), k=OWN_TOKENS))
+        own = tuple(draw.choices(ids, k=OWN_TOKENS))
         found.append(Request(draw.choice(beginnings) + own, ANSWER_TOKENS, at=at))
     return tuple(found)
 
@@ -125,7 +121,8 @@ class ControlPlane:
     async def _stream(self, seconds: float | None = None) -> list[Outcome]:
         """Send requests to all gateways in turn."""
         options, stage = self._options, self._stage
-        due = requests(options.rate, options.seconds if seconds is None else seconds, next(self._seeds))
+        seconds = options.seconds if seconds is None else seconds
+        due = requests(range(*options.ids), options.rate, seconds, next(self._seeds))
         parts = [due[number :: len(stage.gateways)] for number in range(len(stage.gateways))]
         runs = (_send(gateway, part) for gateway, part in zip(stage.gateways, parts))
         return [outcome for outcomes in await asyncio.gather(*runs) for outcome in outcomes]
@@ -150,13 +147,13 @@ class ControlPlane:
         """Let workers join, leave and die, and note when the gateways know."""
         stage, seen = self._stage, self.report.seen
         fleet = stage.fleets[0]
-        for number in range(CHANGES):
+        for number in range(self._options.changes):
             name = f"new-{number}"
             await self._note("joined", name, "joined at", fleet.tell(f"add {name} decode"))
             left = await fleet.tell(f"remove {name}")
             await self._note("left: no more requests", name, "does not answer", _at(left))
             await self._note("left: gone", name, "is gone", _at(left))
-        for number in range(CHANGES):
+        for number in range(self._options.changes):
             victim = await stage.start_victim(f"victim-{number}-")
             name = f"victim-{number}-0000"
             for gateway in stage.gateways:
@@ -167,7 +164,7 @@ class ControlPlane:
             await self._note("killed: gone", name, "is gone", _at(died))
             for gateway in stage.gateways:  # the victim's host, whose name ends in the same way, has died with it
                 await gateway.wait_for(f"{name} is gone", 2, SEEN_SECONDS)
-        assert all(len(each) == CHANGES for each in seen.values())
+        assert all(len(each) == self._options.changes for each in seen.values())
 
     async def _note(self, what: str, name: str, line: str, happened: Awaitable[float]) -> None:
         """Note how long it took until the last gateway logged a line about a member."""
@@ -226,7 +223,9 @@ def _failed(outcomes: Sequence[Outcome]) -> int:
 async def run(options: argparse.Namespace) -> Report:
     """Start everything, measure, and end everything."""
     with tempfile.TemporaryDirectory() as folder:
-        async with Stage.open(Path(folder), options.model, options.gateways, options.processes, FIRST_ID) as stage:
+        async with Stage.open(
+            Path(folder), options.model, options.gateways, options.processes, options.ids[0]
+        ) as stage:
             return await ControlPlane(stage, options).measure()
 
 
@@ -253,6 +252,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="time for shares of CPU [%(default)s]")
     parser.add_argument("--settle", type=float, default=75.0, help="pause after all have joined [%(default)s]")
     parser.add_argument("--fault-seconds", type=float, default=30.0, help="time around each fault [%(default)s]")
+    changes = "workers that join, leave and are killed, one after another [%(default)s]"
+    parser.add_argument("--changes", type=int, default=5, help=changes)
+    ids = "token ids of prompts: the first one, with which answers begin, and the one after the last [1000 11000]"
+    parser.add_argument("--ids", type=int, nargs=2, default=(1000, 11_000), metavar=("FIRST", "END"), help=ids)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=new_file, help="file for all figures")
     return parser.parse_args(arguments)

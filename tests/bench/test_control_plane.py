@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import control_plane
-from bench.control_plane import Report
+from bench.control_plane import Report, parse, run
 from bench.control_plane_parts import placement_seconds
 from tests.services.gateway.toy_model import write_toy_model
 
@@ -23,14 +22,11 @@ def test_a_histogram_tells_the_bounds_of_percentiles() -> None:
 
 
 @pytest.mark.slow
-async def test_no_request_fails_whatever_happens_to_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The toy's vocabulary is too small for the token ids that the benchmark uses with real models.
-    monkeypatch.setattr(control_plane, "FIRST_ID", ord("a"))
-    monkeypatch.setattr(control_plane, "IDS", 26)
-    monkeypatch.setattr(control_plane, "CHANGES", 1)
-    small = ["--workers=16", "--processes=2", "--blocks=10", "--rate=5"]
+async def test_no_request_fails_whatever_happens_to_redis(tmp_path: Path) -> None:
+    small = ["--workers=16", "--processes=2", "--blocks=10", "--rate=5", "--changes=1"]
+    letters = ["--ids", str(ord("a")), str(ord("z") + 1)]  # the toy's vocabulary is small
     short = ["--seconds=1", "--settle=0", "--fault-seconds=4"]
-    report = await control_plane.run(control_plane.parse([str(write_toy_model(tmp_path / "toy")), *small, *short]))
+    report = await run(parse([str(write_toy_model(tmp_path / "toy")), *small, *letters, *short]))
     assert report.failed == 0
     assert {name: fault["members given up"] for name, fault in report.faults.items()} == dict.fromkeys(
         ("flushed", "killed", "stopped", "split"), 0

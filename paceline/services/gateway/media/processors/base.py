@@ -34,7 +34,8 @@ OPTIONS_FIELD = "mm_processor_kwargs"
 class Processor(ABC):
     """The preprocessing of one model. It is immutable and may be used by several threads.
 
-    All sizes that a processor computes from an item are bounded by the model's own, whatever the item's size is.
+    All sizes that a processor computes from an item are bounded by the model's own, whatever the item's size is. If a
+    model takes no videos or no audio (see `kinds`), its processor leaves out their methods, and nobody calls them.
     """
 
     tokens: MediaTokens
