@@ -48,6 +48,7 @@ def test_each_fleet_has_its_sizes_and_its_planner(file: Path) -> None:
         ('[a]\nmodel = "x"\nmodels-file = "y"', "--models-file holds for all models"),
         ('[a]\nmodel = "x"\nfoo = 1', "there is no such option"),
         ('[a]\nmodel = "x"\nmax-logprobs = -2', r"\[a\] --max-logprobs must be at least -1"),
+        ('[a]\nmodel = "x"\nmax-logprobs = 1\nmax_logprobs = 2', "has an option twice"),
         ('[" a"]\nmodel = "x"', "visible characters"),
         ('[a]\nmodel = "x"\ncluster = "c"\n[b]\nmodel = "y"\ncluster = "c"', "two models have --cluster c"),
     ],

@@ -87,6 +87,8 @@ def _model_config(config: Config, where: str, name: str, table: object) -> Confi
             f"{where}: a model's name has 1 to {_NAME_CHARACTERS} visible characters, unlike {name!r:.80}"
         )
     own: dict[str, Any] = {key.replace("-", "_"): value for key, value in table.items()}
+    if len(own) < len(table):
+        raise ConfigError(f"{where}: [{name}] has an option twice, once with - and once with _; remove one of them")
     allowed = own_options(type(config))
     if unknown := sorted(own.keys() - set(allowed)):
         known = flag(unknown[0]) if unknown[0] in type(config).model_fields else ""
