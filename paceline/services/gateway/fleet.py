@@ -79,8 +79,8 @@ class Fleet:
         self._longest = 0
         """The longest context of workers that were ready, for a time when none is."""
         self._return_seconds = return_seconds
-        self._failed_at = float("-inf")
-        """When a ready decode worker failed last, on time.monotonic()."""
+        self._failed: dict[str, float] = {}
+        """When decode workers failed that have not come back, on time.monotonic()."""
 
     async def start(self) -> None:
         """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
@@ -185,7 +185,7 @@ class Fleet:
     @property
     def _may_return(self) -> bool:
         """Whether a decode worker that failed lately may come back. One that drained does not."""
-        return time.monotonic() < self._failed_at + self._return_seconds
+        return time.monotonic() < max(self._failed.values(), default=float("-inf")) + self._return_seconds
 
     async def refreshed(self) -> None:
         """Wait until the members have been read again."""
@@ -264,7 +264,9 @@ class Fleet:
         # A worker that ends in order takes itself off the list first.
         is_decoding = worker.member.role == "decode" and worker.available and serves(worker, self.model)
         if worker.listed and is_decoding:
-            self._failed_at = time.monotonic()
+            now = time.monotonic()
+            lately = {name: at for name, at in self._failed.items() if at > now - self._return_seconds}
+            self._failed = {**lately, worker.member.worker_id: now}
 
     def _note_change(self, worker: RemoteWorker) -> None:
         self._changed.add(worker)
@@ -273,6 +275,8 @@ class Fleet:
 
     def _note_standing(self, worker: RemoteWorker) -> None:
         """Note that what the whole fleet can do may have changed with a worker, or that the worker has gone."""
+        if worker.available and not worker.gone and serves(worker, self.model):
+            self._failed.pop(worker.member.worker_id, None)  # it is back
         self._changed.add(worker)
         self._summary = None
         self._close_when_idle(worker)

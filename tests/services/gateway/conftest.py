@@ -48,10 +48,10 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 class Cluster:
     """A gateway's view of the fleet, and the toy workers in it."""
 
-    def __init__(self, redis_url: str, credentials: Credentials) -> None:
+    def __init__(self, redis_url: str, credentials: Credentials, return_seconds: float = 0.0) -> None:
         self.redis = connect(redis_url)
         self.name = uuid.uuid4().hex
-        self.fleet = Fleet(self.redis, self.name, "", credentials)
+        self.fleet = Fleet(self.redis, self.name, "", credentials, return_seconds)
         self._redis_url = redis_url
         self._workers: list[ToyWorker] = []
 
@@ -76,7 +76,7 @@ class Cluster:
     def usable(self) -> list[str]:
         return [candidate.member.worker_id for candidate in self.fleet.snapshot()]
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self.fleet.close()
         for worker in self._workers:
             worker.resume.set()
@@ -101,7 +101,7 @@ async def cluster(redis_server: str) -> AsyncIterator[Cluster]:
     cluster = Cluster(redis_server, Credentials())
     await cluster.fleet.start()
     yield cluster
-    await cluster.close()
+    await cluster.aclose()
 
 
 class Stack:

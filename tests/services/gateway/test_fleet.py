@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -74,6 +75,23 @@ async def test_a_crashed_member_is_set_aside_and_dropped_when_redis_forgets_it(c
     await worker.leave_redis()
     await eventually(lambda: cluster.names() == [])
     assert cluster.fleet.max_model_len() == 0
+
+
+async def test_who_failed_is_expected_back_until_it_was_back(redis_server: str) -> None:
+    cluster = Cluster(redis_server, Credentials(), return_seconds=600)
+    async with contextlib.aclosing(cluster):
+        await cluster.fleet.start()
+        failed = await cluster.add()
+        assert cluster.fleet.max_model_len() == 512
+        cluster.fleet.set_aside(cluster.fleet.worker("d"))
+        await failed.crash()
+        await failed.leave_redis()
+        await eventually(lambda: cluster.names() == [])
+        assert cluster.fleet.max_model_len() == 512
+        restarted = await cluster.add()
+        await restarted.stop()
+        await eventually(lambda: cluster.names() == [])
+        assert cluster.fleet.max_model_len() == 0
 
 
 async def test_who_was_set_aside_comes_back_when_it_serves(cluster: Cluster) -> None:
@@ -174,7 +192,7 @@ async def test_figures_count_no_more_when_redis_is_gone_and_again_when_it_is_bac
     await eventually(lambda: figures(cluster)[0] == 0)
     await asyncio.to_thread(own_redis.start)
     await eventually(lambda: figures(cluster)[0] == 3)
-    await cluster.close()
+    await cluster.aclose()
 
 
 async def test_gateways_are_no_workers(cluster: Cluster) -> None:
@@ -234,7 +252,7 @@ async def test_a_worker_without_a_valid_certificate_gets_no_requests_until_it_ha
     assert cluster.names() == ["d"]
     authority.issue(tmp_path / "worker", "127.0.0.1")
     await eventually(lambda: cluster.usable() == ["d"])
-    await cluster.close()
+    await cluster.aclose()
 
 
 async def test_what_a_worker_was_given_to_compute_counts_while_it_runs_and_a_while_longer(cluster: Cluster) -> None:
