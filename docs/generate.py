@@ -112,7 +112,7 @@ def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
         sequences=SimpleNamespace(count=0),
         queue=AdmissionQueue(1, 1.0),
         first_worker=(),
-        admission=SimpleNamespace(),
+        starter=SimpleNamespace(),
     )
     registries = GatewayMetrics().registry, Metrics("model", lambda: (), idle).registry
     found: list[Metric] = [metric for registry in registries for metric in registry.collect()]

@@ -115,7 +115,7 @@ class Metrics:
         self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
         help = "CPU time of a search for the workers of an attempt"
-        runner.admission.on_placed = seconds("placement_cpu", help, _PLACING).observe
+        runner.starter.on_placed = seconds("placement_cpu", help, _PLACING).observe
         self._fleet = _FleetCollector(model, workers)
         self.registry.register(self._fleet)
 

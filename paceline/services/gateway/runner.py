@@ -21,9 +21,9 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError
 from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
-from paceline.services.gateway.admission import Admission
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver
+from paceline.services.gateway.attempt_starter import AttemptStarter
 from paceline.services.gateway.encode_calls import EncodeRefusedError
 from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
@@ -71,7 +71,7 @@ class SequenceRunner:
         """Number of sequences of the background among these."""
         self._attempts = RunningAttempts()
         self._patience = Patience(config, fleet, self.sequences)
-        self.admission = Admission(config, fleet, prefixes, self._load.control, self._patience, self._attempts)
+        self.starter = AttemptStarter(config, fleet, prefixes, self._load.control, self._patience, self._attempts)
         fleet.on_refresh = self._follow_fleet
 
     @property
@@ -179,17 +179,17 @@ class SequenceRunner:
         except RefusedError as refusal:
             raise self._counted_refusal(sequence, refusal) from None
         since = time.monotonic()
-        claim = self._load.claim(sequence, lambda: self.admission.cached_tokens(sequence), deadline)
+        claim = self._load.claim(sequence, lambda: self.starter.cached_tokens(sequence), deadline)
         try:
             # The queue refuses an ordinary request before its deadline comes.
             async with asyncio.timeout(None if claim.is_ordinary else deadline - time.monotonic()):
                 attempt: AnyAttempt = await self.queue.admit(
-                    lambda: self.admission.ask_workers(sequence, own, deadline, time.monotonic() - since), claim
+                    lambda: self.starter.try_to_start(sequence, own, deadline, time.monotonic() - since), claim
                 )
         except TimeoutError:
             raise self._patience.too_late(sequence) from None
         except BusyError as error:
-            if sequence.unreachable_since is None and self.admission.fits(sequence):
+            if sequence.unreachable_since is None and self.starter.fits(sequence):
                 raise
             raise sequence.unreachable() from error
         prefill, decode = own.worker_ids

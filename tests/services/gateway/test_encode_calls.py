@@ -289,7 +289,7 @@ async def test_requests_with_the_same_image_share_its_computation(cluster: Clust
         assert len(await request.task) == 9
     (busy,) = [encoder for encoder in encoders if encoder.calls]
     assert sum(call.work.HasField("media_input") for call in busy.calls) < len(busy.calls)
-    assert runner.admission.encodings.workers(requests[0].sequence.media[0], "") == frozenset()
+    assert runner.starter.encodings.workers(requests[0].sequence.media[0], "") == frozenset()
 
 
 async def test_who_leaves_ends_all_calls(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""The search for workers that admit an attempt of a sequence."""
+"""The start of an attempt: the search for workers that admit it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerFailedError
 
 
-class Admission:
+class AttemptStarter:
     """Starts attempts and asks workers to admit them, in the order in which the router prefers these workers.
 
     Args:
@@ -56,10 +56,10 @@ class Admission:
         self.on_placed: Callable[[float], object] = lambda seconds: None
         """Called after a placement with the CPU time of the search for it, in seconds."""
 
-    async def ask_workers(
+    async def try_to_start(
         self, sequence: SequenceRun, record: AttemptTrace, deadline: float, waited: float
     ) -> AnyAttempt | None:
-        """Ask workers until they admit an attempt. Returns None if all are full or gone.
+        """Return an attempt that workers have admitted; None if all workers are full or gone.
 
         Args:
             record: the trace of the attempt.
@@ -88,7 +88,7 @@ class Admission:
                 is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in snapshot)
                 self._note_wait(sequence, record, held, is_busy)
                 return None
-            attempt = self._start(sequence, placement, record, deadline)
+            attempt = self._new_attempt(sequence, placement, record, deadline)
             try:
                 await attempt.admit()
                 self._homes.put(sequence.owner, sequence.cache_key, placement.computing.host_id)
@@ -167,7 +167,9 @@ class Admission:
         sequence.unreachable_since = None if is_busy else sequence.unreachable_since or time.monotonic()
         record.wait_for(held or "no worker has room" if is_busy else "no worker that can be reached fits")
 
-    def _start(self, sequence: SequenceRun, placement: Placement, record: AttemptTrace, deadline: float) -> AnyAttempt:
+    def _new_attempt(
+        self, sequence: SequenceRun, placement: Placement, record: AttemptTrace, deadline: float
+    ) -> AnyAttempt:
         attempt = KINDS[sequence.kind].attempt(
             self._fleet,
             placement,
