@@ -26,7 +26,8 @@ from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
-from tests.services.gateway.toy_workers import ADMISSION, Call, ToyWorker
+from tests.services.gateway.toy_calls import ADMISSION, Call
+from tests.services.gateway.toy_workers import ToyWorker
 
 ROWS = 4
 
