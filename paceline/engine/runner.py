@@ -14,10 +14,10 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
 from paceline.engine.constraint import Constraints, GrammarError, Grammars, RowProgress
 from paceline.engine.drafter import Drafter, NewestStates
+from paceline.engine.limits import Limits
 from paceline.engine.row_media import EncodingReader
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample, score
-from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
 from paceline.kernels.caches import AnyCache, view_pool, view_states
 from paceline.kernels.choosing import Draw, TokenChooser

@@ -21,10 +21,11 @@ from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine import runner, sampler
 from paceline.engine.distribution import Distribution
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.sampler import Draft, Purpose, SamplingRow
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Sampled
 from paceline.kernels import select_kernels

@@ -16,8 +16,8 @@ from paceline.core.context import full_block_names
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
+from paceline.engine.chunk_planner import GROWTH_TOKENS
 from paceline.engine.constraint import Grammar
-from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc import mapped_errors

@@ -14,9 +14,10 @@ from paceline.core.metrics import Family, Sample
 from paceline.core.turns import RoleTurns
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
+from paceline.engine.limits import Limits
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.proto import common_pb2 as pb
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
