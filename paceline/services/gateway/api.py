@@ -23,7 +23,7 @@ from paceline.services.gateway.chat_planning import encode_conversation, plan_co
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.plan import kind_of, plan_completion
+from paceline.services.gateway.planning import kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.responses import ChatFormat, CompletionFormat
 from paceline.services.gateway.sampling import check_ids

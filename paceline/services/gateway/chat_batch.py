@@ -16,7 +16,7 @@ from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.plan import plan_chats
+from paceline.services.gateway.planning import plan_chats
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.responses import ChatFormat, Json
 from paceline.services.gateway.schemas import MAX_CHOICES, ChatRequest
