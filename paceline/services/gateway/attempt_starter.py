@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from paceline.core.config import GatewayConfig
 from paceline.services.gateway.attempt import NotCachedError
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.candidates import Candidate, Need, Placement
 from paceline.services.gateway.encode_calls import AttemptMedia
 from paceline.services.gateway.encoding_index import EncodingIndex
@@ -21,7 +22,6 @@ from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
 from paceline.services.gateway.running_attempts import RunningAttempts
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerFailedError
 
 

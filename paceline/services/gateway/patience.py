@@ -9,11 +9,11 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.attempt import Event, Generated
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.errors import LeavingError
 from paceline.services.gateway.failures import Cause, Failure
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerDrainingError, WorkerFailedError
 
 BACKGROUND_SECONDS = 86400.0

@@ -24,6 +24,7 @@ from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver
 from paceline.services.gateway.attempt_starter import AttemptStarter
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.encode_calls import EncodeRefusedError
 from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
@@ -36,7 +37,6 @@ from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.queueing.shedding import RefusedError
 from paceline.services.gateway.running_attempts import RunningAttempts
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.traffic import TrafficBook
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
 

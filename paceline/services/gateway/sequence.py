@@ -16,9 +16,10 @@ from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
 from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.failures import Failures, Step
 from paceline.services.gateway.kinds import Kind
-from paceline.services.gateway.traces import AttemptTrace, SequenceTrace
+from paceline.services.gateway.traces import SequenceTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 
 

@@ -17,13 +17,13 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import span_to_pb
 from paceline.services.gateway import encode_calls
 from paceline.services.gateway.attempt import Ended, Event, Generated
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
 from tests.services.gateway.toy_calls import ADMISSION, Call

@@ -15,11 +15,11 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.attempt import Generated
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import Cluster
 
