@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from paceline.core.block_counts import Counts
 from paceline.core.block_holders import BlockHolders
-from paceline.core.block_pool import Counts
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.errors import BusyError
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout

@@ -20,7 +20,7 @@ from paceline.engine.chunk_planner import GROWTH_TOKENS
 from paceline.engine.constraint import Grammar
 from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb
 from paceline.services.decode.attempt_stream import AttemptStream

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.block_pool import KV_USAGE
+from paceline.core.block_counts import KV_USAGE
 from paceline.core.request_classes import NO_CLASSES
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from paceline.core.block_pool import BlockEvent, BlockPool, Counts
+from paceline.core.block_counts import Counts
+from paceline.core.block_pool import BlockEvent, BlockPool
 from paceline.core.cache_policy.base import CachePolicy, HintCounts
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.ranking import Block, Name

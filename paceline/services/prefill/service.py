@@ -10,7 +10,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.wire import (
     context_from_pb,
     key_from_pb,

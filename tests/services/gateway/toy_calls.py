@@ -18,7 +18,7 @@ import grpc.aio
 from paceline.core.errors import BusyError, PacelineError
 from paceline.core.telemetry import carrier_of
 from paceline.proto import common_pb2, worker_pb2
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.wire import token_from_pb
 from paceline.services.decode.outbox import Outbox, Outboxes
 from tests.services.gateway.toy_model import END, text_of

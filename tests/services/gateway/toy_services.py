@@ -10,7 +10,7 @@ import grpc.aio
 
 from paceline.core.errors import InvalidRequestError, TransferError
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.tasks import end_tasks
 from tests.services.gateway.toy_calls import ADMISSION, ToyCalls, cached_tokens
 

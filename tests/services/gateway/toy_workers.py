@@ -8,7 +8,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from paceline.core.block_pool import Counts
+from paceline.core.block_counts import Counts
 from paceline.core.metrics import Sample
 from paceline.core.numerics import Numerics
 from paceline.engine.compute_thread import STEP_SECONDS
