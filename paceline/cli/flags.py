@@ -91,7 +91,7 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
 
 
 def help_of(config: type[Options], name: str) -> str:
-    """Return the help text of a field, with its default if that says something."""
+    """Return the help text of a field, and its default, unless that is empty, 0 or "auto"."""
     field = config.model_fields[name]
     text = str(field.description).replace("%", "%%")
     return text if field.default in ("", 0, "auto") else f"{text} [{field.default}]"

@@ -63,9 +63,9 @@ class SequenceRun:
     failures: Failures = Failures()
     """Failed attempts that count against the sequence."""
     failed_at: float = 0.0
-    """When an attempt failed last that may count, on time.monotonic(); at first when the sequence arrived."""
+    """When the last failure came that may count, on time.monotonic(); before any failure, when the sequence arrived."""
     failed_on: str = ""
-    """Id of the worker on which this attempt failed."""
+    """Id of the worker of this failure."""
     generated_before: int = 0
     """Tokens that had come before the current attempt."""
     heard_before: int = 0

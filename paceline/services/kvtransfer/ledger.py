@@ -323,7 +323,7 @@ class Ledger:
         return self._pool.reusable()
 
     def reusable_counts(self) -> list[int]:
-        """Return the numbers of these blocks."""
+        """Return, by the number of the group, how many blocks a reservation could reuse now."""
         return self._pool.reusable_counts()
 
     def check(self) -> list[str]:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Intake:
-    """What a worker does with work before its engine gets it: compile the constraint, fetch and reserve blocks.
+    """Turns the work of attempts into requests for the engine: compiles constraints, fetches and reserves blocks.
 
     Args:
         loaded: the model.

@@ -189,7 +189,7 @@ class Worker:
         Encodings take no place: requests that have all places wait for them.
 
         Args:
-            role: the role that the worker needs for this work; None if both will do.
+            role: the role that the worker needs for this work; None if either role will do.
 
         Raises DrainingError if the worker has another role, or another epoch than the sender knows.
         """
@@ -199,7 +199,7 @@ class Worker:
         return self.admission.admit(work.background)
 
     async def load_for(self, role: Role) -> None:
-        """Load what requests need in this role, and what is loaded with the first of them in other roles."""
+        """Load what requests need in this role. In other roles, the first request that needs it has it loaded."""
         if role == "prefill" and self.encoding is not None:
             await self.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
 
