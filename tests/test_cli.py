@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline import __version__
-from paceline.cli import SERVICES, _api_key, main
+from paceline.cli import _api_key, main
+from paceline.cli.services import SERVICES
 from paceline.core.speculative import speculative_help
 
 pytestmark = pytest.mark.slow
