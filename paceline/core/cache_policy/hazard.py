@@ -69,6 +69,8 @@ class Hazards:
         """Begin the next epoch."""
         self.now += 1
         for waiting, population, waited in zip(self._waiting, self._population, self._waited):
+            if not any(population):
+                continue
             for index, count in enumerate(population):
                 waited[index] += count
             for index in range(1, BINS):
