@@ -37,11 +37,9 @@ class Adaptive(CachePolicy):
         self._forecast = Forecast(slots)
         self._arc = ARC(slots)
         self._leader: Ranking = self._forecast
-        self._shadow_arc = ARC(sampled)
-        self._shadows = (
-            Shadow(ExpectedHits(sampled, self._forecast.history), self._is_in_use),
-            Shadow(self._shadow_arc, self._is_in_use),
-        )
+        self._sampled_arc = ARC(sampled)
+        self._shadow_arc = Shadow(self._sampled_arc, self._is_in_use)
+        self._shadow_forecast = Shadow(ExpectedHits(sampled, self._forecast.history), self._is_in_use)
         self._sampled: dict[Name, Name | None] = {}
         """The nearest block of the sample at or before each block in its context."""
         self._decisive = max(1.0, _DECISIVE * sampled)
@@ -78,21 +76,21 @@ class Adaptive(CachePolicy):
     def hinted(self, block: Block) -> None:
         self._forecast.hinted(block)
         if self._is_sampled(block):
-            self._shadows[0].reconsider(block.name)
+            self._shadow_forecast.reconsider(block.name)
 
     def released(self, block: Block) -> None:
         self._forecast.released(block)
         if self._is_sampled(block):
-            for shadow in self._shadows:
-                shadow.reconsider(block.name)
+            self._release_shadows(block.name)
+            if block.is_end:
+                self._shadow_forecast.reconsider(block.name)  # it may have changed its class
 
     def gone(self, block: Block, evicted: bool) -> None:
         self._forecast.gone(block, evicted)
         self._arc.gone(block, evicted)
         del self._sampled[block.name]
-        if not evicted and self._is_sampled(block):  # it may have been in use
-            for shadow in self._shadows:
-                shadow.reconsider(block.name)
+        if not evicted and self._is_sampled(block):
+            self._release_shadows(block.name)  # it may have been in use
 
     def _is_sampled(self, block: Block) -> bool:
         return block.name[1][-1] & self._mask == 0
@@ -101,14 +99,19 @@ class Adaptive(CachePolicy):
         block = self.get(name)
         return block is not None and not block.evictable
 
+    def _release_shadows(self, name: Name) -> None:
+        self._shadow_forecast.release(name)
+        self._shadow_arc.release(name)
+
     def _compare(self, name: Name, parent: Name | None) -> None:
         """Request a block from both shadow caches, and change the leader if the other one has found enough more."""
-        forecast, arc = (shadow.use(name, parent) for shadow in self._shadows)
+        forecast = self._shadow_forecast.use(name, parent)
+        arc = self._shadow_arc.use(name, parent)
         if forecast == arc:
             return
         self._lead = max(-self._decisive, min(self._lead + arc - forecast, self._decisive))
         if self._lead == self._decisive and self._leader is self._forecast:
             self._leader = self._arc
-            self._arc.target = self._shadow_arc.target / self._shadow_arc.slots * self.slots
+            self._arc.target = self._sampled_arc.target / self._sampled_arc.slots * self.slots
         elif self._lead == -self._decisive:
             self._leader = self._forecast

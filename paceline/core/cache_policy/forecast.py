@@ -51,16 +51,15 @@ class ExpectedHits(Ranking):
         order = self._history.order
         if self._now != self._history.now:
             self._now, self._cell = self._history.now, 0
-        while (epoch := self._oldest(*order[self._cell])) is None:
+        while True:
+            kind, age = order[self._cell]
+            if self._epochs[kind] and (epoch := self._oldest(kind, age)) is not None:
+                return next(iter(self._on_offer[kind][epoch]))
             self._cell += 1
-        kind, _ = order[self._cell]
-        return next(iter(self._on_offer[kind][epoch]))
 
     def _oldest(self, kind: int, age: int) -> int | None:
         """Return the oldest epoch within this bin of ages that has a block on offer, or None."""
         epochs = self._epochs[kind]
-        if not epochs:
-            return None
         first = 0 if age == BINS - 1 else bisect_left(epochs, self._now - EDGES[age + 1] + 1)
         return epochs[first] if first < len(epochs) and epochs[first] <= self._now - EDGES[age] else None
 

@@ -90,7 +90,18 @@ class Hazards:
         """
         asked, waited = ([sum(column) for column in zip(*counts)] for counts in (self._asked, self._waited))
         usual = [a / (a + w) if a else 0.0 for a, w in zip(asked, waited)]
-        return [self._worth(kind, usual) for kind in range(len(self._asked))]
+        unseen: dict[
+            float | None, list[float]
+        ] = {}  # the worth of classes without any counts, by what is assumed of them
+        worth = []
+        for kind, assumed in enumerate(self._assumed):
+            if any(self._asked[kind]) or any(self._waited[kind]):
+                worth.append(self._worth(kind, usual))
+            else:
+                if assumed not in unseen:
+                    unseen[assumed] = self._worth(kind, usual)
+                worth.append(unseen[assumed])
+        return worth
 
     def _worth(self, kind: int, usual: Sequence[float]) -> list[float]:
         if (assumed := self._assumed[kind]) is not None:

@@ -15,28 +15,34 @@ _RANK_EPOCHS = 8
 _FIRST_RANKS = (1, 2, 4)
 """Earlier epochs after which blocks are ranked, because much is learned in the first ones."""
 
-_KINDS = (0, 3, 4, 5, 5, 6, 6, 6, 6, 7)
-"""The class of a block by the number of requests for it after the first. Larger numbers have the last class."""
+_MOST_USES = 65
+_USES = (0, *(1 + (again - 1).bit_length() for again in range(1, _MOST_USES + 1)))
+"""The range of the number of requests for a block after the first: 0, 1, 2, 3-4, 5-8 and so on. Larger numbers have the
+last range. With few ranges, a popular prefix would be worth no more than one that was requested ten times."""
+_RANGES = _USES[-1] + 1
+
+_NEW = 0
+"""The class of a block that only one request has used."""
 _END = 1
-"""The class of a block that was new and the last of its context: a follow-up request may not contain it. Such a block
+"""The class of a new block that was the last of its context: a follow-up request may not contain it. Such a block
 in a context that continues an earlier one has class _END + 1."""
 _FEW = 2
 """A block that more requests than this asked for again begins many contexts, which need not be continued."""
-_BACKGROUND = 8
+_BACKGROUND = 3
 """A block that only one request has used, which was less urgent than usual."""
-_HINTED = 9
+_AGAIN = 3
+"""A block that was requested again has class _AGAIN plus its range, which is at least 1."""
+_HINTED = _AGAIN + _RANGES
 """The first class of blocks with a hint. There is one for each range of times, level of belief in the source, and range
-of earlier requests."""
-_HINTED_USES = (2,)
-"""Requests for a block after the first above which another range begins."""
+of uses."""
 _TIMES = (60.0, 900.0)
 """Seconds of a hint above which another range begins: the next call of an agent, the next turn of a chat, and later."""
 _TRUSTED = 0.125
 """Share of hinted blocks that are assumed to be requested in an epoch, before any were observed."""
-_RANGES = len(_HINTED_USES) + 1
 _ASSUMED = (
     *[None] * _BACKGROUND,
     0.0,
+    *[None] * (_RANGES - 1),
     *[*[None] * _RANGES, *[_TRUSTED] * _RANGES * (LEVELS - 1)] * (len(_TIMES) + 1),
 )
 """For each class, the argument of `Hazards`."""
@@ -45,6 +51,10 @@ KINDS = len(_ASSUMED)
 
 _LAPSE = 64
 """Age in epochs at which a hint counts as wrong."""
+
+
+def _range_of(again: int) -> int:
+    return _USES[min(again, _MOST_USES)]
 
 
 @dataclass(slots=True)
@@ -94,7 +104,7 @@ class History:
     def kind_and_epoch(self, name: Name) -> tuple[int, int]:
         """Return the class of a block and the epoch of its last use. A forgotten block counts as old and used once."""
         memory = self._memory.get(name)
-        return (_KINDS[0], self.now - HORIZON) if memory is None else (memory.kind, memory.epoch)
+        return (_NEW, self.now - HORIZON) if memory is None else (memory.kind, memory.epoch)
 
     def place(self, kind: int, epoch: int) -> int:
         """Return the index in `order` of the cell of such blocks."""
@@ -105,10 +115,10 @@ class History:
     def inserted(self, block: Block) -> None:
         memory = self._memory.get(block.name)
         if memory is None:
-            memory = self._memory[block.name] = _Memory(0, self._hazards.now)
+            memory = self._memory[block.name] = _Memory(_NEW, self._hazards.now)
             if block.parent is not None and (parent := self._memory.get(block.parent)) is not None:
                 memory.goes_on = parent.again <= _FEW if parent.again else parent.goes_on
-            self._use(block.name, memory, _BACKGROUND if block.priority > 0 else _KINDS[0])
+            self._use(block.name, memory, _BACKGROUND if block.priority > 0 else _NEW)
         else:
             memory.here = True
             self._use_again(block.name, memory)
@@ -120,7 +130,7 @@ class History:
 
     def released(self, block: Block) -> None:
         memory = self._memory[block.name]
-        if memory.kind == _KINDS[0] and block.is_end:
+        if memory.kind == _NEW and block.is_end:
             self._hazards.discard(memory.kind, memory.epoch)
             self._use(block.name, memory, _END + memory.goes_on)
 
@@ -130,7 +140,7 @@ class History:
         self._hazards.discard(memory.kind, memory.epoch)
         level = self._sources.level(block.hint.source)
         trust = LEVELS * bisect_left(_TIMES, block.hint.seconds) + level
-        memory.kind = _HINTED + _RANGES * trust + bisect_left(_HINTED_USES, memory.again)
+        memory.kind = _HINTED + _RANGES * trust + _range_of(memory.again)
         memory.source = block.hint.source
         self._hazards.add(memory.kind, memory.epoch)
 
@@ -140,10 +150,11 @@ class History:
         self._forget(name, memory)
 
     def _use_again(self, name: Name, memory: _Memory) -> None:
-        self._judge_hint(memory, came_true=True)
+        if memory.source is not None:
+            self._judge_hint(memory, came_true=True)
         self._hazards.ask(memory.kind, memory.epoch)
         memory.again += 1
-        self._use(name, memory, _KINDS[min(memory.again, len(_KINDS) - 1)])
+        self._use(name, memory, _AGAIN + _range_of(memory.again))
 
     def _judge_hint(self, memory: _Memory, came_true: bool) -> None:
         if memory.source is not None:

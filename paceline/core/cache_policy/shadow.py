@@ -47,15 +47,17 @@ class Shadow:
         self._offer(block)
         return False
 
-    def reconsider(self, name: Name) -> None:
-        """Rank a block again, because a request has released it or because more is known of it."""
-        block = self._blocks.get(name)
-        if block is None:
-            return
+    def release(self, name: Name) -> None:
+        """Note that no request uses a block any more."""
         if name in self._passed:
             self._passed.remove(name)
-            self._offer(block)
-        elif block.offered:
+            if (block := self._blocks.get(name)) is not None:
+                self._offer(block)
+
+    def reconsider(self, name: Name) -> None:
+        """Rank a block again, because more is known of it."""
+        block = self._blocks.get(name)
+        if block is not None and block.offered:
             self._withdraw(block)
             self._offer(block)
 

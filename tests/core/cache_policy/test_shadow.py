@@ -17,7 +17,15 @@ def use(shadow: Shadow, context: str) -> str:
 
 def test_it_finds_what_a_memory_of_its_size_would_find() -> None:
     shadow = Shadow(LRU(3), in_use=lambda _: False)
-    assert [use(shadow, context) for context in ("ab", "ab", "x", "ab", "y", "x", "ab")] == ["", "ab", "", "ab", "", "", "a"]
+    assert [use(shadow, context) for context in ("ab", "ab", "x", "ab", "y", "x", "ab")] == [
+        "",
+        "ab",
+        "",
+        "ab",
+        "",
+        "",
+        "a",
+    ]
 
 
 def test_children_go_before_their_parents() -> None:
