@@ -3,13 +3,15 @@
     python -m bench.cache_survey --seeds 101 102 103
     python -m bench.cache_survey --seeds 101 102 103 --hints all half wrong
 
-The figure is the policy's hit ratio divided by the larger one of LRU and ARC, the least over all seeds. With `--hints`
-it is the hit ratio with hints divided by the one without (see `bench.cache_policy` for the qualities).
+The figure is the policy's hit ratio divided by the larger one of LRU and ARC, the least over all seeds. It is infinite
+if neither of them finds a block. With `--hints` it is the hit ratio with hints divided by the one
+without (see `bench.cache_policy` for the qualities).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +26,11 @@ SIZES = (100, 300, 500, 1000, 3000)
 
 
 def compare(kind: str, seed: int, slots: int, policy: str, qualities: Sequence[str] = ()) -> Iterator[float]:
-    """Yield the policy's hit ratio over the better rival's; with `qualities` the ratio for each over none instead."""
+    """Yield the policy's hit ratio divided by the better rival's.
+
+    Args:
+        qualities: qualities of hints. For each, the ratio with hints divided by the one without is yielded instead.
+    """
     trace = make_trace(kind, seed)
 
     def hit_ratio(name: str, hinted: Sequence[int] = ()) -> float:
@@ -32,7 +38,8 @@ def compare(kind: str, seed: int, slots: int, policy: str, qualities: Sequence[s
 
     own = hit_ratio(policy)
     if not qualities:
-        yield own / max(map(hit_ratio, RIVALS))
+        better = max(map(hit_ratio, RIVALS))
+        yield own / better if better else math.inf
     for quality in qualities:
         yield hit_ratio(policy, hinted_blocks(trace, quality, seed)) / own
 

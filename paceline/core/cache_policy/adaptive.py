@@ -8,7 +8,7 @@ from paceline.core.cache_policy.forecast import ExpectedHits, Forecast
 from paceline.core.cache_policy.ranking import Block, Name, Ranking
 from paceline.core.cache_policy.shadow import Shadow
 
-_SHADOW_SLOTS = 384
+_SHADOW_SLOTS = 100
 """Least number of slots of a shadow cache of a large memory. With fewer, chance decides which is better."""
 _SHIFTS = range(1, 5)
 """One of 2, 4, 8 or 16 blocks is sampled, the fewer the larger the memory is."""
