@@ -9,9 +9,9 @@ from paceline.core.cache_policy.ranking import Block, Name, Ranking
 from paceline.core.cache_policy.shadow import Shadow
 
 _SHADOW_SLOTS = 100
-"""Least number of slots of a shadow cache of a large memory. With fewer, chance decides which is better."""
+"""Least number of slots of a shadow cache, unless the memory has fewer than twice as many."""
 _SHIFTS = range(1, 5)
-"""One of 2, 4, 8 or 16 blocks is sampled, the fewer the larger the memory is."""
+"""One of 2, 4, 8 or 16 blocks is sampled, the fewer the larger the memory is, because each costs time."""
 _DECISIVE = 0.5
 """Lead in hits that makes a ranking the leader, as a share of the slots of a shadow cache."""
 
@@ -40,8 +40,8 @@ class Adaptive(CachePolicy):
         self._sampled_arc = ARC(sampled)
         self._shadow_arc = Shadow(self._sampled_arc, self._is_in_use)
         self._shadow_forecast = Shadow(ExpectedHits(sampled, self._forecast.history), self._is_in_use)
-        self._sampled: dict[Name, Name | None] = {}
-        """The nearest block of the sample at or before each block in its context."""
+        self._nearest: dict[Name, Name | None] = {}
+        """For each block, the nearest block of the sample at or before it in its context."""
         self._decisive = max(1.0, _DECISIVE * sampled)
         self._lead = 0.0
         """Blocks that the shadow cache of ARC has found more than the one of the forecast."""
@@ -60,18 +60,18 @@ class Adaptive(CachePolicy):
     def inserted(self, block: Block) -> None:
         self._forecast.inserted(block)
         self._arc.inserted(block)
-        before = None if block.parent is None else self._sampled.get(block.parent)
+        before = None if block.parent is None else self._nearest.get(block.parent)
         if self._is_sampled(block):
-            self._sampled[block.name] = block.name
+            self._nearest[block.name] = block.name
             self._compare(block.name, before)
         else:
-            self._sampled[block.name] = before
+            self._nearest[block.name] = before
 
     def touched(self, block: Block) -> None:
         self._forecast.touched(block)
         self._arc.touched(block)
         if self._is_sampled(block):
-            self._compare(block.name, None if block.parent is None else self._sampled.get(block.parent))
+            self._compare(block.name, None if block.parent is None else self._nearest.get(block.parent))
 
     def hinted(self, block: Block) -> None:
         self._forecast.hinted(block)
@@ -88,7 +88,7 @@ class Adaptive(CachePolicy):
     def gone(self, block: Block, evicted: bool) -> None:
         self._forecast.gone(block, evicted)
         self._arc.gone(block, evicted)
-        del self._sampled[block.name]
+        del self._nearest[block.name]
         if not evicted and self._is_sampled(block):
             self._release_shadows(block.name)  # it may have been in use
 

@@ -90,9 +90,8 @@ class Hazards:
         """
         asked, waited = ([sum(column) for column in zip(*counts)] for counts in (self._asked, self._waited))
         usual = [a / (a + w) if a else 0.0 for a, w in zip(asked, waited)]
-        unseen: dict[
-            float | None, list[float]
-        ] = {}  # the worth of classes without any counts, by what is assumed of them
+        # Most loads have no blocks of most classes with hints. Their worth depends only on what is assumed of them.
+        unseen: dict[float | None, list[float]] = {}
         worth = []
         for kind, assumed in enumerate(self._assumed):
             if any(self._asked[kind]) or any(self._waited[kind]):
