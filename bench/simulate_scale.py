@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.core.step_times import Curve, Delay, Profile, Spread, StepTimes, WorkerTimes
+from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.simulation import simulate
 from paceline.simulator.trace import Trace, TraceRequest
@@ -69,7 +70,9 @@ def main() -> None:
     options = parser.parse_args()
     trace = read_trace(options.trace)
     decode = max(1, options.workers // 4)
-    scenario = Scenario(PROFILE, options.workers - decode, decode)
+    # One simulated gateway stands for all that such a fleet has, each with a queue of its own.
+    gateway = GatewayOptions(max_waiting=max(256, options.workers))
+    scenario = Scenario(PROFILE, options.workers - decode, decode, gateway=gateway)
     rate = RATE_OF_A_WORKER * options.workers
     begin, cpu = time.perf_counter(), time.process_time()
     result = simulate(scenario, Trace(trace.block_tokens, repeated(trace, options.requests, rate)))
@@ -79,7 +82,8 @@ def main() -> None:
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB at most")
     for own in result.classes.values():
         print(f"TTFT p50 {own.ttft.p50:.3f} s, p99 {own.ttft.p99:.3f} s; ITL p99 {own.itl.p99 * 1000:.1f} ms")
-        print(f"{own.finished} ended, {own.refused} refused, {own.attempts} attempts, {own.hit_rate:.1%} cached")
+        print(f"{own.finished} ended, {own.refused} refused ({own.refused / own.requests:.2%}; {own.refusals})")
+        print(f"{own.attempts} attempts, {own.hit_rate:.1%} cached, waited p99 {own.queued.p99:.3f} s")
     print(", ".join(f"{role} busy {share:.0%}" for role, share in result.busy.items()))
 
 
