@@ -245,16 +245,22 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
         ways += [_Way(decode, prefill) for prefill in open_ones]
         if not partners or _little_is_left(need, decode):
             ways.append(_Way(decode, None, alone=not partners))
-    fetching = [dataclasses.replace(way, source=source) for way in ways if (source := _source(need, way))]
+    computing = {way.computing.member.worker_id: way.computing.member for way in ways}
+    sources = {worker_id: _source(need, member) for worker_id, member in computing.items()}
+    fetching = [
+        _Way(way.decode, way.prefill, way.alone, source)
+        for way in ways
+        if (source := sources[way.computing.member.worker_id])
+    ]
     return ways + fetching
 
 
-def _source(need: Need, way: _Way) -> str:
+def _source(need: Need, computing: Member) -> str:
     """Return the host to fetch a prefix from: the one with the most cached tokens among those that can send blocks.
 
     Returns "" if the computing worker's own host has as many.
     """
-    here, layout = way.computing.member.host_id, way.computing.member.layout
+    here, layout = computing.host_id, computing.layout
     readable = [
         (tokens, host)
         for host, tokens in need.cached.items()
