@@ -94,7 +94,7 @@ def test_shared_cores_take_turns() -> None:
     assert only.itl.mean == pytest.approx(0.011 + 0.060 / 39)
 
 
-@pytestdef test_workers_that_share_cores_are_one_of_each_role_on_a_host_and_share_a_device() -> None:
+def test_workers_that_share_cores_are_one_of_each_role_on_a_host_and_share_a_device() -> None:
     scenario = Scenario(profile(turns=Turns()), 3, 1)
     simulation = Simulation(scenario, Trace(BLOCK, [TraceRequest(0.0, 40, 5)]))
     result = simulation.run()
@@ -105,7 +105,7 @@ def test_shared_cores_take_turns() -> None:
     assert simulate(together, Trace(BLOCK, [TraceRequest(0.0, 40, 5)])).levels[0].devices == 3
 
 
-.mark.parametrize(
+@pytest.mark.parametrize(
     ("fields", "seconds"),
     [
         ({}, 0.060 + 10.9 * 0.011),
