@@ -82,8 +82,8 @@ def main() -> None:
     parser.add_argument(
         "--cache-policy",
         default="lru",
-        help="cache policy of the hosts [%(default)s]. The product's default, adaptive, takes more memory, because each host "
-        "remembers the blocks that it has evicted",
+        help="cache policy of the hosts [%(default)s]. The product's default, adaptive, takes more memory, because each "
+        "host remembers the blocks that it has evicted",
     )
     options = parser.parse_args()
     trace = read_trace(options.trace)
