@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument(
         "--cache-policy",
         default="lru",
-        help="cache policy of the hosts [%(default)s]. The product's default, adaptive, takes more memory, because each "
+        help="cache policy of the hosts [%(default)s]. The product's default, adaptive, takes more memory, as each "
         "host remembers the blocks that it has evicted",
     )
     options = parser.parse_args()
