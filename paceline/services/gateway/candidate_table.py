@@ -88,7 +88,8 @@ class CandidateTable(Snapshot):
     def usual_rate(self) -> float:
         """Return the average rate of prefill that the workers have measured, in tokens per second."""
         if self._usual is None:
-            rates = [rate for rows in self._kinds.values() for rate in rows.figures().speed.tolist() if rate]
+            speeds = (rows.figures().speed for rows in self._kinds.values())
+            rates = [rate for speed in speeds for rate in speed[speed > 0].tolist()]
             self._usual = statistics.fmean(rates) if rates else PREFILL_TOKENS_PER_SECOND
         return self._usual
 

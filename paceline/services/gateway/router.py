@@ -261,13 +261,14 @@ def _source(need: Need, computing: Member) -> str:
     Returns "" if the computing worker's own host has as many.
     """
     here, layout = computing.host_id, computing.layout
+    own = need.cached.get(here, 0)
+    # A prefix that all prompts begin with is on all hosts, so the number of tokens is looked at first.
     readable = [
         (tokens, host)
         for host, tokens in need.cached.items()
-        if (host, here) not in need.cut and need.layouts.get(host, layout) == layout
+        if tokens > own and (host, here) not in need.cut and need.layouts.get(host, layout) == layout
     ]
-    tokens, host = max(readable, default=(0, ""))
-    return host if tokens > need.cached.get(here, 0) else ""
+    return max(readable, default=(0, ""))[1]
 
 
 def _little_is_left(need: Need, decode: Candidate) -> bool:
