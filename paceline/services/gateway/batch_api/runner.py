@@ -146,8 +146,9 @@ class BatchRunner:
     def _gate_of(self, line: Line) -> LineGate:
         """Return the gate of the line's model. A line for no model is refused, so that any gate does."""
         name = line.body.get("model")
-        own = self._gates.get(name) if isinstance(name, str) else None
-        return own or next(iter(self._gates.values()))
+        if isinstance(name, str) and name in self._gates:
+            return self._gates[name]
+        return next(iter(self._gates.values()))
 
     async def _call(self, endpoint: str, line: Line, owner: str) -> Answer:
         caller = self._gateway.keys.caller(owner)
