@@ -9,7 +9,7 @@ from paceline.core.planner.needs import Need
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role
 
-_BETTER = 1.1
+_BETTER = 1.15
 """With too few devices, they are divided anew only if the role that lacks most gets this much more of its need."""
 
 
