@@ -1,6 +1,10 @@
 """Scale workers down and up, drain them and exchange their roles under steady load, and compare every answer.
 
     python -m bench.flips --actions 200 --seed 7
+    PACELINE_ADMIN_KEY=... python -m bench.flips --url http://127.0.0.1:8000 --actions 200
+
+The first command starts a stack with `paceline serve`. The second one uses a stack that runs already, for example that
+of docker compose with the profile `planner`: then the planner starts and ends the workers.
 
 The same requests are sent without any action first. Then they are sent again and again while actions of a seed happen:
 a role gets more or fewer workers, a worker drains, a worker changes between prefill and decode, two workers exchange
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -27,11 +32,13 @@ import httpx
 
 from bench.mixed import Outcome, Request, answers, ask, requests
 from bench.services import serving
+from paceline.core.env import admin_keys
 
 VOCABULARY = 49_152
 STREAMS = 6
 LEAST, MOST = {"prefill": 0, "decode": 1}, {"prefill": 2, "decode": 2}
 """Bounds of the number of workers of each role."""
+OTHER = {"prefill": "decode", "decode": "prefill"}
 SETTLE_SECONDS = 120.0
 """Longest time until a fleet has carried out an action, in seconds. A worker reads its model in this time."""
 PAUSE_SECONDS = (0.2, 1.5)
@@ -47,6 +54,89 @@ class Tally:
     lost: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+
+class Fleet:
+    """The workers of a running stack, changed by requests to its gateway.
+
+    Args:
+        client: client of the gateway, with the key of an admin if the gateway has one.
+        wanted: present number of workers of each role.
+        has_planner: whether a planner starts and ends workers.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, wanted: dict[str, int], has_planner: bool) -> None:
+        self._client = client
+        self._wanted = wanted
+        self._has_planner = has_planner
+        # A planner lets the last worker of a role leave only if there is no load.
+        self._least = {role: max(least, int(has_planner)) for role, least in LEAST.items()}
+        self._roles: dict[str, str] = {}
+        """The newest role of each worker that has got another one, by id."""
+        self._workers: dict[str, list[str]] = {}
+        """Ids of each role's workers when the fleet was settled last."""
+
+    @classmethod
+    async def open(cls, client: httpx.AsyncClient) -> Fleet:
+        """Return the fleet as it is. If it has a planner, the planner keeps the numbers of workers from now on."""
+        state, fleet = [(await client.get(path)).raise_for_status().json() for path in ("/fleet/scale", "/fleet")]
+        opened = cls(client, {role: state[role]["wanted"] for role in LEAST}, bool(fleet["planners"]))
+        if fleet["planners"]:
+            await opened._post(opened._wanted)
+        return opened
+
+    async def settle(self) -> None:
+        """Wait until the gateway sees all wanted workers ready in their roles and none drains. Raises TimeoutError."""
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while True:
+                if await self._is_settled():
+                    return
+                await asyncio.sleep(0.1)
+
+    async def act(self, rng: random.Random) -> str:
+        """Begin a random action that the bounds of both roles allow. Return its name. The fleet must be settled."""
+        own = self._workers
+        fewer = [role for role in LEAST if len(own[role]) > self._least[role]]
+        more = [role for role in LEAST if len(own[role]) < MOST[role]]
+        # Flips between full roles exchange two workers.
+        choices = {"flip": [role for role in fewer if OTHER[role] in more], "drain": fewer, "down": fewer, "up": more}
+        choices["exchange"] = ["both"] if own["prefill"] and len(own["decode"]) > LEAST["decode"] else []
+        if self._has_planner:
+            del choices["drain"]  # the planner chooses the worker that leaves
+        name = rng.choice([name for name, roles in choices.items() if roles])
+        role = rng.choice(choices[name])
+        if name == "exchange":
+            await self._flip({rng.choice(own[each]): OTHER[each] for each in OTHER})
+        elif name == "flip":
+            await self._flip({rng.choice(own[role]): OTHER[role]})
+        else:
+            self._wanted[role] += 1 if name == "up" else -1
+            await self._post({"drain": [rng.choice(own[role])]} if name == "drain" else {role: self._wanted[role]})
+        return name
+
+    async def _flip(self, roles: Mapping[str, str]) -> None:
+        for role in roles.values():
+            self._wanted[role] += 1
+            self._wanted[OTHER[role]] -= 1
+        self._roles |= roles
+        await self._post({"flip": roles})
+
+    async def _post(self, body: Mapping[str, Any]) -> None:
+        answer = await self._client.post("/fleet/scale", json=body)
+        if answer.is_error:
+            raise RuntimeError(f"{body} was refused: {answer.text}")
+
+    async def _is_settled(self) -> bool:
+        """Look at the fleet, and return whether it is as it should be."""
+        state, fleet = [(await self._client.get(path)).raise_for_status().json() for path in ("/fleet/scale", "/fleet")]
+        seen = [each for each in fleet["workers"] if each["role"] in LEAST]
+        self._workers = {role: [each["worker_id"] for each in seen if each["role"] == role] for role in LEAST}
+        # The planner must have seen a flip before the next number comes, which would be the older one for it.
+        is_known = all(each["pinned"] == self._wanted for each in fleet["planners"])
+        is_calm = all(own["ready"] == own["wanted"] and not own["draining"] for own in state.values())
+        is_flipped = all(self._roles.get(each["worker_id"], each["role"]) == each["role"] for each in seen)
+        is_full = all(len(self._workers[role]) == state[role]["wanted"] == self._wanted[role] for role in LEAST)
+        return is_known and is_calm and is_flipped and is_full and all(each["state"] == "ready" for each in seen)
 
 
 def long_requests(count: int, seed: int) -> list[Request]:
@@ -66,7 +156,8 @@ async def disturbed(
 ) -> Tally:
     """Carry out actions under steady load, and return what became of the streams."""
     tally, over, began = Tally(), asyncio.Event(), time.monotonic()
-    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
+    headers = {"Authorization": f"Bearer {admin_keys()[0]}"} if admin_keys() else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as client:
 
         async def stream(first: int) -> None:
             number = first
@@ -87,66 +178,19 @@ async def disturbed(
             for first in range(STREAMS):
                 group.create_task(stream(first))
             try:
-                await _act(client, random.Random(seed), actions, tally)
+                await _act(await Fleet.open(client), random.Random(seed), actions, tally)
             finally:
                 over.set()
     tally.seconds = time.monotonic() - began
     return tally
 
 
-async def _act(client: httpx.AsyncClient, rng: random.Random, actions: int, tally: Tally) -> None:
-    flipped: dict[str, str] = {}
+async def _act(fleet: Fleet, rng: random.Random, actions: int, tally: Tally) -> None:
     for _ in range(actions):
         await asyncio.sleep(rng.uniform(*PAUSE_SECONDS))
-        name, body = _action(rng, await settled(client, flipped))
-        answer = await client.post("/fleet/scale", json=body)
-        if answer.is_error:
-            raise RuntimeError(f"{body} was refused: {answer.text}")
-        tally.actions[name] += 1
-        flipped |= body.get("flip", {})
-    await settled(client, flipped)
-
-
-def _action(rng: random.Random, workers: dict[str, list[str]]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the body of an action that the bounds of both roles allow.
-
-    Args:
-        workers: for each role, the ids of its workers, which are all ready.
-    """
-    other = {"prefill": "decode", "decode": "prefill"}
-    fewer = [role for role in LEAST if len(workers[role]) > LEAST[role]]
-    more = [role for role in LEAST if len(workers[role]) < MOST[role]]
-    # Flips between full roles exchange two workers.
-    choices = {"flip": [role for role in fewer if other[role] in more], "drain": fewer, "down": fewer, "up": more}
-    choices["exchange"] = ["both"] if workers["prefill"] and len(workers["decode"]) > LEAST["decode"] else []
-    name = rng.choice([name for name, roles in choices.items() if roles])
-    role = rng.choice(choices[name])
-    if name == "exchange":
-        return name, {"flip": {rng.choice(workers[each]): other[each] for each in other}}
-    if name == "flip":
-        return name, {"flip": {rng.choice(workers[role]): other[role]}}
-    if name == "drain":
-        return name, {"drain": [rng.choice(workers[role])]}
-    return name, {role: len(workers[role]) + (1 if name == "up" else -1)}
-
-
-async def settled(client: httpx.AsyncClient, flipped: Mapping[str, str]) -> dict[str, list[str]]:
-    """Wait until the gateway sees all wanted workers ready and none drains. Return the ids of each role's workers.
-
-    Args:
-        flipped: the newest role of each worker that has got another one.
-    """
-    async with asyncio.timeout(SETTLE_SECONDS):
-        while True:
-            state = (await client.get("/fleet/scale")).json()
-            seen = [each for each in (await client.get("/fleet")).json()["workers"] if each["role"] in LEAST]
-            workers = {role: [each["worker_id"] for each in seen if each["role"] == role] for role in LEAST}
-            is_calm = all(own["ready"] == own["wanted"] and not own["draining"] for own in state.values())
-            is_seen = all(flipped.get(each["worker_id"], each["role"]) == each["role"] for each in seen)
-            is_seen = is_seen and all(len(workers[role]) == state[role]["wanted"] for role in LEAST)
-            if is_calm and is_seen and all(each["state"] == "ready" for each in seen):
-                return workers
-            await asyncio.sleep(0.1)
+        await fleet.settle()
+        tally.actions[await fleet.act(rng)] += 1
+    await fleet.settle()
 
 
 async def measure(url: str, model: str, actions: int, count: int, seed: int) -> Tally:
@@ -159,14 +203,20 @@ async def measure(url: str, model: str, actions: int, count: int, seed: int) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--url", help="gateway of a running stack, whose admin key is in $PACELINE_ADMIN_KEY")
     parser.add_argument("--actions", type=int, default=200)
     parser.add_argument("--requests", type=int, default=40, help="number of different requests [%(default)s]")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     flags = ("--prefill=2", "--decode=2", "--threads=1", "--kv-memory=512MiB", "--local-prefill-tokens=0")
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "log", options.model, *flags) as (_, url):
-        tally = asyncio.run(measure(url, options.model, options.actions, options.requests, options.seed))
+    facts = options.model, options.actions, options.requests, options.seed
+    with contextlib.ExitStack() as undo:
+        url = options.url
+        if not url:
+            folder = undo.enter_context(tempfile.TemporaryDirectory())
+            _, url = undo.enter_context(serving(Path(folder) / "log", options.model, *flags))
+        tally = asyncio.run(measure(url, *facts))
     result = {**vars(tally), "actions": dict(tally.actions), "seed": options.seed}
     print(json.dumps(result, indent=2))
     if options.out is not None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Iterable, Mapping
 from typing import cast
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 
 from paceline.core.planner.reports import ROLES, Role
 
@@ -38,9 +39,22 @@ class Pins:
         self.now: dict[Role, int] = {}
         """Number of workers by role."""
 
-    def add(self, pins: Mapping[Role, int]) -> None:
-        """Take in what people have changed at the platform itself."""
-        self.now |= pins
+    async def replace(self, pins: Mapping[Role, int]) -> None:
+        """Take in what people have changed at the platform itself. Raises RedisError.
+
+        A number that a gateway has written since the last `read` is newer and stays.
+        """
+        key = _key(self._cluster)
+        known = {role: str(count).encode() for role, count in self.now.items()}
+
+        async def write(pipeline: Pipeline) -> None:
+            found = await cast(Awaitable[dict[bytes, bytes]], pipeline.hgetall(key))
+            newer = {role for role in pins if found.get(role.encode()) not in (None, known.get(role))}
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            for role in pins.keys() - newer:
+                pipeline.hset(key, role, str(pins[role]))
+
+        await self._client.transaction(write, key)
 
     async def read(self) -> None:
         """Bring `now` and Redis up to date with each other. Raises RedisError."""

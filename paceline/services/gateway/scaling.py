@@ -1,7 +1,8 @@
 """The endpoint that adds and removes workers, and gives them other roles.
 
 Workers are started and ended by the supervisor of this machine's stack (`paceline serve`). A fleet without a supervisor
-is scaled by its orchestrator; then this endpoint only changes roles.
+is scaled by its planner, which reads the numbers from Redis, or else by its orchestrator; then this endpoint only
+changes roles.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _state_of(fleet: Fleet) -> dict[str, Any]:
 def _no_supervisor() -> ApiError:
     return ApiError(
         409,
-        "this gateway has no supervisor and no planner: scale with docker compose, Kubernetes or whatever started the "
-        "services; here only roles can be changed, with flip alone",
+        "this gateway has no supervisor: scale with docker compose, Kubernetes or whatever started the services; here "
+        "only roles can be changed, with flip alone, and numbers of workers if there is a planner",
         code="no_supervisor",
     )

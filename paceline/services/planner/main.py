@@ -74,8 +74,8 @@ async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
     if config.platform == "compose":
         from paceline.services.platforms.compose import open_compose
 
-        services = config.compose_project, config.compose_prefix
-        return await asyncio.to_thread(open_compose, config.docker_socket, *services)
+        project, prefix = config.compose_project, config.compose_prefix
+        return await asyncio.to_thread(open_compose, config.docker_socket, project, teller.roles, prefix)
     from paceline.services.platforms.serve import ServePlatform
 
     if not config.supervisor_socket:

@@ -1,4 +1,4 @@
-"""Telling workers their roles, for platforms that do not know the workers' addresses."""
+"""The roles of workers, for platforms that know neither the workers' roles nor their addresses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from redis.exceptions import RedisError
 from paceline.core.errors import BusyError, InvalidRequestError, StaleError, UnavailableError
 from paceline.core.planner.reports import Role
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.registry import read_members
+from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.set_role import set_role
 
 
 class RoleTeller:
-    """Calls workers, which it finds in Redis."""
+    """Finds workers in Redis and calls them."""
 
     def __init__(self, client: Redis, cluster: str, credentials: Credentials) -> None:
         self._client = client
@@ -26,12 +26,7 @@ class RoleTeller:
 
         Raises UnavailableError if the worker is not known, does not answer, or cannot take the role now.
         """
-        try:
-            members = await read_members(self._client, self._cluster)
-        except (TimeoutError, RedisError, OSError) as error:
-            raise UnavailableError(
-                f"Redis does not answer ({error}), so nobody knows the address of {worker_id}"
-            ) from error
+        members = await self._members()
         address = next((each.address for each in members if each.worker_id == worker_id), "")
         if not address:
             raise UnavailableError(f"the worker {worker_id} is not in Redis yet, or has ended")
@@ -42,3 +37,16 @@ class RoleTeller:
             raise UnavailableError(f"{worker_id} does not become a {role} worker: {error}") from error
         finally:
             await channel.close(None)
+
+    async def roles(self) -> dict[str, str]:
+        """Return the present role of each worker, by its id, in the order of their starts.
+
+        Raises UnavailableError if Redis does not answer.
+        """
+        return {each.worker_id: each.role for each in sorted(await self._members(), key=lambda each: each.epoch)}
+
+    async def _members(self) -> list[Member]:
+        try:
+            return await read_members(self._client, self._cluster)
+        except (TimeoutError, RedisError, OSError) as error:
+            raise UnavailableError(f"Redis does not answer ({error}), so nobody knows the workers") from error

@@ -140,13 +140,14 @@ class PlannerService:
         if self.metrics.leads and not led:
             log.info("this planner acts")
             await self._asked.read()
+            await self._pins.read()
 
     async def _decide(self, now: float) -> None:
         """Make a decision and carry it out. Raises RedisError or UnavailableError."""
-        await self._pins.read()
         state = await self._state()
         if self._lease.is_held:
             await self._note_edits(state)
+        await self._pins.read()
         pinned = dict(self._pins.now)
         changes = await self._asked.changes()
         report = self._builder.report(now, state, pinned, "flip" in self._platform.abilities, changes)
@@ -204,8 +205,7 @@ class PlannerService:
         for role, count in edits.items():
             log.warning("somebody has set %s to %d; it stays so until: paceline scale --release %s", role, count, role)
         if edits:
-            self._pins.add(edits)
-            await self._pins.read()
+            await self._pins.replace(edits)
 
     # ---- what people see
 

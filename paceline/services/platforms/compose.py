@@ -3,6 +3,9 @@
 Containers are added and removed as `docker compose up --scale` does it. A new one is a copy of another container of its
 service, with its labels, so that compose takes it for its own. The last container of a service is stopped and not
 removed, because the next one is its copy.
+
+A container starts with the role of its service. A person may give its worker another role at the gateway; then it
+counts as a worker of that role until it starts again.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +38,8 @@ THREADS = 256
 """Calls of the engine at the same time, at most. Each drain takes one until its container has ended."""
 
 Json = dict[str, Any]
+Roles = Callable[[], Awaitable[Mapping[str, str]]]
+"""Returns the present role of each worker, by its id, in the order of their starts. Raises UnavailableError."""
 Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
@@ -57,27 +62,50 @@ class Container:
     """A container of a service."""
 
     id: str
+    service: str
     number: int
+    role: str
+    """The present role of its worker."""
     runs: bool
     """Whether it runs, or is started again when it ends."""
+    leaves: bool
+    """Whether it ends after its worker has drained."""
 
     @staticmethod
-    def of(listed: Json) -> Container:
-        number = str(listed["Labels"].get(NUMBER, "0"))
+    def of(listed: Json, service_role: Role, roles: Mapping[str, str], leaving: Collection[str]) -> Container:
+        """Return a container as the engine lists it.
+
+        Args:
+            service_role: the role with which a worker in this container starts.
+            roles: see `Roles`.
+            leaving: ids of the containers that end after their drain.
+        """
+        own, labels = listed["Id"], listed["Labels"]
+        number = str(labels.get(NUMBER, "0"))
         runs = listed["State"] in ("running", "restarting", "paused")
-        return Container(listed["Id"], int(number) if number.isdigit() else 0, runs)
+        known = [role for worker, role in roles.items() if runs and serves_in(worker, own)]
+        return Container(
+            own,
+            labels[SERVICE],
+            int(number) if number.isdigit() else 0,
+            role=known[-1] if known else service_role,
+            runs=runs,
+            leaves=own in leaving,
+        )
 
-    def serves_as(self, worker_id: str) -> bool:
-        """Return whether the worker runs in this container: a worker's name has its host's name, the short id."""
-        return self.id[:12] in worker_id
+
+def serves_in(worker_id: str, container: str) -> bool:
+    """Return whether the worker runs in the container: a worker's id has its host's name, which is the short id."""
+    return container[:12] in worker_id
 
 
-def open_compose(path: str, project: str, prefix: str = "") -> ComposePlatform:
+def open_compose(path: str, project: str, roles: Roles, prefix: str = "") -> ComposePlatform:
     """Return the platform of a project.
 
     Args:
         path: Unix socket of the docker engine.
         project: name of the project; "" for the one whose container this process runs in.
+        roles: says which roles the workers have now.
         prefix: what stands in front of the roles in the names of the services.
 
     Raises:
@@ -98,22 +126,24 @@ def open_compose(path: str, project: str, prefix: str = "") -> ComposePlatform:
     except DockerException as error:
         advice = "" if project else "; outside of a container, name the project with --compose-project"
         raise ConfigError(f"no docker engine answers at --docker-socket {path}: {error}{advice}") from None
-    return ComposePlatform(engine, project, DockerException, prefix)
+    return ComposePlatform(engine, project, roles, DockerException, prefix)
 
 
 class ComposePlatform:
     """The workers of one fleet of a compose project. Its services have the names of the roles, behind a prefix.
 
     Args:
+        roles: says which roles the workers have now.
         failure: base class of the errors that `engine` raises.
     """
 
     name = "compose"
     abilities: frozenset[Ability] = frozenset({"choose"})
 
-    def __init__(self, engine: Engine, project: str, failure: type[Exception], prefix: str = "") -> None:
+    def __init__(self, engine: Engine, project: str, roles: Roles, failure: type[Exception], prefix: str = "") -> None:
         self._engine = engine
         self._project = project
+        self._roles = roles
         self._prefix = prefix
         self._failure = failure
         self._ending: dict[str, asyncio.Task[None]] = {}
@@ -124,36 +154,43 @@ class ComposePlatform:
 
     async def state(self) -> PlatformState:
         """See `Platform.state`. A role without any container, even a stopped one, cannot be scaled."""
+        found = await self._containers()
         roles: dict[Role, RoleState] = {}
         for role in ROLES:
-            if containers := await self._containers(role):
-                running = sum(each.runs and each.id not in self._ending for each in containers)
-                roles[role] = RoleState(running, running, sum(each.id in self._ending for each in containers))
+            if any(each.service == self._prefix + role for each in found):
+                own = [each for each in found if each.role == role]
+                running = sum(each.runs and not each.leaves for each in own)
+                roles[role] = RoleState(running, running, sum(each.leaves for each in own))
         return PlatformState(roles)
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
         """See `Platform.scale`."""
         async with self._acting:
-            containers = [each for each in await self._containers(role) if each.id not in self._ending]
-            if not containers:
-                service = self._prefix + role
-                raise UnavailableError(f"the compose project {self._project} has no container of {service} to copy")
-            running = [each for each in containers if each.runs]
-            stopped = [each for each in containers if not each.runs]
+            found = await self._containers()
+            service = self._prefix + role
+            own = [each for each in found if each.service == service]
+            staying = [each for each in found if not each.leaves]
+            running = [each for each in staying if each.role == role and each.runs]
             for each in leaving(running, len(running) - wanted, victims):
-                is_last = wanted == 0 and each == running[0] and not stopped
+                staying.remove(each)
+                is_last = each.service not in [other.service for other in staying]
                 self._ending[each.id] = asyncio.create_task(self._end(each, is_last), name=f"drain {role}")
-            for each in stopped[: max(0, wanted - len(running))]:
+            copies = [each for each in staying if each.service == service]
+            stopped = [each for each in copies if not each.runs]
+            lacking = wanted - len(running)
+            for each in stopped[: max(0, lacking)]:
                 await self._call(self._engine.start, each.id)
-            used = {each.number for each in containers}
-            for _ in range(wanted - len(running) - len(stopped)):
+            used = {each.number for each in own}
+            for _ in range(lacking - len(stopped)):
+                if not copies:
+                    raise UnavailableError(f"the compose project {self._project} has no container of {service} to copy")
                 number = next(number for number in range(1, 1 + len(used) + 1) if number not in used)
                 used.add(number)
-                await self._copy(containers[0].id, role, number)
+                await self._copy(copies[0], number)
 
     async def flip(self, worker_id: str, role: Role) -> None:
-        """See `Platform.flip`. A container's labels name its role, so it cannot change."""
-        raise UnavailableError("a container of docker compose cannot change its role")
+        """See `Platform.flip`. A container that starts again has the role of its service again, so this is refused."""
+        raise UnavailableError("a container of docker compose cannot keep another role than that of its service")
 
     async def close(self) -> None:
         """See `Platform.close`. Containers that drain end by themselves."""
@@ -161,15 +198,25 @@ class ComposePlatform:
         self._threads.shutdown(wait=False)
         await asyncio.to_thread(self._engine.close)
 
-    async def _containers(self, role: Role) -> list[Container]:
-        """Return the containers of a service by number."""
-        filters = {"label": [f"{PROJECT}={self._project}", f"{SERVICE}={self._prefix}{role}", f"{ONE_OFF}=False"]}
+    async def _containers(self) -> list[Container]:
+        """Return the containers of all roles by number."""
+        roles = await self._roles()
+        # A container whose drain ends during the call may still be listed as running.
+        leaving = {*self._ending}
+        filters = {"label": [f"{PROJECT}={self._project}", f"{ONE_OFF}=False"]}
         listed = await self._call(lambda: self._engine.containers(all=True, filters=filters))
-        return sorted(map(Container.of, listed), key=lambda each: each.number)
+        leaving |= self._ending.keys()
+        services = {self._prefix + role: role for role in ROLES}
+        found = [
+            Container.of(each, services[service], roles, leaving)
+            for each in listed
+            if (service := each["Labels"].get(SERVICE)) in services
+        ]
+        return sorted(found, key=lambda each: each.number)
 
-    async def _copy(self, original: str, role: Role, number: int) -> None:
-        found = await self._call(self._engine.inspect_container, original)
-        name = f"{self._project}-{self._prefix}{role}-{number}"
+    async def _copy(self, original: Container, number: int) -> None:
+        found = await self._call(self._engine.inspect_container, original.id)
+        name = f"{self._project}-{original.service}-{number}"
         made = await self._call(self._engine.create_container_from_config, copied_config(found, number), name)
         await self._call(self._engine.start, made["Id"])
 
@@ -196,7 +243,7 @@ class ComposePlatform:
 
 def leaving(running: Sequence[Container], count: int, victims: Sequence[str]) -> list[Container]:
     """Return the `count` containers that end: those of the chosen workers, then the newest ones."""
-    chosen = [each for worker in victims for each in running if each.serves_as(worker)]
+    chosen = [each for worker in victims for each in running if serves_in(worker, each.id)]
     newest = [each for each in reversed(running) if each not in chosen]
     return [*chosen, *newest][: max(0, count)]
 

@@ -168,6 +168,20 @@ async def test_an_edit_at_the_platform_is_a_persons_number_too(bench: Bench) -> 
     assert (bench.platform.decode, dict(service.report().pinned)) == (4, {"decode": 4})
 
 
+async def test_the_newest_of_a_persons_numbers_counts_wherever_it_was_set(bench: Bench) -> None:
+    service, _ = bench.planner()
+    await write_pins(bench.client, bench.cluster, {"decode": 3})
+    await bench.tick(service)
+    bench.platform.decode = 4
+    await bench.tick(service)
+    await bench.tick(service)
+    assert (bench.platform.decode, dict(service.report().pinned)) == (4, {"decode": 4})
+    bench.platform.decode = 2
+    await write_pins(bench.client, bench.cluster, {"decode": 1})
+    await bench.tick(service)
+    assert (bench.platform.decode, dict(service.report().pinned)) == (1, {"decode": 1})
+
+
 async def test_a_worker_that_the_platform_gave_up_is_nobodys_edit(bench: Bench) -> None:
     service, wishes = bench.planner()
     wishes.next = [3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,14 +27,21 @@ class ToyEngine:
         self.found: dict[str, Json] = {}
         self.graces: list[int] = []
         self.fails = False
+        self.drains = threading.Lock()
+        """Held by a test while containers that stop shall not end."""
         for number in range(1, decode + 1):
-            labels = {PROJECT: "p", SERVICE: service, ONE_OFF: "False", NUMBER: str(number)}
-            made = self.create_container_from_config(
-                {"Labels": labels, "StopTimeout": 45, "Env": ["A=1"], "HostConfig": {"Binds": ["arena:/arena"]}},
-                f"p-{service}-{number}",
-            )
-            self.found[made["Id"]]["Config"]["Hostname"] = made["Id"][:12]
-            self.start(made["Id"])
+            self.add(service, number)
+
+    def add(self, service: str, number: int) -> str:
+        """Start a container as compose does. Return the id of its worker."""
+        labels = {PROJECT: "p", SERVICE: service, ONE_OFF: "False", NUMBER: str(number)}
+        made = self.create_container_from_config(
+            {"Labels": labels, "StopTimeout": 45, "Env": ["A=1"], "HostConfig": {"Binds": ["arena:/arena"]}},
+            f"p-{service}-{number}",
+        )
+        self.found[made["Id"]]["Config"]["Hostname"] = made["Id"][:12]
+        self.start(made["Id"])
+        return f"{service}-{made['Id'][:12]}-abc123"
 
     def containers(self, *, all: bool, filters: Mapping[str, Any]) -> list[Json]:
         if self.fails:
@@ -69,7 +77,8 @@ class ToyEngine:
 
     def stop(self, container: str, timeout: int) -> None:
         self.graces.append(timeout)
-        self.found[container]["State"] = "exited"
+        with self.drains:
+            self.found[container]["State"] = "exited"
 
     def remove_container(self, container: str) -> None:
         assert self.found[container]["State"] == "exited"
@@ -88,8 +97,13 @@ async def settled(platform: ComposePlatform, wanted: int) -> None:
             await asyncio.sleep(0.001)
 
 
-def compose(engine: ToyEngine) -> ComposePlatform:
-    return ComposePlatform(engine, "p", EngineError)
+def compose(engine: ToyEngine, roles: Mapping[str, str] | None = None, prefix: str = "") -> ComposePlatform:
+    """Return a platform whose workers have these roles, by id, and else those of their services."""
+
+    async def present() -> Mapping[str, str]:
+        return roles or {}
+
+    return ComposePlatform(engine, "p", present, EngineError, prefix)
 
 
 async def test_a_new_container_is_a_copy_with_the_next_number() -> None:
@@ -107,7 +121,7 @@ async def test_a_new_container_is_a_copy_with_the_next_number() -> None:
 
 async def test_a_prefix_tells_the_services_of_one_fleet_from_those_of_others() -> None:
     engine = ToyEngine(1, "second-decode")
-    platform = ComposePlatform(engine, "p", EngineError, "second-")
+    platform = compose(engine, prefix="second-")
     await platform.scale("decode", 2)
     await settled(platform, 2)
     assert [each["Name"] for each in engine.found.values()] == ["p-second-decode-1", "p-second-decode-2"]
@@ -134,6 +148,35 @@ async def test_the_last_container_is_kept_and_started_again() -> None:
     await settled(platform, 2)
     assert kept in engine.found
     assert sorted(each["Config"]["Labels"][NUMBER] for each in engine.found.values()) == ["1", "2"]
+
+
+async def test_a_worker_counts_in_the_role_that_a_person_has_given_it() -> None:
+    engine = ToyEngine(decode=2)
+    changed = engine.add("prefill", 1)
+    platform = compose(engine, {changed: "decode"})
+    assert {role: own.wanted for role, own in (await platform.state()).roles.items()} == {"prefill": 0, "decode": 3}
+    await platform.scale("prefill", 1)
+    assert [each["Name"] for each in engine.found.values()][3:] == ["p-prefill-2"]
+    await platform.scale("decode", 2, [changed])
+    await settled(platform, 2)
+    assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-prefill-2"]
+
+
+async def test_a_worker_that_starts_again_has_the_role_of_its_service() -> None:
+    engine = ToyEngine(decode=2)
+    (first, _), again = engine.found, "decode"
+    platform = compose(engine, {f"decode-{first[:12]}-before": "prefill", f"decode-{first[:12]}-after": again})
+    assert (await platform.state()).roles["decode"].wanted == 2
+
+
+async def test_a_name_is_not_used_again_before_its_container_is_gone() -> None:
+    engine = ToyEngine(decode=2)
+    platform = compose(engine)
+    with engine.drains:
+        await platform.scale("decode", 1)
+        await platform.scale("decode", 2)
+        assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-decode-3"]
+    await settled(platform, 2)
 
 
 async def test_a_service_without_containers_cannot_be_scaled() -> None:
