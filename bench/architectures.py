@@ -31,9 +31,10 @@ from paceline.core.errors import PacelineError  # noqa: E402
 from paceline.core.speculative import SpeculativeConfig  # noqa: E402
 from paceline.core.types import Key, SamplingParams  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402
+from paceline.engine.limits import Limits  # noqa: E402
 from paceline.engine.loading import Loaded, load  # noqa: E402
 from paceline.engine.request import Request  # noqa: E402
-from paceline.engine.scheduler import Limits, Scheduler  # noqa: E402
+from paceline.engine.scheduler import Scheduler  # noqa: E402
 from paceline.engine.speculation import Speculation  # noqa: E402
 from paceline.engine.step import Event, Sampled  # noqa: E402
 from paceline.kernels import select_kernels  # noqa: E402

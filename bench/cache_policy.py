@@ -25,103 +25,22 @@ import random
 import statistics
 import sys
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.cache_oracles import Belady, Returning, name_of
 from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace
 from bench.load import new_file, table
 from paceline.core.block_pool import BlockPool
 from paceline.core.cache_policy.base import CachePolicy
-from paceline.core.cache_policy.forecast import Forecast
 from paceline.core.cache_policy.hints import Hint
-from paceline.core.cache_policy.queue import RankedQueue
-from paceline.core.cache_policy.ranking import Block, Name, Place
+from paceline.core.cache_policy.ranking import Name, Place
 from paceline.core.cache_policy.registry import POLICIES, find_policy
 from paceline.core.errors import ConfigError
 
 BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
-
-
-class Future:
-    """The requests that need each block, in order.
-
-    Args:
-        trace: the trace that `replay` gets.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self._needed: defaultdict[Name, deque[int]] = defaultdict(deque)
-        for index, blocks in enumerate(trace):
-            for block in blocks:
-                self._needed[name_of(block)].append(index)
-
-    def pass_use(self, name: Name) -> None:
-        self._needed[name].popleft()
-
-    def next_use(self, name: Name) -> int:
-        """Return the index of the next request that needs the block, or `sys.maxsize` if none does."""
-        return self._needed[name][0] if self._needed[name] else sys.maxsize
-
-
-class Belady(CachePolicy):
-    """The optimal policy. It evicts the block that is needed last or never."""
-
-    def __init__(self, slots: int, trace: Trace) -> None:
-        super().__init__(slots)
-        self._queue = RankedQueue()
-        self._future = Future(trace)
-
-    def inserted(self, block: Block) -> None:
-        self._future.pass_use(block.name)
-
-    def touched(self, block: Block) -> None:
-        self._future.pass_use(block.name)
-
-    def offer(self, block: Block) -> None:
-        # Among equals, such as all blocks that are never needed again, evict the end of a context first.
-        self._queue.add(block.name, (-self._future.next_use(block.name), -block.end_tokens))
-
-    def withdraw(self, block: Block) -> None:
-        self._queue.discard(block.name)
-
-    def choose(self) -> Name:
-        return self._queue.first()
-
-
-class Returning(Forecast):
-    """A policy that knows which blocks are needed again, but not when. It evicts all other blocks first.
-
-    The gap to Belady shows what knowing the times is worth.
-    """
-
-    def __init__(self, slots: int, trace: Trace) -> None:
-        super().__init__(slots)
-        self._useless = RankedQueue()
-        self._future = Future(trace)
-
-    def inserted(self, block: Block) -> None:
-        self._future.pass_use(block.name)
-        super().inserted(block)
-
-    def touched(self, block: Block) -> None:
-        self._future.pass_use(block.name)
-        super().touched(block)
-
-    def offer(self, block: Block) -> None:
-        if self._future.next_use(block.name) == sys.maxsize:
-            self._useless.add(block.name, 0)
-        else:
-            super().offer(block)
-
-    def withdraw(self, block: Block) -> None:
-        if not self._useless.discard(block.name):
-            super().withdraw(block)
-
-    def choose(self) -> Name:
-        return self._useless.first() if len(self._useless) else super().choose()
 
 
 class Replayed(NamedTuple):
@@ -155,10 +74,6 @@ def hinted_blocks(trace: Trace, quality: str, seed: int = 0) -> list[int]:
             returning = 0 if returning else len(blocks)
         found.append(returning)
     return found
-
-
-def name_of(block: int) -> Name:
-    return 0, block.to_bytes(16, "big")
 
 
 def replay(trace: Trace, slots: int, policy: CachePolicy, hinted: Sequence[int] = ()) -> Replayed:

@@ -4,8 +4,8 @@
 
 The model has the layers of Gemma 4 E2B, whose width is 1536, and random weights. A prompt is computed in chunks, and
 the last token's logits are wanted. `--transformers` adds its code for a model of the same sizes, which gets the prompt
-as a whole. All ways take turns, and figures are medians. With one thread they are CPU time, which other work on the
-machine hardly changes.
+as a whole and stops early, too. All ways take turns, and figures are medians. With one thread they are CPU time, which
+other work on the machine hardly changes.
 """
 
 from __future__ import annotations

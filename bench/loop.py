@@ -20,9 +20,10 @@ from paceline.core.context import Context
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import Engine, Runner
+from paceline.engine.limits import Limits
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event, Sampled
 from paceline.kernels.caches import view_states

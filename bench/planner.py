@@ -1,12 +1,16 @@
-"""Compare the planner with a static fleet and with llm-d's published law, on a load that swings between two extremes.
+"""Compare the planner with static fleets and with llm-d's published law, on a load that swings between two extremes.
 
     python -m bench.planner
-    python -m bench.planner --load steps --minutes 60 --seed 3
+    python -m bench.planner --load live --minutes 12 --warm-up 1
 
 Workers are stand-ins, whose steps take as long as a formula says (`bench.planner_fleet`). The load goes from documents
 (long prompts, short answers) to chats (short prompts, long answers) and back. A request is within its objectives if its
 first token came in time, and if 95 % of its tokens came in time after the one before. The figure is the share of such
 requests among those that arrived in a minute: the least of all minutes after the warm-up, and the share of all.
+
+With too few devices, no fleet keeps the objectives of a minute. So each minute in which the planner has less than 95 %
+is served again by every static division of the devices. Each begins without requests one minute earlier. "best
+division" is the largest share that one of them reached.
 
 For each role, llm-d's law takes s, the mean of 45 s of min(2, P90 / objective), of TTFT or TPOT. Above
 0.55, the role grows by ceil(n * (s / 0.55 * ready / n - 1)). Below 0.40, it shrinks by floor(n * (1 - s / 0.40)). It
@@ -17,39 +21,23 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from bench.load import table
 from bench.planner_fleet import Fleet
+from bench.planner_loads import LOADS, Case, make_case
 from bench.planner_workers import Request
 from paceline.core.planner.actions import Action, Add, Decision, Drain, Hold
-from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 
-BUDGET = 8
-TTFT, ITL = 2.0, 0.045
-INTERVAL = 5.0
-WARM_UP = 1200.0
-"""Seconds of the first swing, in which the planner learns step times, and how wrong its forecasts are."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-
-
-class Kind(NamedTuple):
-    """Requests of one class: mean lengths, and their rate when the load is at this extreme."""
-
-    name: str
-    prompt: int
-    answer: int
-    rate: float
-
-
-DOCUMENTS, CHATS = Kind("documents", 3500, 100, 9.0), Kind("chats", 250, 700, 11.0)
+GOAL = 0.95
+"""The share of a minute's requests that should be within their objectives."""
 
 
 class Policy(Protocol):
@@ -66,7 +54,8 @@ class Static:
 class Law:
     """llm-d's law for each role."""
 
-    def __init__(self) -> None:
+    def __init__(self, case: Case) -> None:
+        self._case = case
         self._ratios: dict[Role, deque[tuple[float, float]]] = {role: deque() for role in ROLES}
         self._changes: dict[Role, deque[tuple[float, int]]] = {role: deque() for role in ROLES}
 
@@ -76,7 +65,7 @@ class Law:
         for role in ROLES:
             count = report.roles[role].wanted
             change = self._change(role, count, report)
-            change = min(change, BUDGET - used) if change > 0 else max(change, 1 - count)
+            change = min(change, self._case.budget - used) if change > 0 else max(change, 1 - count)
             used += max(change, 0)
             if change:
                 self._changes[role].append((report.at, change))
@@ -89,12 +78,12 @@ class Law:
 
     def _change(self, role: Role, count: int, report: Report) -> int:
         ready = sum(each.role == role and each.state == "ready" for each in report.workers)
-        ratios = self._ratios[role]
+        ratios, ttft, itl = self._ratios[role], self._case.ttft, self._case.itl
         values = [
-            (each.ttft.percentile(0.9) / TTFT if role == "prefill" else each.itl.percentile(0.9) / ITL)
+            (each.ttft.percentile(0.9) / ttft if role == "prefill" else each.itl.percentile(0.9) / itl)
             for each in report.traffic.values()
         ]
-        waits = [each.oldest_wait / TTFT for each in report.traffic.values()] if role == "prefill" else []
+        waits = [each.oldest_wait / ttft for each in report.traffic.values()] if role == "prefill" else []
         ratios.append((report.at, min(2.0, max(values + waits, default=0.0))))
         while ratios[0][0] <= report.at - 45:
             ratios.popleft()
@@ -113,105 +102,99 @@ def _decision(report: Report, actions: list[Action]) -> Decision:
     return Decision(report.at, report.revision, {}, tuple(actions) or (Hold("static"),), "")
 
 
-def make_planner() -> Planner:
-    """Return the planner with this comparison's objectives."""
-    limits = {role: RoleLimits(1, BUDGET - 1) for role in ROLES}
-    return Planner(Objectives(default=Latency(TTFT, ITL, 0.95), roles=limits, budget=BUDGET))
-
-
-LOADS: dict[str, Callable[[float], float]] = {
-    "swing": lambda at: 0.5 + 0.5 * math.cos(2 * math.pi * at / 1200),
-    "steps": lambda at: float(at % 1200 < 600),
-}
-"""Share of documents by the time in seconds; the rest are chats."""
-
-
 class Outcome(NamedTuple):
-    policy: str
-    worst_minute: float
-    minutes_below: int
-    share: float
+    """What became of a fleet under a load."""
+
+    minutes: dict[int, list[bool]]
+    """For each request, whether it was within its objectives, by minute of arrival."""
     devices: float
+    """Mean number of devices."""
     lines: list[str]
+    """The decisions."""
 
 
-def simulate(name: str, policy: Policy, counts: dict[Role, int], load: str, minutes: int, seed: int) -> Outcome:
-    """Run one policy, and judge the minutes after the warm-up and before the last one."""
-    fleet, draw = Fleet(counts), random.Random(seed)
-    arrivals = random.Random(seed + 1)
-    requests: list[Request] = []
-
-    def arrive() -> None:
-        share = LOADS[load](fleet.at)
-        rate = share * DOCUMENTS.rate + (1 - share) * CHATS.rate
-        kind = DOCUMENTS if draw.random() * rate < share * DOCUMENTS.rate else CHATS
-        prompt, answer = (max(2, round(mean * draw.lognormvariate(-0.08, 0.4))) for mean in (kind.prompt, kind.answer))
-        requests.append(Request(kind.name, fleet.at, prompt, answer))
-        fleet.arrive(requests[-1])
-        fleet.call(arrivals.expovariate(rate), arrive)
-
-    fleet.call(0.0, arrive)
+def simulate(case: Case, policy: Policy, counts: dict[Role, int]) -> Outcome:
+    """Let a policy change a fleet until a minute after the last arrival. The fleet begins with `counts` workers."""
+    fleet, interval = Fleet(counts, case.machine), case.interval
+    requests = [Request(each.name, each.at, each.prompt, each.answer) for each in case.arrivals]
+    for request in requests:
+        fleet.call(request.arrived, partial(fleet.arrive, request))
     lines = []
-    for tick in range(int(minutes * 60 / INTERVAL)):
-        fleet.run((tick + 1) * INTERVAL)
+    for tick in range(math.ceil((requests[-1].arrived + 60) / interval)):
+        fleet.run((tick + 1) * interval)
         decision = policy.decide(fleet.report())
         fleet.apply(decision)
         lines.append(f"{fleet.at:6.0f} s  {fleet.wanted}  {decision.line}")
-    judged = defaultdict[int, list[bool]](list)
+    minutes = defaultdict[int, list[bool]](list)
     for request in requests:
-        if WARM_UP <= request.arrived < minutes * 60 - 60:
-            judged[int(request.arrived // 60)].append(is_within(request))
-    shares = [statistics.fmean(minute) for minute in judged.values()]
-    everything = statistics.fmean(within for minute in judged.values() for within in minute)
-    below = sum(share < 0.95 for share in shares)
-    return Outcome(name, min(shares), below, everything, fleet.device_seconds / (minutes * 60), lines)
+        minutes[int(request.arrived // 60)].append(is_within(request, case))
+    return Outcome(minutes, fleet.device_seconds / fleet.at, lines)
 
 
-def is_within(request: Request) -> bool:
+def is_within(request: Request, case: Case) -> bool:
     """Return whether a request kept its objectives. One that has not begun has not."""
-    if not request.first or request.first - request.arrived > TTFT:
+    if not request.first or request.first - request.arrived > case.ttft:
         return False
-    late = sum(count for gap, count in request.gaps if gap > ITL)
+    late = sum(count for gap, count in request.gaps if gap > case.itl)
     return late <= 0.05 * max(1, sum(count for _, count in request.gaps))
+
+
+def best_division(case: Case, minute: int) -> tuple[str, float]:
+    """Return the static division of all devices that serves a minute best, and the share that it reaches."""
+    first = max(0, minute - 1)
+    arrivals = [each for each in case.arrivals if first <= each.at // 60 <= minute]
+    alone = case._replace(arrivals=[each._replace(at=each.at - 60 * first) for each in arrivals])
+    reached = {
+        n: statistics.fmean(simulate(alone, Static(), _counts(n, case)).minutes[minute - first])
+        for n in range(1, case.budget)
+    }
+    best = max(reached, key=reached.__getitem__)
+    return f"{best} + {case.budget - best}", reached[best]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--load", choices=LOADS, default="swing")
-    parser.add_argument("--minutes", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--show", action="store_true", help="show every decision of the planner")
-    arguments = parser.parse_args()
-    half: dict[Role, int] = {"prefill": BUDGET // 2, "decode": BUDGET // 2}
-    policies: list[tuple[str, Policy, dict[Role, int]]] = [
-        ("Paceline's planner", make_planner(), half),
-        *((f"static {n} + {BUDGET - n}", Static(), _counts(n)) for n in (3, 4, 5)),
-        ("llm-d's law", Law(), half),
-    ]
-    rows = []
-    for name, policy, counts in policies:
-        outcome = simulate(name, policy, counts, arguments.load, arguments.minutes, arguments.seed)
-        if arguments.show and isinstance(policy, Planner):
-            sys.stdout.writelines(line + "\n" for line in outcome.lines)
-        rows.append(
-            (
-                name,
-                f"{outcome.worst_minute:.1%}",
-                f"{outcome.minutes_below}",
-                f"{outcome.share:.1%}",
-                f"{outcome.devices:.2f}",
-            )
-        )
-    print(
-        table(
-            ("policy", "worst minute", f"minutes below 95 % of {arguments.minutes - 21}", "all requests", "devices"),
-            rows,
-        )
+    parser.add_argument("--load", choices=LOADS, default="swing", help='"live" is that of bench.planner_live')
+    parser.add_argument("--minutes", type=int, default=60)
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=20,
+        help="minutes that do not count, in which the planner learns step times, and how wrong its forecasts are",
     )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="store_true", help="simulate only the planner")
+    parser.add_argument("--show", action="store_true", help="show every decision of the planner")
+    options = parser.parse_args()
+    case = make_case(options.load, options.minutes, options.seed)
+    half = case.budget // 2
+    policies: list[tuple[str, Policy, int]] = [("Paceline's planner", Planner(case.objectives()), half)]
+    if not options.only:
+        policies += [(f"static {n} + {case.budget - n}", Static(), n) for n in (half - 1, half, half + 1)]
+        policies.append(("llm-d's law", Law(case), half))
+    outcomes = {name: simulate(case, policy, _counts(n, case)) for name, policy, n in policies}
+    own = outcomes["Paceline's planner"]
+    if options.show:
+        sys.stdout.writelines(line + "\n" for line in own.lines)
+    counted = options.minutes - options.warm_up
+    title = ("policy", "worst minute", f"minutes below 95 % of {counted}", "all requests", "devices")
+    print(table(title, [_row(name, each, options.warm_up) for name, each in outcomes.items()]))
+    for minute, within in own.minutes.items():
+        if minute >= options.warm_up and (share := statistics.fmean(within)) < GOAL:
+            division, most = best_division(case, minute)
+            print(f"minute {minute}: {share:.1%}; best division, {division}: {most:.1%}")
 
 
-def _counts(prefill: int) -> dict[Role, int]:
-    return {"prefill": prefill, "decode": BUDGET - prefill}
+def _row(name: str, outcome: Outcome, warm_up: int) -> tuple[str, ...]:
+    minutes = {minute: within for minute, within in outcome.minutes.items() if minute >= warm_up}
+    shares = [statistics.fmean(within) for within in minutes.values()]
+    everything = statistics.fmean(one for within in minutes.values() for one in within)
+    below = sum(share < GOAL for share in shares)
+    return name, f"{min(shares):.1%}", f"{below}", f"{everything:.1%}", f"{outcome.devices:.2f}"
+
+
+def _counts(prefill: int, case: Case) -> dict[Role, int]:
+    return {"prefill": prefill, "decode": case.budget - prefill}
 
 
 if __name__ == "__main__":

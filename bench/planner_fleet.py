@@ -11,26 +11,47 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from bench.planner_workers import Request, Worker
 from paceline.core.planner.actions import Add, Decision, Drain, Flip
 from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.reports import Report, Role, RoleReport, Steps, Traffic, WorkerReport
 
-STARTUP, DRAIN, FLIP = 60.0, 10.0, 4.0
-CHUNK, PREFILL_FIXED, PREFILL_TOKEN = 2048, 0.01, 0.00012
-DECODE_FIXED, DECODE_SEQUENCE, DECODE_CONTEXT = 0.012, 0.00025, 1e-7
-MAX_SEQS, KV_TOKENS = 128, 250_000
+
+class Machine(NamedTuple):
+    """Times of a worker in seconds, and its size. A decode step of n sequences takes fixed + n * sequence + context."""
+
+    startup: float
+    drain: float
+    flip: float
+    chunk: int
+    """Tokens of a prompt that one step computes."""
+    prefill_fixed: float
+    prefill_token: float
+    decode_fixed: float
+    decode_sequence: float
+    decode_context: float
+    """For each token of context."""
+    max_seqs: int
+    kv_tokens: int
+    cold: float
+    """The steps of a new worker take this many times as long for its first `COLD_SECONDS`."""
+
+
+GPU = Machine(60.0, 10.0, 4.0, 2048, 0.01, 0.00012, 0.012, 0.00025, 1e-7, 128, 250_000, 4.0)
+STAND_IN = Machine(8.0, 2.0, 2.0, 512, 0.02, 0.00035, 0.028, 0.004, 0.0, 64, 200_000, 1.0)
+"""About the built-in step times of `bench.planner_live`."""
 HANDOFF = 0.02
-COLD_SECONDS, COLD = 3.0, 4.0
-"""A new worker's steps take this many times as long for its first seconds."""
+COLD_SECONDS = 3.0
 
 
 class Fleet:
     """The fleet, its gateway and its platform. `at` is the simulated time in seconds."""
 
-    def __init__(self, counts: dict[Role, int]) -> None:
+    def __init__(self, counts: dict[Role, int], machine: Machine) -> None:
         self.at = 0.0
+        self.machine = machine
         self.wanted = dict(counts)
         self.workers: list[Worker] = []
         self.waiting: deque[Request] = deque()
@@ -73,7 +94,7 @@ class Fleet:
         for action in decision.actions:
             if isinstance(action, Add):
                 for _ in range(action.count - self.wanted[action.role]):
-                    self._start(action.role, STARTUP)
+                    self._start(action.role, self.machine.startup)
                 self.wanted[action.role] = action.count
             elif isinstance(action, Drain):
                 self.leave(next(each for each in self.workers if each.name == action.worker))
@@ -81,7 +102,7 @@ class Fleet:
             elif isinstance(action, Flip):
                 worker = next(each for each in self.workers if each.name == action.worker)
                 self.leave(worker)
-                self._start(action.to, FLIP, worker.name)
+                self._start(action.to, self.machine.flip, worker.name)
                 self.wanted[action.role] -= 1
                 self.wanted[action.to] += 1
             self._revision += 1
@@ -123,9 +144,10 @@ class Fleet:
 
     def _place(self) -> None:
         """Give waiting requests their places, first come, first served."""
+        most, full = self.machine.max_seqs, 0.95 * self.machine.kv_tokens
         while self.waiting:
             prefill, decode = self.ready("prefill"), self.ready("decode")
-            decode = [each for each in decode if each.load < MAX_SEQS and each.context < 0.95 * KV_TOKENS]
+            decode = [each for each in decode if each.load < most and each.context < full]
             if not prefill or not decode:
                 return
             request = self.waiting.popleft()
@@ -142,8 +164,8 @@ class Fleet:
         request = worker.queue[0]
         seconds, left = 0.0, request.prompt
         while left > 0:
-            tokens = min(left, CHUNK)
-            step = self._slowed(worker, PREFILL_FIXED + PREFILL_TOKEN * tokens)
+            tokens = min(left, self.machine.chunk)
+            step = self._slowed(worker, self.machine.prefill_fixed + self.machine.prefill_token * tokens)
             worker.note(tokens, request.prompt - left + tokens, step, 1)
             seconds, left = seconds + step, left - tokens
         epoch = worker.epoch
@@ -198,11 +220,12 @@ class Fleet:
             del worker.history[:10_000]
 
     def _step(self, worker: Worker) -> float:
-        seconds = DECODE_FIXED + DECODE_SEQUENCE * len(worker.running) + DECODE_CONTEXT * worker.context
+        own, count = self.machine, len(worker.running)
+        seconds = own.decode_fixed + own.decode_sequence * count + own.decode_context * worker.context
         return self._slowed(worker, seconds)
 
     def _slowed(self, worker: Worker, seconds: float) -> float:
-        return seconds * (COLD if self.at - worker.started < COLD_SECONDS else 1.0)
+        return seconds * (self.machine.cold if self.at - worker.started < COLD_SECONDS else 1.0)
 
     def _schedule(self, worker: Worker) -> None:
         """Foresee the end of the request that ends first."""
@@ -235,8 +258,9 @@ class Fleet:
         names = {each.name for each in (*self._started, *self._finished, *self.waiting)} | self._traffic.keys()
         traffic = {name: self._class(name, seconds) for name in sorted(names)}
         self._traffic, self._started, self._finished = {}, [], []
+        own = self.machine
         roles = {
-            role: RoleReport(count, startup_seconds=STARTUP, drain_seconds=DRAIN, flip_seconds=FLIP)
+            role: RoleReport(count, startup_seconds=own.startup, drain_seconds=own.drain, flip_seconds=own.flip)
             for role, count in self.wanted.items()
         }
         workers = tuple(self._worker(each) for each in self.workers)
@@ -276,9 +300,9 @@ class Fleet:
             state_seconds=self.at - worker.since,
             running=worker.load,
             queued_tokens=sum(each.prompt for each in worker.queue),
-            max_seqs=MAX_SEQS if worker.role == "decode" else 16,
-            kv_pressure=worker.context / KV_TOKENS,
-            kv_tokens=KV_TOKENS,
+            max_seqs=self.machine.max_seqs if worker.role == "decode" else 16,
+            kv_pressure=worker.context / self.machine.kv_tokens,
+            kv_tokens=self.machine.kv_tokens,
             flips_to=("prefill", "decode"),
             loss=float(worker.context or sum(each.prompt for each in worker.queue)),
             steps=steps,

@@ -44,6 +44,8 @@ BUDGET = 6
 TTFT, ITL = 3.0, 0.1
 """Objectives in seconds."""
 STARTUP_SECONDS = 8.0
+INTERVAL = 2.0
+"""Seconds between two decisions."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 TIMES = {
     "prefill": StepTimes(prefill=Curve(points=((1, 0.02), (512, 0.2))), decode=Curve(points=((1, 0.03),))),
@@ -88,6 +90,13 @@ def is_within(outcome: Outcome) -> bool:
         return False
     gaps = [later - earlier for earlier, later in zip(outcome.chunks, outcome.chunks[1:])]
     return sum(gap <= ITL for gap in gaps) >= 0.95 * len(gaps)
+
+
+def objectives(budget: int, ttft: float, itl: float, interval: float) -> Objectives:
+    """Return objectives of a planner for prefill and decode workers that take a device each."""
+    limits = {role: RoleLimits(1, budget - 1) for role in ROLES}
+    latency = Latency(ttft, itl, 0.95)
+    return Objectives(default=latency, roles=limits, budget=budget, fast_seconds=interval, slow_seconds=30.0)
 
 
 class StandInPlatform:
@@ -207,12 +216,8 @@ async def measure(
     with tempfile.TemporaryDirectory() as folder:
         async with fleet(model, times, Path(folder)) as (url, redis, platform), contextlib.AsyncExitStack() as undo:
             if planned:
-                limits = {role: RoleLimits(1, BUDGET - 1) for role in ROLES}
-                objectives = Objectives(
-                    default=Latency(TTFT, ITL, 0.95), roles=limits, budget=BUDGET, fast_seconds=2.0, slow_seconds=30.0
-                )
                 client = await undo.enter_async_context(contextlib.aclosing(connect(redis)))
-                planner = Planner(objectives)
+                planner = Planner(objectives(BUDGET, TTFT, ITL, INTERVAL))
                 kept = RecordFile(record, 1 << 30, planner) if record else None
                 service = PlannerService(planner, platform, client, "bench", "planner", DRAIN_SECONDS, kept)
                 service.on_decision = lambda: lines.extend(

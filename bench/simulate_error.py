@@ -206,7 +206,7 @@ def _note(pieces: Pieces, sent: float, seen: Seen) -> list[int]:
 
 def simulate_all(learned: Profile, traces: Sequence[Trace], aggregated: bool) -> Figures:
     """Return what simulations of the traces say, all of them together, with the fleet that the stack had."""
-    scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated, workers_per_host=2)
+    scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated)
     simulation = Simulation(scenario, one_after_another(traces))
     simulation.run()
     (own,) = simulation.recorder.classes.values()

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.core.step_times import Curve, Delay, Profile, Spread, StepTimes, WorkerTimes
+from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.simulation import simulate
 from paceline.simulator.trace import Trace, TraceRequest
@@ -61,25 +62,47 @@ def repeated(trace: Trace, count: int, rate: float) -> Iterator[TraceRequest]:
         yield request._replace(arrival=number / rate, blocks=blocks)
 
 
+def announced(requests: Iterator[TraceRequest], count: int) -> Iterator[TraceRequest]:
+    """Yield the requests, and say after each twentieth of them what it took so far."""
+    for number, request in enumerate(requests):
+        if number and number % max(1, count // 20) == 0:
+            print(f"{number / count:.0%} have come: {time.process_time():.0f} s of CPU, {_most_memory()}", flush=True)
+        yield request
+
+
+def _most_memory() -> str:
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB at most"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="a trace in Mooncake's format")
     parser.add_argument("--workers", type=int, default=4000)
     parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument(
+        "--cache-policy",
+        default="lru",
+        help="cache policy of the hosts [%(default)s]. The product's default, adaptive, takes more memory, as each "
+        "host remembers the blocks that it has evicted",
+    )
     options = parser.parse_args()
     trace = read_trace(options.trace)
     decode = max(1, options.workers // 4)
-    scenario = Scenario(PROFILE, options.workers - decode, decode)
+    # One simulated gateway stands for all that such a fleet has, each with a queue of its own.
+    gateway = GatewayOptions(max_waiting=max(256, options.workers))
+    scenario = Scenario(PROFILE, options.workers - decode, decode, cache_policy=options.cache_policy, gateway=gateway)
     rate = RATE_OF_A_WORKER * options.workers
     begin, cpu = time.perf_counter(), time.process_time()
-    result = simulate(scenario, Trace(trace.block_tokens, repeated(trace, options.requests, rate)))
+    requests = announced(repeated(trace, options.requests, rate), options.requests)
+    result = simulate(scenario, Trace(trace.block_tokens, requests))
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     print(f"{options.workers} workers, {options.requests} requests, {result.seconds:.0f} s simulated")
     print(f"{seconds:.0f} s, {cpu:.0f} s of CPU ({cpu / options.requests * 1000:.2f} ms a request)")
-    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB at most")
+    print(_most_memory())
     for own in result.classes.values():
         print(f"TTFT p50 {own.ttft.p50:.3f} s, p99 {own.ttft.p99:.3f} s; ITL p99 {own.itl.p99 * 1000:.1f} ms")
-        print(f"{own.finished} ended, {own.refused} refused, {own.attempts} attempts, {own.hit_rate:.1%} cached")
+        print(f"{own.finished} ended, {own.refused} refused ({own.refused / own.requests:.2%}; {own.refusals})")
+        print(f"{own.attempts} attempts, {own.hit_rate:.1%} cached, waited p99 {own.queued.p99:.3f} s")
     print(", ".join(f"{role} busy {share:.0%}" for role, share in result.busy.items()))
 
 

@@ -28,7 +28,8 @@ from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.distributions import load_to_pb
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
-from paceline.services.common.rpc import RpcServer, mapped_errors
+from paceline.services.common.rpc import RpcServer
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.tasks import InUse
 from paceline.services.decode.outbox import Outbox, Outboxes
 

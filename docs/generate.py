@@ -16,7 +16,8 @@ from typing import Any, get_args
 
 from prometheus_client.metrics_core import Metric
 
-from paceline.cli import HIDDEN_OPTIONS, SERVICES, SHORT_FLAGS
+from paceline.cli.flags import HIDDEN_OPTIONS, SHORT_FLAGS
+from paceline.cli.services import SERVICES
 from paceline.core.metrics import Family
 from paceline.core.options import Options, flag, group_of, range_of
 from paceline.services.gateway.admission_queue import AdmissionQueue
@@ -107,7 +108,12 @@ def _worker_metrics() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
-    idle: Any = SimpleNamespace(sequences=SimpleNamespace(count=0), queue=AdmissionQueue(1, 1.0), first_worker=())
+    idle: Any = SimpleNamespace(
+        sequences=SimpleNamespace(count=0),
+        queue=AdmissionQueue(1, 1.0),
+        first_worker=(),
+        starter=SimpleNamespace(),
+    )
     registries = GatewayMetrics().registry, Metrics("model", lambda: (), idle).registry
     found: list[Metric] = [metric for registry in registries for metric in registry.collect()]
     for metric in found:

@@ -18,7 +18,9 @@ from paceline.core import env
 from paceline.core.config import Quantization
 from paceline.models.assets import resolve_model
 
-env.share_cores()  # as the command line does, before torch is imported
+# As the command line does, before torch and gRPC are imported.
+env.share_cores()
+env.quiet_grpc()
 
 import torch  # noqa: E402
 
@@ -65,10 +67,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return _TwoLanes(config, log)
 
 
+_BESIDE_SHARED = ("tests/stack/test_faults.py", "tests/stack/test_hosts.py")
+"""Files of the lane with the shared stacks, so that both lanes take about as long."""
+
+
 class _TwoLanes(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         """Return the lane of a test that runs a stack, or the test itself, which any free process may run."""
-        if way_of(nodeid):
+        if way_of(nodeid) or nodeid.startswith(_BESIDE_SHARED):
             return "shared stacks"
         if nodeid.startswith("tests/services/gateway/store/"):
             return "SQL servers"  # each is started once

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from paceline import __version__
-from paceline.cli import SERVICES, _api_key, main
+from paceline.cli import _api_key, main
+from paceline.cli.services import SERVICES
 from paceline.core.speculative import speculative_help
 
 pytestmark = pytest.mark.slow
@@ -94,6 +95,7 @@ def test_help_lists_the_fields_of_speculative_config(
         (["prepare"], "paceline: the following arguments are required: MODEL"),
         (["serve", "--decode", "0"], "paceline: --decode must be at least 1 without --planner"),
         (["decode"], "paceline: decode needs a model: paceline decode MODEL"),
+        (["serve", "org/m", "--models-file", "models.toml"], "paceline: MODEL and --models-file exclude each other"),
         (["decode", "m", "--log-level", "loud"], "paceline: argument --log-level: invalid choice: 'loud'"),
         (
             ["decode", "org/m"],

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.cli import SERVICES, build_parser
+from paceline.cli.parser import build_parser
+from paceline.cli.services import SERVICES
 from paceline.core.config import GatewayConfig, KVTransferConfig, WorkerConfig, model_configs
 from paceline.core.config_source import load_config
 

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from paceline.core.block_counts import Counts
 from paceline.core.cache_policy.base import CachePolicy, HintCounts
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.cache_policy.ranking import NOWHERE, Block, Name, Place
-from paceline.core.metrics import Family, Sample
 
 _EVENTS_KEPT = 1 << 16
-
-KV_USAGE = Family("kv_cache_usage_perc", "Share of KV blocks that requests use, from 0 to 1", "gauge")
-
-
-class Counts(NamedTuple):
-    """Numbers of slots by state. Each slot has one state: free + held + in_flight + cached == total."""
-
-    total: int
-    free: int
-    held: int
-    """Slots that are referenced, but by no lease in flight."""
-    in_flight: int
-    """Slots referenced by a lease that is changing hands, or by an ended lease that a worker may still touch."""
-    cached: int
-    """Slots of sealed, unreferenced blocks. A request may reuse such a block; it is evicted when room is needed."""
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield the counts as figures, and the share of slots that requests use."""
-        for name, count in self._asdict().items():
-            yield Sample(f"blocks_{name}", count)
-        if self.total:
-            yield Sample("", (self.held + self.in_flight) / self.total, KV_USAGE)
 
 
 class BlockEvent(NamedTuple):

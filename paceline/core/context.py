@@ -26,6 +26,7 @@ from paceline.core.kv_layout import BASE_TOKENS, KVGroup, KVLayout
 from paceline.core.media import MediaSpan
 
 HASH_BYTES = 16
+_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +104,27 @@ class Context:
 
     def _grow(self, layout: str, links: list[bytes]) -> None:
         parent = links[-1] if links else self._root(layout)
-        for start in range(len(links) * BASE_TOKENS, len(self.token_ids) - BASE_TOKENS + 1, BASE_TOKENS):
-            parent = self._link(parent, start, start + BASE_TOKENS)
+        begin, end = len(links) * BASE_TOKENS, len(self.token_ids) // BASE_TOKENS * BASE_TOKENS
+        ids = self._packed(begin, end)
+        for start in range(begin, end, BASE_TOKENS):
+            own = ids[_ID_BYTES * (start - begin) : _ID_BYTES * (start - begin + BASE_TOKENS)]
+            parent = _hash(parent + own + self._seen(start, start + BASE_TOKENS))
             links.append(parent)
 
     def _link(self, parent: bytes, start: int, end: int) -> bytes:
         """Return the hash of tokens [start, end) and everything before them."""
-        seen = [_identity(span, span.start - start) for span in self.media if span.start < end and start < span.end]
-        ids = struct.pack(f"<{end - start}I", *self.token_ids[start:end])
-        return _hash(parent + ids + b"".join(seen))
+        return _hash(parent + self._packed(start, end) + self._seen(start, end))
+
+    def _packed(self, start: int, end: int) -> bytes:
+        return struct.pack(f"<{end - start}I", *self.token_ids[start:end])
+
+    def _seen(self, start: int, end: int) -> bytes:
+        """Return what the hash of tokens [start, end) contains for the media among them."""
+        if not self.media:
+            return b""
+        return b"".join(
+            _identity(span, span.start - start) for span in self.media if span.start < end and start < span.end
+        )
 
 
 def _identity(span: MediaSpan, place: int) -> bytes:

@@ -94,13 +94,14 @@ class _Blocks(NamedTuple):
 def _full_prefixes(groups: Sequence[_Blocks], most: int, align: int) -> Iterator[tuple[int, HostSet]]:
     """Yield lengths, each with the hosts whose blocks of groups with full attention reach just so far."""
     here = _ALL_HOSTS
-    for length in range(0, most, align):
+    steps = [(names, holders, align // group.block_tokens) for group, names, holders in groups]
+    for step in range(most // align):
         still = here
-        for group, names, holders in groups:
-            for name in names[length // group.block_tokens : (length + align) // group.block_tokens]:
+        for names, holders, blocks in steps:
+            for name in names[step * blocks : (step + 1) * blocks]:
                 still &= holders.get(name, 0)
         if still != here:
-            yield length, here & ~still
+            yield step * align, here & ~still
             if not still:
                 return
             here = still

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.block_pool import Counts
+from paceline.core.block_counts import Counts
 from paceline.engine.pool_directory import BlockCopy
 from paceline.engine.request import Request
 from paceline.engine.step import Event

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.core.block_pool import BlockPool, Counts
+from paceline.core.block_counts import Counts
+from paceline.core.block_pool import BlockPool
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
 from paceline.engine.compute_pool import CopyBatch
 from paceline.engine.pool_directory import BlockCopy, PoolDirectory

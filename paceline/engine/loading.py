@@ -17,9 +17,9 @@ from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.assistant import AssistantDrafter
 from paceline.engine.constraint import Grammars
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.limits import Limits
 from paceline.engine.row_media import EncodingReader
 from paceline.engine.runner import ModelRunner, layer_caches
-from paceline.engine.scheduler import Limits
 from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, kv_groups

@@ -19,41 +19,18 @@ Requests of the background come after all others: in steps, in the pool, and whe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from paceline.core.media import MediaKind
 from paceline.core.types import Key
 from paceline.engine.background import ALL
+from paceline.engine.chunk_planner import ChunkPlanner
 from paceline.engine.compute_pool import ArenaPool, ComputePool, CopyBatch
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.results import Results
 from paceline.engine.row_allocator import RowAllocator
 from paceline.engine.speculation import Speculation
 from paceline.engine.stats import SchedulerStats
-from paceline.engine.step import Chunk, Event, NeedsBlocks, Preempted, Removed, Step, StepResult
-
-GROWTH_TOKENS = 64
-"""Tokens for which a request asks for blocks at a time. With more tokens, it asks less often."""
-
-LOOKAHEAD_TOKENS = 16
-"""Tokens before the end of its blocks at which a request asks for more, so that the answer comes in time."""
-
-TAIL_TOKENS = 128
-"""Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
-has to wait only for this chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_batched_tokens: int
-    """Most tokens of one step; at least max_seqs. A step has more only if a span of `whole_media` does not fit."""
-    max_model_len: int
-    max_seqs: int
-    """Number of rows: most requests that run at the same time."""
-    max_drafts: int = 0
-    """Most draft tokens of one request in one step."""
-    whole_media: frozenset[MediaKind] = frozenset()
-    """Kinds of media whose spans are computed in one step each; see `ModelFacts`."""
+from paceline.engine.step import Chunk, Event, Preempted, Removed, Step, StepResult
 
 
 class Scheduler:
@@ -71,7 +48,11 @@ class Scheduler:
         self._made_room = False
         self._starved: list[Request] = []
         self.stats = SchedulerStats()
+        self._chunks = ChunkPlanner(limits, self._speculation, self._emit)
         self._results = Results(limits.max_model_len, self._speculation, self._pool, self.stats)
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
 
     def add(self, request: Request) -> None:
         """Add a request, which has the blocks for its context. Raises ValueError if its key is not new."""
@@ -157,7 +138,7 @@ class Scheduler:
         drafts = budget // 2 if prompts else budget
         chunks: list[Chunk] = []
         for request in decoding:
-            if chunk := self._next_tokens(request, drafts):
+            if chunk := self._chunks.decode_chunk(request, drafts):
                 chunks.append(chunk)
                 drafts -= chunk.length - 1
                 budget -= chunk.length - 1
@@ -165,7 +146,7 @@ class Scheduler:
         for request in prompts:
             if budget <= 0:
                 break
-            if self._can_run(request) and (chunk := self._next_piece(request, budget)):
+            if self._can_run(request) and (chunk := self._chunks.prompt_chunk(request, budget)):
                 chunks.append(chunk)
                 budget -= chunk.length
                 if 2 * budget <= room:
@@ -216,69 +197,6 @@ class Scheduler:
         if request.pool_tables is None or request.swapping_in or request.swapping_out:
             return False
         return self._rows.assign(request)
-
-    def _next_tokens(self, request: Request, drafts: int) -> Chunk | None:
-        """Launch the newest token of a decoding request, and at most `drafts` drafts after it."""
-        self._ask_for_blocks(request)
-        limit, capacity = request.limit(self._limits.max_model_len), request.pool_capacity
-        least, most = request.least_len, request.most_len
-        if least >= limit or most > capacity:
-            return None
-        room = min(drafts, limit - least - 1, capacity - most)
-        return self._launch(request, most - 1, 1 + min(request.drafts, room), follows=True, samples=True)
-
-    def _next_piece(self, request: Request, budget: int) -> Chunk | None:
-        """Launch as much of a prompt as fits. If it has readers, its tail is left to a chunk of its own."""
-        self._ask_for_blocks(request)
-        start = request.planned_len
-        left = request.ready_len - start
-        if request.has_readers and left > 2 * TAIL_TOKENS:  # for less, another pass over the weights costs too much
-            left -= TAIL_TOKENS
-        if budget < left < 2 * budget:
-            # Two pieces of about the same size: a small last piece would share its step with the next prompt.
-            budget = (left + 1) // 2
-        capacity = request.pool_capacity
-        end = request.chunk_end(min(start + min(left, budget), capacity), self._limits.whole_media)
-        length = end - start
-        if length <= 0 or end > capacity:
-            return None
-        request.planned_len = end
-        samples = end == len(request.token_ids)
-        return self._launch(request, start, length, follows=False, samples=samples)
-
-    def _launch(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:
-        if samples:
-            request.unknown.append(length if follows else 1)
-            request.drafts = self._choose_drafts(request)
-        request.in_flight += 1
-        assert request.row is not None
-        end, prompt_len, leaves = start + length, request.prompt_len, request.only_first_token
-        return Chunk(
-            request.key,
-            request.row,
-            start,
-            length,
-            follows,
-            samples,
-            prefills=not follows or leaves or end <= prompt_len,
-            hands_over=samples and leaves and not request.has_readers,
-            scored=0 if request.sampling.prompt_logprobs is None else max(0, min(end, prompt_len - 1) - start),
-            drafts=request.drafts,
-            background=request.background,
-        )
-
-    def _choose_drafts(self, request: Request) -> int:
-        if request.acceptance is None:
-            request.acceptance = self._speculation.newcomer()
-        return 0 if request.only_first_token else self._speculation.choose(request.acceptance)
-
-    def _ask_for_blocks(self, request: Request) -> None:
-        wanted = request.most_len + self._limits.max_drafts
-        most = request.limit(self._limits.max_model_len)
-        if request.growing or request.only_first_token or request.capacity >= min(wanted + LOOKAHEAD_TOKENS, most):
-            return
-        request.growing = True
-        self._events.append(NeedsBlocks(request.key, min(wanted + GROWTH_TOKENS, most)))
 
     # ---- results
 

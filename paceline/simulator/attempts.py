@@ -63,10 +63,11 @@ class Attempts:
         self._random = random.Random(seed)
         self._preemption = Preemption(events, recorder, self.move)
 
-    def cached_blocks(self, sequence: Sequence, most: int) -> dict[int, int]:
-        """Return for each host how many of a context's first `most` blocks it has. Hosts with none are left out."""
-        found = self._hints.cached_tokens(sequence.block_names(most), most * BASE_TOKENS)
-        return {host: tokens // BASE_TOKENS for host, tokens in found.items()}
+    def cached_tokens(self, sequence: Sequence, blocks: int) -> dict[str, int]:
+        """Return for each host how many tokens of a context's first blocks it has. Hosts with none are left out."""
+        found = self._hints.cached_tokens(sequence.block_names(blocks), blocks * BASE_TOKENS)
+        unit, names = self._block_tokens // BASE_TOKENS, self._known.host_names
+        return {names[host]: tokens * unit for host, tokens in found.items()}
 
     def begin(self, sequence: Sequence, placement: Placement) -> Refusal | None:
         """Begin an attempt. Return None, or who refuses it.
@@ -186,8 +187,8 @@ class Attempts:
         """Have a prefix brought to the computing worker's host before the attempt goes on."""
         host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
         blocks = placement.cached_tokens // self._block_tokens
-        here = self.cached_blocks(sequence, blocks).get(host.number, 0)
-        at = host.receive((blocks - here) * self._block_tokens, self._events.now)
+        here = self.cached_tokens(sequence, blocks).get(host.name, 0)
+        at = host.receive(placement.cached_tokens - here, self._events.now)
         self._events.at(at, self._fetched, sequence, sequence.attempt, host, blocks)
 
     def _fetched(self, sequence: Sequence, attempt: int, host: Host, blocks: int) -> None:

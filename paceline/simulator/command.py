@@ -45,7 +45,7 @@ def simulate_fleet(arguments: dict[str, Any]) -> int:
         notes.append(on_caches([found, *others]))
     if _is_compared(arguments, found.scenario):
         try:
-            together = _find(dataclasses.replace(found.scenario, is_aggregated=True), load, arguments["find"])
+            together = _find(found.scenario.together(), load, arguments["find"])
         except MissedError:
             notes.append("Disaggregation pays for this load: workers that do both miss the objectives, however many.")
         else:
@@ -114,13 +114,19 @@ def _scenario(arguments: dict[str, Any]) -> Scenario:
         raise ConfigError("--cache-tokens must be at least 0, which takes the profile's")
     if arguments["no_restart"] and not arguments["fail"]:
         raise ConfigError("--no-restart is for workers that fail; add --fail SHARE@SECONDS, or leave it out")
+    profile, per_host = read_profile(arguments["profile"]), arguments["per_host"]
+    if per_host is not None and profile.turns is not None:
+        raise ConfigError(
+            "--per-host is for workers with a device or cores of their own. Those of this profile share the cores of "
+            "their host, so each host has one of each role; leave it out"
+        )
     scenario = Scenario(
-        profile=read_profile(arguments["profile"]),
+        profile=profile,
         prefill=arguments["prefill"],
         decode=arguments["decode"],
         objectives=objectives,
         is_aggregated=arguments["aggregated"],
-        workers_per_host=arguments["per_host"],
+        workers_per_host=8 if per_host is None else per_host,
         cache_policy=arguments["cache_policy"],
         host_tokens=arguments["cache_tokens"][0],
         gateway=GatewayOptions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -100,8 +101,7 @@ class SimulatedFleet:
 
     def _make(self, role: Role) -> Worker:
         self.pay()
-        host = next((own for own in reversed(self.hosts) if self._has_place(own)), None)
-        host = host or next((own for own in self.hosts if self._has_place(own)), None) or self._add_host()
+        host = next((own for own in reversed(self.hosts) if self._has_place(own, role)), None) or self._add_host()
         cores = self._cores.get(host.number)
         is_coalesced = self._scenario.is_coalesced
         worker = Worker(self._count, role, host, self._kits, self._events, self._gateway.attempts, cores, is_coalesced)
@@ -110,7 +110,9 @@ class SimulatedFleet:
         host.workers.append(worker)
         return worker
 
-    def _has_place(self, host: Host) -> bool:
+    def _has_place(self, host: Host, role: Role) -> bool:
+        if self._profile.turns is not None:  # as measured: one worker of each role shares the cores of its host
+            return all(own.role != role for own in host.workers)
         return len(host.workers) < self._scenario.workers_per_host
 
     def _add_host(self) -> Host:
@@ -185,10 +187,19 @@ class SimulatedFleet:
     def pay(self) -> None:
         """Add up costs until now."""
         seconds, self._paid_until = self._events.now - self._paid_until, self._events.now
-        for worker in self.workers.values():
-            times = worker.kit.times
-            self.device_seconds += seconds * times.devices
-            self.cost += seconds * times.devices * times.hourly_cost / 3600
+        if seconds:
+            devices, hourly_cost = self.expenses()
+            self.device_seconds += seconds * devices
+            self.cost += seconds * hourly_cost / 3600
+
+    def expenses(self) -> tuple[float, float]:
+        """Return the devices that all workers occupy, and what these cost in an hour."""
+        devices = [(self._devices(own), own.kit.times.hourly_cost) for own in self.workers.values()]
+        return math.fsum(count for count, _ in devices), math.fsum(count * price for count, price in devices)
+
+    def _devices(self, worker: Worker) -> float:
+        sharing = 1 if self._profile.turns is None else len(worker.host.workers)
+        return worker.kit.times.devices / sharing
 
 
 def _kit(times: WorkerTimes, seed: int) -> Kit:

@@ -208,9 +208,7 @@ class Gateway:
 
     def _cached_tokens(self, sequence: Sequence) -> dict[str, int]:
         """Return how many tokens of a context each host has cached, as far as the gateway knows."""
-        most = (sequence.context - 1) // self._block_tokens
-        found = self.attempts.cached_blocks(sequence, most)
-        return {self.known.hosts[host].name: blocks * self._block_tokens for host, blocks in found.items()}
+        return self.attempts.cached_tokens(sequence, (sequence.context - 1) // self._block_tokens)
 
     # ---- the end
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from paceline.core.block_counts import Counts
 from paceline.core.block_holders import BlockHolders
-from paceline.core.block_pool import Counts
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.errors import BusyError
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
 from paceline.core.step_times import Profile
 from paceline.core.types import Key
-from paceline.engine.scheduler import GROWTH_TOKENS
+from paceline.engine.chunk_planner import GROWTH_TOKENS
 from paceline.services.gateway.members import MEASURED_BYTES
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.services.kvtransfer.ledger import Ledger

@@ -10,7 +10,6 @@ from paceline.services.common.registry import Member
 from paceline.services.gateway.candidate_table import CandidateTable
 from paceline.services.gateway.worker_calls import RECENT_SECONDS, WorkerCalls
 from paceline.simulator.events import Events
-from paceline.simulator.host import Host
 from paceline.simulator.worker import Worker
 
 
@@ -23,8 +22,8 @@ class KnownWorkers:
 
     def __init__(self, events: Events, max_model_len: int) -> None:
         self.workers: dict[str, Worker] = {}
-        self.hosts: dict[int, Host] = {}
-        """All hosts on which a worker was, by their numbers."""
+        self.host_names: dict[int, str] = {}
+        """Names of all hosts on which a worker was, by their numbers."""
         self.calls: dict[str, WorkerCalls] = {}
         """The gateway's calls, by the names of the workers."""
         self._table = CandidateTable(RECENT_SECONDS, lambda: events.now)
@@ -46,7 +45,7 @@ class KnownWorkers:
             max_seqs=worker.kit.times.max_seqs,
         )
         self.workers[worker.name] = worker
-        self.hosts[worker.host.number] = worker.host
+        self.host_names[worker.host.number] = worker.host.name
         calls = self.calls[worker.name] = WorkerCalls(member, lambda: self._events.now)
         calls.on_change = partial(self._changed.add, worker)
         self._changed.add(worker)

@@ -42,7 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not say whether disaggregation pays, which simulates as many workers that do both, too",
     )
-    fleet.add_argument("--per-host", type=int, default=8, metavar="N", help="workers of one host [%(default)s]")
+    fleet.add_argument(
+        "--per-host",
+        type=int,
+        metavar="N",
+        help="workers of one host [8]. If the workers of the profile share cores, each host has one of each role",
+    )
     fleet.add_argument(
         "--cache-tokens",
         type=_numbers,

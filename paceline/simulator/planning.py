@@ -79,19 +79,22 @@ class SimulatedPlanner:
 
     def _carry_out(self, decision: Decision) -> None:
         self._revision += 1
-        workers = self._fleet.workers
+        workers, wanted = self._fleet.workers, self._wanted
         for action in decision.actions:
             if isinstance(action, Add) and action.role != "encode":
-                for _ in range(action.count - self._wanted[action.role]):
+                for _ in range(action.count - wanted[action.role]):
                     self._fleet.add(action.role)
             elif isinstance(action, Drain) and action.role != "encode":
                 ready = [own for own in workers.values() if own.role == action.role and own.state == "ready"]
                 victim = workers.get(action.worker) or min(ready, key=lambda own: len(own.admitted), default=None)
                 if victim is not None:
                     self._fleet.drain(victim)
-            elif isinstance(action, Flip) and action.to != "encode" and action.worker in workers:
-                self._fleet.drain(workers[action.worker], action.to)
-        self._wanted = {role: decision.wanted.get(role, self._wanted[role]) for role in ROLES}
+            elif isinstance(action, Flip) and action.role != "encode" and action.to != "encode":
+                if action.worker in workers:
+                    self._fleet.drain(workers[action.worker], action.to)
+                wanted[action.role] -= 1
+                wanted[action.to] += 1
+        self._wanted = {role: decision.wanted.get(role, wanted[role]) for role in ROLES}
 
     def _report(self) -> Report:
         seconds = self._planner.objectives.fast_seconds

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.engine.scheduler import LOOKAHEAD_TOKENS
+from paceline.engine.chunk_planner import LOOKAHEAD_TOKENS
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import SIZE, Yields
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from paceline.core.errors import ConfigError
@@ -45,6 +46,7 @@ class Scenario:
     is_aggregated: bool = False
     """Whether all of these workers are alike: each computes prompts and decodes."""
     workers_per_host: int = 8
+    """Not used if the workers of the profile share cores: then a host has one worker of each role."""
     cache_policy: str = "adaptive"
     host_tokens: int = 0
     """Tokens of KV that a host holds; 0 takes the profile's."""
@@ -68,6 +70,12 @@ class Scenario:
         if self.is_aggregated:
             return f"{self.prefill + self.decode} workers that compute prompts and decode{cache}"
         return f"{self.prefill} prefill and {self.decode} decode workers{cache}"
+
+    def together(self) -> Scenario:
+        """Return a fleet on as many devices whose workers are all alike."""
+        shares = self.profile.turns is not None
+        count = max(self.prefill, self.decode) if shares else self.prefill + self.decode
+        return dataclasses.replace(self, prefill=0, decode=count, is_aggregated=True)
 
     def check(self) -> None:
         """Raise ConfigError if there is no such fleet."""

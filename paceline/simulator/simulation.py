@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 
 from paceline.core.block_holders import BlockHolders
 from paceline.core.planner.planner import Planner
@@ -101,8 +100,7 @@ class Simulation:
                 self._running,
                 len(self.gateway.waiting),
                 sum(own.held + own.in_flight for own in counts) / total if total else 0.0,
-                sum(own.kit.times.devices for own in workers),
-                math.fsum(own.kit.times.devices * own.kit.times.hourly_cost for own in workers),
+                *self.fleet.expenses(),
             )
         )
         if self._goes_on():

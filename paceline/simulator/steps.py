@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.step_times import WorkerTimes
-from paceline.engine.scheduler import TAIL_TOKENS
+from paceline.engine.chunk_planner import TAIL_TOKENS
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import Ratios, Yields
 

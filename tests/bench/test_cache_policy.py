@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cache_policy import Belady, Returning, measure, replay
+from bench.cache_oracles import Belady, Returning
+from bench.cache_policy import measure, replay
 from bench.cache_traces import SYNTHETIC, make_trace, read_trace
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.cache_policy.registry import POLICIES

@@ -21,11 +21,12 @@ from paceline.engine.constraint import Grammars
 from paceline.engine.device_pool import DevicePool
 from paceline.engine.drafter import Drafter, ModelDrafter, NewestStates, PromptLookup
 from paceline.engine.engine import Engine
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.sampler import Draft
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, Computed, Event, Removed, Sampled, Trimmed
 from paceline.kernels import select_kernels

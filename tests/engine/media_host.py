@@ -13,9 +13,10 @@ import torch
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Chunk, Filled, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step, StepResult
 from paceline.models.base import Model
 from tests.engine.loops import NO_GRAMMARS, Encodings

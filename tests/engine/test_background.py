@@ -6,7 +6,8 @@ import pytest
 
 from paceline.core.turns import PAGE_BYTES
 from paceline.engine.background import ALL, LEAST_CLAIM, LEAST_PAUSE, PAUSE_STEPS, BackgroundTurns
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.limits import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Chunk, Preempted, Step, StepResult
 from tests.engine.toy_requests import make_request
 

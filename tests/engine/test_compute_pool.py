@@ -16,9 +16,10 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.compute_pool import ArenaPool
 from paceline.engine.device_pool import DevicePool
+from paceline.engine.limits import Limits
 from paceline.engine.pool_directory import PoolDirectory
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Filled
 from tests.engine.toy_host import Host, Wish
 from tests.engine.toy_requests import FULL, MIXED, next_token

@@ -11,9 +11,10 @@ from bench.gpu.random_model import RandomWeights, llama_config, load_random
 from paceline.core.context import Context
 from paceline.core.speculative import SpeculativeConfig
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.limits import Limits
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Sampled
 from paceline.kernels import select_kernels

@@ -11,7 +11,8 @@ import pytest
 from paceline.core.turns import PAGE_BYTES, Turns
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.limits import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Event, Removed, Sampled, Step, StepResult
 from tests.engine.toy_requests import ToyDevice, make_request
 

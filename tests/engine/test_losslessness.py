@@ -18,13 +18,14 @@ from torch import Tensor
 from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
 from paceline.core.types import Key, SamplingParams, Token
-from paceline.engine import runner, sampler
+from paceline.engine import row_sampler, sampler
 from paceline.engine.distribution import Distribution
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.sampler import Draft, Purpose, SamplingRow
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Sampled
 from paceline.kernels import select_kernels
@@ -229,20 +230,20 @@ def test_a_strict_rule_that_takes_drafts_is_noticed(
     model, draft_model, reference = models
     drafts: list[Draft] = []
 
-    def remember(rows: runner.Rows, row: int) -> list[Draft]:
+    def remember(rows: row_sampler.Rows, row: int) -> list[Draft]:
         drafts[:] = DRAFTS_OF(rows, row)
         return [*drafts]
 
     def sample(logits: Tensor, row: SamplingRow, draft: Draft | None, chooser: None) -> Token:
         return Token(drafts.pop(0).token) if drafts and row.params.seed % 2 else sampler.sample(logits, row, draft)
 
-    monkeypatch.setattr(runner.Rows, "drafts_of", remember)
-    monkeypatch.setattr(runner, "sample", sample)
+    monkeypatch.setattr(row_sampler.Rows, "drafts_of", remember)
+    monkeypatch.setattr(row_sampler, "sample", sample)
     monkeypatch.setitem(globals(), "REQUESTS", 3000)
     assert chance(counts(model, draft_model, drafter, False, HOT), exact(reference, HOT)) < SURE
 
 
-DRAFTS_OF = runner.Rows.drafts_of
+DRAFTS_OF = row_sampler.Rows.drafts_of
 
 
 # ---- the tail of the distribution

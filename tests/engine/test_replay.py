@@ -18,9 +18,10 @@ from torch import Tensor
 from paceline.core.context import Context
 from paceline.core.speculative import SpeculativeConfig
 from paceline.core.types import Key, SamplingParams
+from paceline.engine.limits import Limits
 from paceline.engine.loading import Loaded, load
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import (
     Event,

@@ -14,9 +14,9 @@ import transformers
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.runner import ModelRunner
-from paceline.engine.scheduler import Limits
 from paceline.engine.step import Chunk, RowAssigned, Step
 from paceline.kernels import select_kernels
 from paceline.models.base import Model

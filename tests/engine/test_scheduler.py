@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.types import FinishReason, Key, SamplingParams
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.limits import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import ChunkResult, Computed, Removed, Sampled, Step, StepResult
 from tests.engine.toy_requests import ToyDevice, make_request, next_token, run

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Filled, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Step, StepResult, Trimmed
 from tests.engine.toy_requests import FULL, MIXED, ToyDevice, make_request, next_token, run
 

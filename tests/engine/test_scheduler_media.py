@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.core.media import MediaKind, MediaSpan
 from paceline.core.types import Key
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.limits import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Computed, RowEncoded, Sampled, Step
 from tests.engine.toy_requests import ToyDevice, make_request
 

@@ -12,9 +12,10 @@ from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.compute_pool import CopyBatch
 from paceline.engine.device_pool import DevicePool
+from paceline.engine.limits import Limits
 from paceline.engine.pool_directory import BlockCopy, PoolDirectory
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import (
     Chunk,
     ChunkResult,

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from paceline.cli import build_parser
+from paceline.cli.parser import build_parser
 from paceline.simulator.described_load import read_load
 from tests.kubernetes.kustomize import build, main_container, pod_of
 from tests.kubernetes.test_manifests import KUBERNETES, RELEASES, ROOT, config_of, of

@@ -13,7 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from paceline.cli import SERVICES, build_parser
+from paceline.cli.parser import build_parser
+from paceline.cli.services import SERVICES
 from paceline.core.config import GatewayConfig, ServiceConfig, model_configs
 from paceline.core.config_source import load_config
 from paceline.core.options import parse_bytes

@@ -98,8 +98,9 @@ def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    return line.removeprefix("paceline: ")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0].removeprefix("paceline: ")
 
 
 def test_only_what_serving_needs_is_fetched_and_only_once(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:

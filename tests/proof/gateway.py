@@ -1,6 +1,6 @@
-"""The gateway (services/gateway/runner.py and attempt.py). It starts attempts, connects their two workers, and starts
-another attempt if one fails. A worker learns later that an attempt was given up, in a move of its own
-(`worker.cancel`)."""
+"""The gateway (runner.py, attempt_starter.py and attempt.py of services/gateway). It starts attempts, connects their
+two workers, and starts another attempt if one fails. A worker learns later that an attempt was given up, in a move of
+its own (`worker.cancel`)."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def without_a_wake(patch: Patch) -> None:
 
     def unmeasured(role: Role, outlook: Outlook) -> Need:
         wanted = outlook.report.roles[role].wanted
-        return Need(wanted, wanted, "unknown")
+        return Need(wanted, wanted, wanted, "unknown")
 
     patch.setattr(needs, "_unmeasured", unmeasured)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.step_times import Curve
+from paceline.core.step_times import Curve, Turns
 from paceline.simulator.command import simulate_fleet
 from paceline.simulator.options import add_options
 from tests.simulator.tiny import profile, step_times, worker_times
@@ -17,11 +17,11 @@ from tests.simulator.tiny import profile, step_times, worker_times
 SLOW_PROMPTS = worker_times(step_times(prefill=Curve(points=((0, 0.0), (1000, 10.0)))))
 
 
-def run(folder: Path, *options: str, rate: float = 1.0, group: str = "") -> int:
+def run(folder: Path, *options: str, rate: float = 1.0, group: str = "", **fields: object) -> int:
     """Run the command with a small load, and a fleet whose decode workers compute prompts slowly."""
     load = {"seconds": 20, "arrivals": {"rate": rate}, "requests": [{"class": group, "prompt": 100, "answer": 10}]}
     (folder / "load.json").write_text(json.dumps(load))
-    (folder / "profile.json").write_text(profile(decode=SLOW_PROMPTS).to_json())
+    (folder / "profile.json").write_text(profile(decode=SLOW_PROMPTS, **fields).to_json())
     parser = argparse.ArgumentParser()
     add_options(parser)
     files = "--profile", str(folder / "profile.json"), "--load", str(folder / "load.json")
@@ -73,3 +73,9 @@ def test_lines_of_batches_have_no_objectives(tmp_path: Path) -> None:
 def test_a_load_without_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="describes no request"):
         run(tmp_path, rate=1e-9)
+
+
+def test_workers_that_share_cores_need_no_number_of_workers_on_a_host(tmp_path: Path) -> None:
+    assert run(tmp_path, turns=Turns()) == 0
+    with pytest.raises(ConfigError, match="leave it out"):
+        run(tmp_path, "--per-host", "4", turns=Turns())

@@ -94,6 +94,17 @@ def test_shared_cores_take_turns() -> None:
     assert only.itl.mean == pytest.approx(0.011 + 0.060 / 39)
 
 
+def test_workers_that_share_cores_are_one_of_each_role_on_a_host_and_share_a_device() -> None:
+    scenario = Scenario(profile(turns=Turns()), 3, 1)
+    simulation = Simulation(scenario, Trace(BLOCK, [TraceRequest(0.0, 40, 5)]))
+    result = simulation.run()
+    assert sorted(len(host.workers) for host in simulation.fleet.hosts) == [1, 1, 2]
+    assert result.device_seconds == pytest.approx(3 * result.seconds)
+    together = scenario.together()
+    assert (together.prefill, together.decode, together.is_aggregated) == (0, 3, True)
+    assert simulate(together, Trace(BLOCK, [TraceRequest(0.0, 40, 5)])).levels[0].devices == 3
+
+
 @pytest.mark.parametrize(
     ("fields", "seconds"),
     [

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from paceline.core.step_times import Drafts, Spread, WorkerTimes
 from paceline.core.types import Token
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.limits import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import ChunkResult, NeedsBlocks, Sampled, Step, StepResult
 from paceline.simulator.events import Events
 from paceline.simulator.rows import Row

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from paceline.core.cache_policy.base import CachePolicy
-from paceline.core.cache_policy.queue import RankedQueue
+from paceline.core.cache_policy.queue import UseQueue
 from paceline.core.cache_policy.ranking import Block, Name
 
 
@@ -26,8 +26,8 @@ class ARC(CachePolicy):
         self.target = share * slots
         """Wanted number of blocks that were used once."""
         self._once = set(once)
-        self._once_offered = RankedQueue()
-        self._often_offered = RankedQueue()
+        self._once_offered = UseQueue()
+        self._often_offered = UseQueue()
         self._once_gone: OrderedDict[Name, None] = OrderedDict()  # names of evicted blocks, oldest first
         self._often_gone: OrderedDict[Name, None] = OrderedDict()
 

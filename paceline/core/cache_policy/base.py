@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import final
@@ -42,7 +42,8 @@ class CachePolicy(Ranking):
         self.hint_counts = HintCounts()
         self._blocks: dict[Name, Block] = {}
         self._dependents: defaultdict[Name, int] = defaultdict(int)  # evictable children, by parent
-        self._lost: dict[Name, None] = {}  # offered blocks that lack a block which they need: they are evicted first
+        self._lost: OrderedDict[Name, None] = OrderedDict()
+        """Offered blocks that lack a block which they need: they are evicted first."""
         self._evictable = 0
         self._clock = 0
 
@@ -192,7 +193,7 @@ class CachePolicy(Ranking):
         """Return whether no request can use a block, because its parent or a partner is not here."""
         if block.parent is not None and block.parent not in self._blocks:
             return True
-        return any((group, block.name[1]) not in self._blocks for group in block.partners)
+        return bool(block.partners) and any((group, block.name[1]) not in self._blocks for group in block.partners)
 
     def _first_lost(self) -> Name | None:
         """Return an offered block that no request can use; None if there is none.

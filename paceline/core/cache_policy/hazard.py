@@ -69,6 +69,8 @@ class Hazards:
         """Begin the next epoch."""
         self.now += 1
         for waiting, population, waited in zip(self._waiting, self._population, self._waited):
+            if not any(population):
+                continue
             for index, count in enumerate(population):
                 waited[index] += count
             for index in range(1, BINS):
@@ -88,7 +90,17 @@ class Hazards:
         """
         asked, waited = ([sum(column) for column in zip(*counts)] for counts in (self._asked, self._waited))
         usual = [a / (a + w) if a else 0.0 for a, w in zip(asked, waited)]
-        return [self._worth(kind, usual) for kind in range(len(self._asked))]
+        # Most loads have no blocks of most classes with hints. Their worth depends only on what is assumed of them.
+        unseen: dict[float | None, list[float]] = {}
+        worth = []
+        for kind, assumed in enumerate(self._assumed):
+            if any(self._asked[kind]) or any(self._waited[kind]):
+                worth.append(self._worth(kind, usual))
+            else:
+                if assumed not in unseen:
+                    unseen[assumed] = self._worth(kind, usual)
+                worth.append(unseen[assumed])
+        return worth
 
     def _worth(self, kind: int, usual: Sequence[float]) -> list[float]:
         if (assumed := self._assumed[kind]) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.cache_policy.base import CachePolicy
-from paceline.core.cache_policy.queue import RankedQueue
+from paceline.core.cache_policy.queue import UseQueue
 from paceline.core.cache_policy.ranking import Block, Name
 
 
@@ -12,7 +12,7 @@ class LRU(CachePolicy):
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self._queue = RankedQueue()
+        self._queue = UseQueue()
 
     def offer(self, block: Block) -> None:
         self._queue.add(block.name, block.used)

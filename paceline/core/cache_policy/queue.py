@@ -1,43 +1,52 @@
-"""A priority queue of block names."""
+"""A queue of block names in the order of last use."""
 
 from __future__ import annotations
 
-import heapq
-from typing import Any
+from bisect import bisect_left, insort
 
 from paceline.core.cache_policy.ranking import Name
 
+_SPAN_BITS = 5
+"""A span is 32 ticks of the policy's clock, so `first` looks at 32 names at most."""
 
-class RankedQueue:
-    """Names of blocks, lowest rank first. Names with equal ranks are in order of arrival."""
+
+class UseQueue:
+    """Names of blocks, least recently used first. No call takes long, however many names there are.
+
+    Names can be added in any order, because an old block can become evictable at any time.
+    """
 
     def __init__(self) -> None:
-        self._serial = 0
-        self._heap: list[tuple[Any, int, Name]] = []
-        self._live: dict[Name, int] = {}  # serial numbers by name; heap entries with other numbers are void
+        self._used: dict[Name, int] = {}
+        self._spans: dict[int, dict[int, Name]] = {}  # names by time of last use, for each span of time
+        self._order: list[int] = []  # spans that have names, ascending
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._used)
 
-    def add(self, name: Name, rank: Any) -> None:
-        """Add a name. All ranks in a queue must be comparable with each other."""
-        self._serial += 1
-        self._live[name] = self._serial
-        heapq.heappush(self._heap, (rank, self._serial, name))
+    def add(self, name: Name, used: int) -> None:
+        """Add a name that is not in the queue. No two names have the same time of last use."""
+        self._used[name] = used
+        span = used >> _SPAN_BITS
+        if span not in self._spans:
+            self._spans[span] = {}
+            insort(self._order, span)
+        self._spans[span][used] = name
 
     def discard(self, name: Name) -> bool:
         """Remove a name. Return whether it was in the queue."""
-        found = self._live.pop(name, None) is not None
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
-            heapq.heapify(self._heap)
-        return found
+        used = self._used.pop(name, None)
+        if used is None:
+            return False
+        span = used >> _SPAN_BITS
+        names = self._spans[span]
+        del names[used]
+        if not names:
+            del self._spans[span]
+            del self._order[bisect_left(self._order, span)]
+        return True
 
     def first(self) -> Name:
-        """Return the name with the lowest rank. The queue must not be empty."""
-        while not self._is_live(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
-
-    def _is_live(self, entry: tuple[Any, int, Name]) -> bool:
-        return self._live.get(entry[2]) == entry[1]
+        """Return the name that was not used for longest. The queue must not be empty."""
+        names = self._spans[self._order[0]]
+        return names[min(names)]

@@ -14,6 +14,8 @@ WARM_SECONDS = 15.0
 """Steps of a worker count only after it has been ready for this long, because first steps compile and allocate."""
 STUCK = 3.0
 """A start or a drain that takes this multiple of its usual time will not end by itself, and is waited for no more."""
+_SOON = 4.0
+"""A growth within this multiple of startup plus drain time after a shrink says that the shrink was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def _observe_role(memory: RoleMemory, role: Role, report: Report, loads: tuple[S
         wanted=seen.wanted,
         grown=grown,
         shrunk=_last_change(memory.shrunk, before, report.at, seen, memory.wanted, -1),
-        relapses=memory.relapses if grown is memory.grown else _relapses(memory, before, role),
+        relapses=memory.relapses if grown is memory.grown else _relapses(memory, before, role, settle_seconds(seen)),
         short_since=None if ready >= seen.wanted else memory.short_since or report.at,
         targets=tuple(each for each in memory.targets if each[0] >= report.at - settle_seconds(seen)),
         fit=fit,
@@ -170,11 +172,15 @@ def _last_change(
     return Change(at, load) if has_changed else known
 
 
-def _relapses(memory: RoleMemory, load: Sample | None, role: Role) -> int:
-    """Return the number of relapses after the role has grown under this load."""
+def _relapses(memory: RoleMemory, load: Sample | None, role: Role, settle: float) -> int:
+    """Return the number of relapses after the role has grown under this load.
+
+    A role that has had enough workers for long grows because of its load, although chance might explain the change.
+    """
     if memory.shrunk is None or load is None or memory.shrunk.load is None:
         return memory.relapses
-    return 0 if load.differs(memory.shrunk.load, role) else memory.relapses + 1
+    is_late = load.at - memory.shrunk.at > _SOON * settle
+    return 0 if is_late or load.differs(memory.shrunk.load, role) else memory.relapses + 1
 
 
 def settle_seconds(seen: RoleReport) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,8 +43,9 @@ class Moves:
         coming = {role: self._flip_into(role, lack) for role, lack in lacking.items() if lack > 0}
         for role in self.wanted:
             self._drain(role)
-        for role, expected in coming.items():
-            self._add(role, expected)
+        # A role that has lent workers comes first, so that no other one takes the room for those that replace them.
+        for role in sorted(self.wanted, key=lambda role: role in coming):
+            self._add(role, coming.get(role, 0))
 
     def _flip_into(self, role: Role, lack: int) -> int:
         """Flip workers of other roles into this one. Return how many more will come soon in this way."""
@@ -51,16 +53,17 @@ class Moves:
             return 0
         soon = 0
         for source in self.wanted:
-            surplus = min(lack, self.wanted[source] - self.targets[source])
+            lent = self._lent(source, role)
+            surplus = min(lack, max(0, self.wanted[source] - self.targets[source]) + lent)
             if source == role or surplus <= 0 or not self._can_flip(source, role):
                 continue
             if self._refuses(self._guards.shrinking(source), source, "shrink"):
                 continue
             # Nothing is served without any worker of a role, so that there is no time to watch.
             sure = self.wanted[source] - self._highest(source, _FLIP_REPORTS) if self.wanted[role] else surplus
-            ready = min(surplus, sure)
+            ready = min(surplus, max(0, sure) + lent)
             soon += surplus
-            for _ in range(max(0, ready)):
+            for _ in range(ready):
                 worker = self._victim(source, role)
                 if worker is None:
                     break
@@ -74,6 +77,20 @@ class Moves:
                 soon -= 1
         # Nothing is served without any worker of a role, so such a role does not wait for later flips.
         return soon if self.wanted[role] else 0
+
+    def _lent(self, source: Role, role: Role) -> int:
+        """Return how many workers flip to a role that lacks them now, from one that needs them only later.
+
+        New workers replace them in this decision. They come in time for a forecast, but too late for `role`.
+        """
+        report, objectives = self.outlook.report, self.outlook.objectives
+        lacking = self.needs[role].now - self.wanted[role]
+        present = min(self.wanted[source], self.targets[source])
+        spare = present - max(self.needs[source].now, objectives.limits(source).least)
+        count = min(lacking, spare, self._room(source))
+        if count <= 0 or report.roles[source].pinned is not None or self._guards.growing(source):
+            return 0
+        return count
 
     def _drain(self, role: Role) -> None:
         """Drain workers that have not been needed for as long as a start and a drain take."""
@@ -92,17 +109,20 @@ class Moves:
 
     def _add(self, role: Role, expected: int) -> None:
         """Start workers, except for those that flips bring soon, and within the budget."""
-        objectives = self.outlook.objectives
         count = self.targets[role] - self.wanted[role] - expected
         if count <= 0 or self._refuses(self._guards.growing(role), role, "grow"):
             return
-        if objectives.budget is not None and (each := objectives.limits(role).devices):
-            count = min(count, (objectives.budget - self._devices_in_use()) // each)
+        count = min(count, self._room(role))
         if count <= 0:
             self._hold(f"{role} has {self.wanted[role]}: needs {self.needs[role].least}, but the budget has no room")
             return
         self.wanted[role] += count
         self.actions.append(Add(role, self.wanted[role], self.needs[role].reason))
+
+    def _room(self, role: Role) -> int:
+        """Return how many workers of a role the budget still has devices for."""
+        budget, each = self.outlook.objectives.budget, self.outlook.objectives.limits(role).devices
+        return sys.maxsize if budget is None or not each else (budget - self._devices_in_use()) // each
 
     def _devices_in_use(self) -> int:
         """Return the devices of all workers after the actions so far, those that drain included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.planner import capacity
@@ -28,6 +28,8 @@ _ENOUGH_VALUES = 20
 class Need:
     """The workers that a role needs: it grows below `least` and shrinks above `most`."""
 
+    now: int
+    """Workers that the present load needs. The others up to `least` are a reserve for the load that is forecast."""
     least: int
     most: int
     reason: str
@@ -84,9 +86,9 @@ def assess(outlook: Outlook) -> dict[Role, Need]:
 def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
     memory = outlook.state.role(role)
     if outlook.is_idle:
-        return Need(0, 0, "no requests")
+        return Need(0, 0, 0, "no requests")
     if role == "encode" and not any(each.demand.media_rate > 1e-6 for each in outlook.now()):
-        return Need(0, 0, "no media")
+        return Need(0, 0, 0, "no media")
     times = memory.times
     if times is None:
         return _unmeasured(role, outlook)
@@ -94,7 +96,8 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
     steady = _by_load(role, classes, times, outlook, memory.boost)
     slack = _by_load(role, classes, times, outlook, memory.boost * SLACK)
     busy, why = _by_queue(role, classes, times, outlook, others)
-    least = max(1, math.ceil(max(steady, busy, memory.floor) - 1e-6))
+    now = max(1, math.ceil(max(steady, busy) - 1e-6))
+    least = max(now, memory.floor)
     most = max(least, math.ceil(max(slack, busy) - 1e-6))
     if memory.floor >= max(steady, busy):
         why = "forecast"
@@ -102,7 +105,7 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
         work = math.fsum(each.demand.work(role) for each in classes)
         why = f"{work:,.0f} tokens/s" if role != "encode" else f"{work:,.1f} media inputs/s"
     boosted = f", x{memory.boost:.2f} for missed objectives" if memory.boost > 1.005 else ""
-    return Need(least, most, f"{why}{boosted} needs {least}")
+    return Need(now, least, most, f"{why}{boosted} needs {least}")
 
 
 def _unmeasured(role: Role, outlook: Outlook) -> Need:
@@ -112,7 +115,7 @@ def _unmeasured(role: Role, outlook: Outlook) -> Need:
     waits = outlook.waiting > 0 and (role == "decode") == outlook.is_decode_full()
     more = ready >= wanted and waits and role != "encode"
     least = max(1, wanted + more)
-    return Need(least, least, f"{outlook.waiting} requests wait" if waits else "step times are not known yet")
+    return Need(least, least, least, f"{outlook.waiting} requests wait" if waits else "step times are not known yet")
 
 
 def _by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook, scale: float) -> float:
@@ -131,15 +134,7 @@ def _by_queue(
     workers = [each for each in outlook.report.workers if each.role == role]
     waiting = outlook.waiting if (role == "decode") == outlook.is_decode_full() else 0
     if role == "decode":
-        running = sum(each.running for each in workers) + waiting
-        active = [each for each in classes if each.demand.rate > 0]
-        tokens = math.fsum(each.demand.work("decode") for each in active)
-        context = math.fsum(capacity.mean_context(each.demand) * each.demand.work("decode") for each in active)
-        most = capacity.sequences_per_worker(
-            [each.latency for each in active], times, _places(outlook), context / tokens if tokens else 0.0
-        )
-        memory = math.fsum(each.kv_pressure for each in workers) / _FULL
-        return max(running / most, memory), f"{running} requests at once" if running / most >= memory else "KV memory"
+        return _by_running(workers, waiting, classes, times, _places(outlook), outlook)
     if role == "encode":
         items = sum(each.running + each.waiting for each in workers)
         patience = _patience("encode", classes, outlook, others)
@@ -152,6 +147,40 @@ def _by_queue(
     return needed, f"{tokens:,.0f} queued tokens"
 
 
+def _by_running(
+    workers: Sequence[WorkerReport],
+    waiting: int,
+    classes: Sequence[Wanted],
+    times: StepTimes,
+    places: Places,
+    outlook: Outlook,
+) -> tuple[float, str]:
+    """Return the decode workers that the requests which run or wait for a place need, and why."""
+    running = sum(each.running for each in workers) + waiting
+    # A request has its place while its prompt waits, but it makes no step longer yet.
+    decoding = max(0, running - round(_queued_prompts(outlook)))
+    active = [each for each in classes if each.demand.rate > 0]
+    tokens = math.fsum(each.demand.work("decode") for each in active)
+    context = math.fsum(capacity.mean_context(each.demand) * each.demand.work("decode") for each in active)
+    latencies = [each.latency for each in active]
+    most = capacity.sequences_per_worker(latencies, times, places, context / tokens if tokens else 0.0)
+    memory = math.fsum(each.kv_pressure for each in workers) / _FULL
+    return max(
+        (decoding / most, f"{decoding} requests at once"),
+        (running / (places.max_seqs * _FULL), f"{running} requests with a place"),
+        (memory, "KV memory"),
+    )
+
+
+def _queued_prompts(outlook: Outlook) -> float:
+    """Return about how many requests wait for their prompts at prefill workers."""
+    classes = outlook.now()
+    rate = math.fsum(each.demand.rate for each in classes)
+    work = math.fsum(each.demand.work("prefill") for each in classes)
+    tokens = sum(each.queued_tokens for each in outlook.report.workers if each.role == "prefill")
+    return tokens * rate / work if work else 0.0
+
+
 def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook, others: Mapping[Role, Need]) -> float:
     """Return the seconds in which a queue should be empty: a TTFT, but not before new workers could help."""
     limits = [each.latency.ttft for each in classes if each.latency.ttft is not None and each.demand.rate > 0]
@@ -160,15 +189,15 @@ def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook, others: M
 
 
 def _flip_seconds(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Iterator[float]:
-    """Yield how long a flip to a role takes, from each role that may have a worker for it: one too many, or any worker
-    if the budget is used up, so that the devices are divided anew."""
+    """Yield how long a flip to a role takes, from each role that may have a worker for it: one that the present load
+    does not need, or any worker if the budget is used up, so that the devices are divided anew."""
     report, objectives = outlook.report, outlook.objectives
     wanted = {name: seen.wanted for name, seen in report.roles.items()}
     used = devices(wanted, objectives) + draining_devices(report, objectives)
     is_full = objectives.budget is not None and used + objectives.limits(role).devices > objectives.budget
     for source, need in others.items():
         has_one = any(role in each.flips_to for each in outlook.workers(source))
-        if objectives.flips and has_one and (is_full or wanted[source] > need.most):
+        if objectives.flips and has_one and (is_full or wanted[source] > need.now):
             yield report.roles[source].flip_seconds
 
 

@@ -29,16 +29,22 @@ def size(needs: Mapping[Role, Need], report: Report, objectives: Objectives) -> 
 def _divide(
     targets: Mapping[Role, int], needs: Mapping[Role, Need], report: Report, objectives: Objectives
 ) -> dict[Role, int]:
-    """Return targets within the budget, so that the role that lacks most lacks as little as possible."""
+    """Return targets within the budget, so that the role that lacks most lacks as little as possible.
+
+    The present load of all roles comes first, then the reserves for the forecast, then workers that no load needs.
+    """
+    levels = [{role: need.now for role, need in needs.items()}, {role: need.least for role, need in needs.items()}]
     counts = {role: _floor(role, target, report, objectives) for role, target in targets.items()}
-    while lacking := [role for role in targets if counts[role] < targets[role] and _fits(counts, role, objectives)]:
-        # Decode comes first among equals, because nothing is served without it.
-        poorest = min(lacking, key=lambda role: (counts[role] / max(needs[role].least, 1), role != "decode"))
-        counts[poorest] += 1
+    for wishes in (*levels, targets):
+        aims = {role: min(wishes[role], target) for role, target in targets.items()}
+        while lacking := [role for role in aims if counts[role] < aims[role] and _fits(counts, role, objectives)]:
+            # Decode comes first among equals, because nothing is served without it.
+            poorest = min(lacking, key=lambda role: (counts[role] / aims[role], role != "decode"))
+            counts[poorest] += 1
     present = {role: report.roles[role].wanted for role in targets}
     is_full = devices(present, objectives) == devices(counts, objectives)
     is_allowed = all(_floor(role, target, report, objectives) <= present[role] for role, target in targets.items())
-    if is_full and is_allowed and _worst(counts, needs) < _BETTER * _worst(present, needs):
+    if is_full and is_allowed and not any(_is_better(counts, present, wishes) for wishes in levels):
         return present
     return counts
 
@@ -55,6 +61,11 @@ def _floor(role: Role, target: int, report: Report, objectives: Objectives) -> i
     return min(target, objectives.limits(role).least) if pinned is None else pinned
 
 
-def _worst(counts: Mapping[Role, int], needs: Mapping[Role, Need]) -> float:
-    """Return the share of its need that the role has which lacks most."""
-    return min((min(1.0, counts[role] / need.least) for role, need in needs.items() if need.least), default=1.0)
+def _is_better(counts: Mapping[Role, int], present: Mapping[Role, int], wishes: Mapping[Role, int]) -> bool:
+    """Return whether the role that lacks most would lack clearly less than with the workers that are present."""
+    return _worst(counts, wishes) >= _BETTER * _worst(present, wishes)
+
+
+def _worst(counts: Mapping[Role, int], wishes: Mapping[Role, int]) -> float:
+    """Return the share of its wish that the role has which lacks most."""
+    return min((min(1.0, counts[role] / wish) for role, wish in wishes.items() if wish), default=1.0)

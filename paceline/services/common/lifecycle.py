@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from paceline.core.config import ServiceConfig
 from paceline.core.errors import ConfigError
-from paceline.services.common.registry import without_password
+from paceline.services.common.redis_url import without_password
 
 UNDO_SECONDS = 5.0
 """Time that a cancelled start has to undo what it has done, in seconds."""

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import logging
 import random
-import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, cast, get_args
 
@@ -36,6 +35,7 @@ from paceline.proto.fleet_pb2 import (
     TrafficReport,
     WorkReport,
 )
+from paceline.services.common.redis_url import without_password
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire_version import OURS, WireVersions
 
@@ -165,11 +165,6 @@ def connect(url: str) -> redis.Redis:
         reason = "write redis:// or rediss://HOST:PORT/0, or unix://PATH" if isinstance(error, ValueError) else error
         raise ConfigError(f"--redis {without_password(url)} is not a URL of Redis: {reason}") from None
     return client
-
-
-def without_password(url: str) -> str:
-    """Return a URL of Redis for messages. Users and passwords are left out, in its options, too."""
-    return re.sub(r"(password=)[^&#]*", r"\1…", re.sub("//.*@", "//…@", url))
 
 
 def member_key(cluster: str, worker_id: str) -> str:

@@ -1,40 +1,24 @@
-"""gRPC for all services: one set of options, health checks, and errors mapped at the boundary."""
+"""gRPC for all services: channels and servers with one set of options, and health checks."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # missing in the stubs
 
-from paceline.core.errors import (
-    BusyError,
-    ConfigError,
-    DrainingError,
-    InvalidRequestError,
-    PacelineError,
-    RefusedError,
-    StaleError,
-    TransferError,
-    UnavailableError,
-    UntrustedError,
-)
+from paceline.core.errors import ConfigError, RefusedError, UntrustedError
 from paceline.services.common.auth import RequireSecret, secret_header
+from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.channel_metadata import ChannelWithMetadata
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.tls_channel import TlsChannel, tls_problem
-from paceline.services.common.wire_check import INCOMPATIBLE, RequireWire
+from paceline.services.common.rpc_errors import unmapped_error
+from paceline.services.common.tls_channel import TlsChannel
+from paceline.services.common.wire_check import RequireWire
 from paceline.services.common.wire_version import HEADER, OURS, WireVersions
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -54,31 +38,6 @@ _OPTIONS = (
 
 _IDLE_MS = 60_000
 """Time without a call after which a channel closes its connection until the next call."""
-
-_CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
-    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (BusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
-    (StaleError, grpc.StatusCode.ABORTED),
-    (TransferError, grpc.StatusCode.DATA_LOSS),
-    (PacelineError, grpc.StatusCode.FAILED_PRECONDITION),
-)
-
-_PARAM = "paceline-param"
-"""Key of the trailing metadata that names the invalid field of an INVALID_ARGUMENT."""
-_DRAINING = "paceline-draining"
-"""Key of the trailing metadata that tells a draining worker from one that has failed: both are UNAVAILABLE."""
-
-_OURS = ("paceline-error", "1")
-"""Trailing metadata of errors that a service answered itself. gRPC makes the other ones, in its own words."""
-
-_GRPC_SAYS = {
-    grpc.StatusCode.UNAVAILABLE: "has ended or cannot be reached",
-    grpc.StatusCode.CANCELLED: "cancelled the call",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
-    grpc.StatusCode.UNIMPLEMENTED: "does not know this call; is it of an older release?",
-}
-"""What gRPC's own errors mean. Callers get these words, because gRPC's are about addresses and sockets."""
 
 
 def open_channel(address: str, credentials: Credentials, wire: WireVersions = OURS) -> grpc.aio.Channel:
@@ -176,41 +135,6 @@ class RpcServer:
         await self.server.stop(grace_seconds)
 
 
-async def heeding_cancellation(operation: Awaitable[T]) -> T:
-    """Await an operation of a gRPC call, so that a cancellation of the current task is never lost.
-
-    gRPC drops a cancellation that comes together with the call's status, and returns the status instead. Then a timeout
-    around the operation would never end, and a cancelled task would go on.
-    """
-    try:
-        return await operation
-    finally:
-        if is_cancelled():
-            raise asyncio.CancelledError
-
-
-@contextlib.contextmanager
-def own_cancellation(error: Callable[[], Exception]) -> Iterator[None]:
-    """Raise `error()` in place of a CancelledError of the body, unless the current task was cancelled.
-
-    gRPC raises a CancelledError when a call or its channel was closed, and so does a future that was cancelled. A task
-    that ends with it counts as cancelled. Then nobody hears of it, and who waits for its result waits for ever.
-    """
-    try:
-        yield
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        raise error() from None
-
-
-def is_cancelled() -> bool:
-    """Return whether the current task was cancelled. A CancelledError alone does not mean this, because gRPC raises one
-    when a call was cancelled, too."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0) -> bool:
     """Ask the standard health service whether the service with this name takes requests.
 
@@ -236,71 +160,6 @@ async def health_of(
             raise reason from None
         return None
     return reply.status
-
-
-@contextlib.asynccontextmanager
-async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:  # type: ignore[type-arg]
-    """Map errors in a servicer: our errors become status codes; unexpected ones are logged and become INTERNAL."""
-    try:
-        yield
-    except PacelineError as error:
-        code = next(code for kind, code in _CODES if isinstance(error, kind))
-        await _abort(context, code, str(error), (_OURS, *_details(error)))
-    except grpc.aio.AbortError:
-        raise
-    except DecodeError as error:
-        await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"a message of this call cannot be read: {error}")
-    except Exception as error:
-        log.exception("unexpected error in a call")
-        await _abort(context, grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
-
-
-def _details(error: PacelineError) -> Iterator[tuple[str, str]]:
-    """Yield what a status code cannot say of an error, as trailing metadata."""
-    if isinstance(error, InvalidRequestError) and error.param:
-        yield _PARAM, error.param
-    if isinstance(error, DrainingError):
-        yield _DRAINING, "1"
-
-
-async def _abort(
-    context: grpc.aio.ServicerContext[Any, Any],
-    code: grpc.StatusCode,
-    message: str,
-    metadata: tuple[tuple[str, str], ...] = (),
-) -> None:
-    try:
-        await context.abort(code, message, metadata)
-    except (grpc.aio.InternalError, grpc.aio.UsageError):
-        # The other side has cancelled the call. Its streams ended for this reason, and nobody needs an answer.
-        raise asyncio.CancelledError from None
-
-
-def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
-    """Return our error for a status code that a caller got. `who` names the other side in the message."""
-    details = error.details() or error.code().name
-    metadata = list(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
-    more = {key: str(value) for key, value in metadata}
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidRequestError(details, more.get(_PARAM))
-    if error.code() is grpc.StatusCode.UNAVAILABLE and _DRAINING in more:
-        return DrainingError(f"{who}: {details}")
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        # gRPC has the same code for a message that is too large. It says "Sent" or "Received" before.
-        if "message larger than max" in details:
-            return InvalidRequestError(f"a message to or from {who} is too large ({details}); send a smaller request")
-        return BusyError(details)
-    if error.code() is grpc.StatusCode.ABORTED:
-        return StaleError(details)
-    if error.code() is grpc.StatusCode.DATA_LOSS:
-        return TransferError(details)
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED or INCOMPATIBLE in metadata:
-        return RefusedError(f"{who} refuses us: {details}")
-    if problem := tls_problem(details):
-        return UntrustedError(f"no connection to {who} can be trusted: {problem} ({details})")
-    if _OURS in metadata:
-        return UnavailableError(f"{who}: {details}")
-    return UnavailableError(f"{who} {_GRPC_SAYS.get(error.code(), 'failed with an unexpected error; its log has it')}")
 
 
 def is_loopback(host: str) -> bool:

@@ -16,11 +16,11 @@ from paceline.core.context import full_block_names
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.core.types import FinishReason, Key
+from paceline.engine.chunk_planner import GROWTH_TOKENS
 from paceline.engine.constraint import Grammar
-from paceline.engine.scheduler import GROWTH_TOKENS
 from paceline.engine.step import Sampled
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb
 from paceline.services.decode.attempt_stream import AttemptStream
@@ -92,7 +92,7 @@ class _Attempt:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
         reservation = await self._reserve()
         try:
-            self._grammar = await self._worker.compile_constraint(self._work)
+            self._grammar = await self._worker.intake.compile_constraint(self._work)
             self._media = self._worker.media.open(self._work, reservation.filled_tokens)
             admitted = worker_pb2.Admitted(
                 key=key_to_pb(reservation.key),
@@ -118,14 +118,14 @@ class _Attempt:
             self._worker.retire(self._key)
 
     async def _fetch_prefix(self, source: str = "") -> bool:
-        return await self._worker.fetch_prefix(self._work, self._key, self._context, source)
+        return await self._worker.intake.fetch_prefix(self._work, self._key, self._context, source)
 
     async def _reserve(self) -> Reservation:
         """Reserve blocks for the context and the first output tokens. Raises BusyError if too few are free."""
         context = len(self._context)
         output_left = self._work.sampling.max_tokens - (context - self._work.prompt_tokens)
         token_count = min(context + min(output_left, GROWTH_TOKENS), self._worker.limits.max_model_len)
-        reservation = await self._worker.reserve(self._work, self._key, self._context, token_count)
+        reservation = await self._worker.intake.reserve(self._work, self._key, self._context, token_count)
         self._key = reservation.key
         return reservation
 
@@ -176,7 +176,7 @@ class _Attempt:
             path: name of the transport over which they came.
         """
         told = time.monotonic() if told is None else told
-        self._worker.check_handoff(self._work, handoff)
+        self._worker.intake.check_handoff(self._work, handoff)
         try:
             async with asyncio.timeout(ADOPT_SECONDS):
                 adopted, came = await adopting
@@ -200,7 +200,7 @@ class _Attempt:
     async def _generate(self, reservation: Reservation) -> FinishReason:
         """Run the request in the engine until it ends, again after each preemption. Return why it ended."""
         while True:
-            request = self._worker.make_request(self._work, reservation, self._context, self._grammar)
+            request = self._worker.intake.make_request(self._work, reservation, self._context, self._grammar)
             request.stats = self._events.reporter.effort
             self._worker.submit(request, self._events)
             event = await self._events.end()

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from paceline.core.errors import UnavailableError
 from paceline.core.metrics import Sample
 from paceline.engine.engine import Engine
+from paceline.engine.limits import Limits
 from paceline.engine.loading import LoadedEncoders, load_encoders_alone
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport

@@ -19,20 +19,16 @@ from paceline.services.gateway.api_bodies import (
     Tokens,
 )
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_format import ChatFormat
 from paceline.services.gateway.chat_planning import encode_conversation, plan_conversation
+from paceline.services.gateway.completion_format import CompletionFormat
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.plan import kind_of, plan_completion
+from paceline.services.gateway.planning import kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
-from paceline.services.gateway.responses import ChatFormat, CompletionFormat
 from paceline.services.gateway.sampling import check_ids
-from paceline.services.gateway.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 
 def make_api(gateway: Gateway) -> APIRouter:

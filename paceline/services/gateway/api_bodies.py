@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from paceline.services.gateway.answer_body import AnswerBody
 
 Json = dict[str, Any]
 
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "repetition"]
 ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 
 
-class ModelCard(BaseModel):
+class ModelCard(AnswerBody):
     id: str
     object: Literal["model"]
     created: int
@@ -26,12 +26,12 @@ class ModelCard(BaseModel):
     permission: list[Json]
 
 
-class ModelList(BaseModel):
+class ModelList(AnswerBody):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(AnswerBody):
     """Numbers of tokens. Those of media are there only if the prompt has such media."""
 
     cached_tokens: int
@@ -42,11 +42,11 @@ class PromptTokensDetails(BaseModel):
     audio_tokens: int = 0
 
 
-class CompletionTokensDetails(BaseModel):
+class CompletionTokensDetails(AnswerBody):
     reasoning_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(AnswerBody):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -54,25 +54,25 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
 
-class PromptLogprob(BaseModel):
+class PromptLogprob(AnswerBody):
     logprob: float
     rank: int
     decoded_token: str
 
 
-class AboutPrompt(BaseModel):
+class AboutPrompt(AnswerBody):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
     prompt_token_ids: list[int] | None
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(AnswerBody):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
-class Head(BaseModel):
+class Head(AnswerBody):
     id: str
     created: int
     model: str
@@ -94,7 +94,7 @@ class Completion(Head):
     usage: Usage
 
 
-class CompletionChunkChoice(BaseModel):
+class CompletionChunkChoice(AnswerBody):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -110,19 +110,19 @@ class CompletionChunk(Head):
     usage: Usage | None = None
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(AnswerBody):
     name: str
     arguments: str
     """JSON text."""
 
 
-class CalledTool(BaseModel):
+class CalledTool(AnswerBody):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class Message(BaseModel):
+class Message(AnswerBody):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
@@ -131,7 +131,7 @@ class Message(BaseModel):
     tool_calls: list[CalledTool] = []
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(AnswerBody):
     token: str
     logprob: float
     bytes: list[int]
@@ -141,12 +141,12 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(AnswerBody):
     content: list[TokenLogprob]
     refusal: None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(AnswerBody):
     index: int
     message: Message
     logprobs: ChatLogprobs | None
@@ -161,19 +161,19 @@ class ChatCompletion(Head, AboutPrompt):
     usage: Usage
 
 
-class FunctionDelta(BaseModel):
+class FunctionDelta(AnswerBody):
     name: str = ""
     arguments: str
 
 
-class ToolDelta(BaseModel):
+class ToolDelta(AnswerBody):
     index: int
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionDelta
 
 
-class MessageDelta(BaseModel):
+class MessageDelta(AnswerBody):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning: str = ""
@@ -181,7 +181,7 @@ class MessageDelta(BaseModel):
     tool_calls: list[ToolDelta] = []
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(AnswerBody):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
@@ -197,14 +197,14 @@ class ChatChunk(Head):
     prompt_token_ids: list[int] = []
 
 
-class Tokens(BaseModel):
+class Tokens(AnswerBody):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Text(BaseModel):
+class Text(AnswerBody):
     prompt: str
 
 
@@ -218,7 +218,7 @@ class ChatBatch(Head):
     usage: Usage
 
 
-class IdLogprob(BaseModel):
+class IdLogprob(AnswerBody):
     token_id: int
     logprob: float
     rank: int
@@ -228,11 +228,11 @@ class TokenIdLogprob(IdLogprob):
     top_logprobs: list[IdLogprob]
 
 
-class TokenIdLogprobs(BaseModel):
+class TokenIdLogprobs(AnswerBody):
     content: list[TokenIdLogprob]
 
 
-class TokensChoice(BaseModel):
+class TokensChoice(AnswerBody):
     index: int
     token_ids: list[int]
     text: str = ""
@@ -241,7 +241,7 @@ class TokensChoice(BaseModel):
     stop_reason: int | str | None
 
 
-class TokensHead(BaseModel):
+class TokensHead(AnswerBody):
     request_id: str
     model: str
     created: int
@@ -260,7 +260,7 @@ class TokensChunk(TokensHead):
     prompt_token_ids: list[int] = []
 
 
-class RenderedRequest(BaseModel):
+class RenderedRequest(AnswerBody):
     """A body for POST /inference/v1/generate."""
 
     request_id: str
@@ -275,7 +275,7 @@ class RenderedRequest(BaseModel):
     kv_transfer_params: None
 
 
-class PlainUsage(BaseModel):
+class PlainUsage(AnswerBody):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -301,13 +301,13 @@ class DerenderedChat(Head, AboutPrompt):
     usage: PlainUsage
 
 
-class Score(BaseModel):
+class Score(AnswerBody):
     index: int
     object: Literal["score"]
     score: float
 
 
-class Scores(BaseModel):
+class Scores(AnswerBody):
     id: str
     object: Literal["list"]
     created: int
@@ -316,17 +316,17 @@ class Scores(BaseModel):
     usage: Usage
 
 
-class DocumentText(BaseModel):
+class DocumentText(AnswerBody):
     text: str
 
 
-class Ranked(BaseModel):
+class Ranked(AnswerBody):
     index: int
     relevance_score: float
     document: DocumentText | None = None
 
 
-class Ranking(BaseModel):
+class Ranking(AnswerBody):
     id: str
     model: str
     results: list[Ranked]

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from paceline.services.gateway.answer_body import AnswerBody
 from paceline.services.gateway.api_bodies import ChatChunk, CompletionChunk, TokensChunk
 from paceline.services.gateway.messages_api.bodies import MessageError, MessageEvent
 from paceline.services.gateway.responses_api.bodies import ResponseEvent
@@ -26,7 +26,7 @@ Json = dict[str, Any]
 Responses = dict[int | str, Json]
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(AnswerBody):
     message: str
     type: str
     param: str | None
@@ -34,11 +34,11 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(AnswerBody):
     error: ErrorDetail
 
 
-def _errors(body: type[BaseModel]) -> Responses:
+def _errors(body: type[AnswerBody]) -> Responses:
     content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
     return {
         "4XX": {"description": "The request is wrong, or it may not be served", "content": content},
@@ -52,16 +52,16 @@ ERRORS = _errors(ErrorBody)
 MESSAGE_ERRORS = _errors(MessageError)
 """The same in the Messages API."""
 
-_CHUNKS: tuple[type[BaseModel], ...] = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent)
+_CHUNKS: tuple[type[AnswerBody], ...] = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent)
 """The bodies of streamed events."""
-_REFERENCED: tuple[type[BaseModel], ...] = (*_CHUNKS, ErrorBody, MessageError)
+_REFERENCED: tuple[type[AnswerBody], ...] = (*_CHUNKS, ErrorBody, MessageError)
 """All bodies that are named by reference."""
 
 TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 """The `responses` of a route that succeeds with a text."""
 
 
-def answers(body: object, *, chunk: type[BaseModel] | None = None) -> Responses:
+def answers(body: object, *, chunk: type[AnswerBody] | None = None) -> Responses:
     """Return the `responses` of a route that succeeds with 200.
 
     Args:

@@ -20,11 +20,11 @@ from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.wire import reason_from_pb, token_from_pb
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.candidates import Link, Placement
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import (
     ADMIT_SECONDS,
     DecodeCall,

@@ -9,14 +9,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.services.gateway.candidates import Candidate, Need, Snapshot
 from paceline.services.gateway.nominee_search import NomineeSearch
 from paceline.services.gateway.router import PREFILL_TOKENS_PER_SECOND
-from paceline.services.gateway.worker_columns import Kind, KindColumns, WorkerClass, decayed
+from paceline.services.gateway.worker_columns import Figures, Kind, KindColumns, WorkerClass
 
 
 class CandidateTable(Snapshot):
@@ -66,8 +66,11 @@ class CandidateTable(Snapshot):
         """Remove a worker, if it is here."""
         kind, index = self._places.pop(worker_id, (None, 0))
         if kind is not None:
-            if moved := self._kinds[kind].drop(index):
+            rows = self._kinds[kind]
+            if moved := rows.drop(index):
                 self._places[moved] = kind, index
+            if not len(rows):
+                del self._kinds[kind]
             self._is_sorted, self._usual = False, None
 
     # ---- the snapshot
@@ -80,12 +83,13 @@ class CandidateTable(Snapshot):
         now = self._clock()
         for worker_id in sorted(self._places):
             kind, index = self._places[worker_id]
-            yield self._candidate(self._kinds[kind], index, now)
+            yield self._kinds[kind].candidate(index, now, self._half_life)
 
     def usual_rate(self) -> float:
         """Return the average rate of prefill that the workers have measured, in tokens per second."""
         if self._usual is None:
-            rates = [rate for rows in self._kinds.values() for rate in rows.column("speed").tolist() if rate]
+            speeds = (rows.figures().speed for rows in self._kinds.values())
+            rates = [rate for speed in speeds for rate in speed[speed > 0].tolist()]
             self._usual = statistics.fmean(rates) if rates else PREFILL_TOKENS_PER_SECOND
         return self._usual
 
@@ -97,11 +101,11 @@ class CandidateTable(Snapshot):
             for kind, rows in self._kinds.items():
                 if kind[0] != role:
                     continue
-                fitting = np.flatnonzero((rows.column("ready") > 0) & (rows.column("max_len") >= need.context_tokens))
-                speed = rows.column("speed")[fitting]
-                filled = rows.column("queued")[fitting] / np.where(speed > 0, seconds * speed, tokens)
-                if fitting.size and filled.min() < least:
-                    least, found = float(filled.min()), rows.candidates[fitting[filled.argmin()]]
+                every = rows.figures()
+                fitting = every.take(np.flatnonzero(every.longest >= need.context_tokens))
+                filled = fitting.queued / np.where(fitting.speed > 0, seconds * fitting.speed, tokens)
+                if filled.size and filled.min() < least:
+                    least, found = float(filled.min()), rows.candidates[fitting.index[filled.argmin()]]
             if found is not None:
                 return found
         return None
@@ -112,9 +116,9 @@ class CandidateTable(Snapshot):
             return []
         now = self._clock()
         return [
-            self._candidate(rows, int(index), now)
+            rows.candidate(int(index), now, self._half_life)
             for rows in self._kinds.values()
-            for index in np.flatnonzero(rows.column("host") == host)
+            for index in np.flatnonzero(rows.figures().host == host)
         ]
 
     def nominees(self, need: Need) -> list[Candidate]:
@@ -122,45 +126,48 @@ class CandidateTable(Snapshot):
         self.settle()
         now = self._clock()
         search = NomineeSearch(need, self._hosts, self.usual_rate(), now, self._half_life)
-        prefills, decodes = (list(self._classes(role, need)) for role in ("prefill", "decode"))
+        prefills = [(own, search.computing(own, own.open)) for own in self._classes("prefill", need)]
         chosen: set[tuple[Kind, int]] = set()
-        for decode in decodes:
-            partners = [own for own in prefills if search.can_hand_over(own, decode)]
-            for own in partners:
-                computing, decoding = search.pairs(own, decode)
+        for decode in self._classes("decode", need):
+            decoding = search.decoding(decode.open)
+            partners = [(own, ways) for own, ways in prefills if search.can_hand_over(own, decode)]
+            for own, ways in partners:
+                computing, decodes = search.pairs(ways, decoding)
                 # One that fits stays in any case, so that no decode worker seems to be without a partner.
-                chosen.update((own.kind, int(index)) for index in (own.fitting[0], *computing))
-                chosen.update((decode.kind, int(index)) for index in decoding)
-            chosen.update((decode.kind, int(index)) for index in search.local(decode, alone=not partners))
-        return [self._candidate(self._kinds[kind], index, now) for kind, index in chosen]
+                chosen.update((own.kind, index) for index in (own.fitting, *computing))
+                chosen.update((decode.kind, index) for index in decodes)
+            chosen.update((decode.kind, index) for index in search.local(decode, decoding, alone=not partners))
+        return [self._kinds[kind].candidate(index, now, self._half_life) for kind, index in chosen]
 
     def _classes(self, role: str, need: Need) -> Iterator[WorkerClass]:
-        """Divide the workers of a role into classes whose members differ only in costs. Empty classes are left out.
-
-        Workers that failed are apart, and so are those of each host at the end of a cut link.
-        """
-        cut_hosts = {host for host in itertools.chain.from_iterable(need.cut) if host in self._hosts}
+        """Divide the workers of a role into classes whose members differ only in costs. Empty classes are left out."""
         for kind, rows in self._kinds.items():
             if kind[0] != role:
                 continue
-            fits = (rows.column("ready") > 0) & (rows.column("max_len") >= need.context_tokens)
-            is_open = fits.copy() if role == "decode" else fits & (rows.column("has_room") > 0)
+            every = rows.figures()
+            fits = every.longest >= need.context_tokens
+            is_open = fits & (every.has_room > 0) if role == "prefill" else fits.copy()
             is_open[self._indices(kind, need.refused)] = False
-            failed = np.zeros(len(rows), dtype=bool)
-            failed[self._indices(kind, need.failed)] = True
-            hosts = rows.column("host")
-            parts = [(host, hosts == self._hosts[host]) for host in cut_hosts]
-            others = ~np.any([members for _, members in parts], axis=0) if parts else np.ones(len(rows), dtype=bool)
-            for host, members in (("", others), *parts):
-                for own in (members & ~failed, members & failed) if need.failed else (members,):
-                    if (fitting := np.flatnonzero(own & fits)).size:
-                        yield WorkerClass(kind, rows, host, fitting, np.flatnonzero(own & is_open))
+            for host, members in self._parts(kind, every, need):
+                fitting = fits & members
+                if fitting[first := int(fitting.argmax())]:
+                    yield WorkerClass(kind, host, first, every.take(np.flatnonzero(is_open & members)))
+
+    def _parts(self, kind: Kind, every: Figures, need: Need) -> Iterator[tuple[str, NDArray[np.bool_] | np.bool_]]:
+        """Yield masks of the workers of a kind that are alike apart from costs, with the host of all of them if it is
+        at the end of a cut link. Workers that failed are apart."""
+        cut_hosts = {host for host in itertools.chain.from_iterable(need.cut) if host in self._hosts}
+        at_links = [(host, every.host == self._hosts[host]) for host in cut_hosts]
+        others = ~np.any([members for _, members in at_links], axis=0) if at_links else np.True_
+        failed = self._indices(kind, need.failed)
+        for host, members in (("", others), *at_links):
+            if failed:
+                has_failed = np.zeros(len(every), dtype=bool)
+                has_failed[failed] = True
+                yield host, members & has_failed
+                members = members & ~has_failed
+            yield host, members
 
     def _indices(self, kind: Kind, names: Iterable[str]) -> list[int]:
         places = (self._places[name] for name in names if name in self._places)
         return [index for own, index in places if own == kind]
-
-    def _candidate(self, rows: KindColumns, index: int, now: float) -> Candidate:
-        candidate = rows.candidates[index]
-        recent = decayed(candidate.recent_tokens, now - rows.column("at")[index], self._half_life)
-        return replace(candidate, recent_tokens=float(recent))

@@ -11,14 +11,15 @@ from pydantic import Field, model_validator
 
 from paceline.services.gateway.api_bodies import ChatBatch
 from paceline.services.gateway.api_schema import answers
+from paceline.services.gateway.chat_format import ChatFormat
 from paceline.services.gateway.chat_planning import plan_with_media
 from paceline.services.gateway.chat_schemas import ChatMessage
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.plan import plan_chats
+from paceline.services.gateway.planning import plan_chats
 from paceline.services.gateway.respond import choose_id, start, whole
-from paceline.services.gateway.responses import ChatFormat, Json
+from paceline.services.gateway.response_format import Json
 from paceline.services.gateway.schemas import MAX_CHOICES, ChatRequest
 
 _ABOUT_PROMPT = ("prompt_logprobs", "prompt_token_ids")

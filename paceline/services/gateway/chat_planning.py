@@ -13,7 +13,8 @@ from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.prompt import Prompt
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
+from paceline.services.gateway.plan import Plan, ServedModel
+from paceline.services.gateway.planning import plan_chat
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
 from paceline.services.gateway.streaming import until_disconnect

@@ -12,10 +12,10 @@ from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.gateway.attempt import Ended, Event, scores_of
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.candidates import Placement
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.fleet import Fleet
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import ADMIT_SECONDS, WorkerCall, WorkerFailedError, answer, out_of_turn
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.services.gateway.attempt import Generated
+from paceline.services.gateway.chat_format import ChatFormat
 from paceline.services.gateway.choice import Choice, Delta
+from paceline.services.gateway.completion_format import CompletionFormat
 from paceline.services.gateway.plan import Plan, PromptPlan
-from paceline.services.gateway.responses import ChatFormat, CompletionFormat
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import (
     ChosenLogprob,

@@ -21,14 +21,14 @@ from paceline.core.errors import PacelineError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.telemetry import trace_headers
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import own_cancellation
+from paceline.services.common.cancellation import own_cancellation
 from paceline.services.common.wire import media_input_to_pb, span_to_pb, spans_from_pb
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.candidates import Link
 from paceline.services.gateway.encode_router import EncodeNeed, place_encoding
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import (
     ADMIT_SECONDS,
     WorkerBusyError,

@@ -243,6 +243,11 @@ def _allowed(request: Request) -> list[str]:
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
     """Return the most specific error with its field's path and OpenAI's status 400; FastAPI would use 422."""
     assert isinstance(error, RequestValidationError)
+    # A frame of the framework keeps the error, whose traceback keeps the frame. So the body, which the error has, would
+    # stay in memory until a garbage collection.
+    for each in (error, error.__cause__):
+        if each is not None:
+            each.__traceback__ = None
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {errors[0]['ctx']['error']}").response()

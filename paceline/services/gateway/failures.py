@@ -6,13 +6,20 @@ also end for other reasons. So it counts against the request only if nothing els
 
 - no worker that did not run the request has ended since the request's failure before, and
 - other requests went on during the attempt, or there were no others.
+
+Two requests that both end their workers explain each other's failures in this way. So only the first `MOST_EXCUSED`
+ends at a step can be explained.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+MOST_EXCUSED = 20
+"""Most ends of workers at one step that something else explains. It is so large that a request which is not the reason
+gets on before: it has to make no progress in as many attempts."""
 
 
 class Step(NamedTuple):
@@ -46,6 +53,11 @@ class Failure:
     others_went_on: bool = True
     """Whether other requests made progress during the attempt, or there were none."""
 
+    @property
+    def is_excused(self) -> bool:
+        """Whether something else explains the end of the worker."""
+        return self.others_ended or not self.others_went_on
+
 
 @dataclass(frozen=True, slots=True)
 class Failures:
@@ -56,6 +68,8 @@ class Failures:
     """Attempts that ended with an error of a worker that goes on."""
     ends: int = 0
     """Attempts during which a worker ended for no other reason than the request, as far as is known."""
+    excused: int = 0
+    """Attempts during which a worker ended and something else explained it."""
 
     @property
     def count(self) -> int:
@@ -64,9 +78,10 @@ class Failures:
     def after(self, failure: Failure) -> Failures:
         """Return the failures with one more. A request that has made progress starts again."""
         now = Failures(failure.step) if failure.step > self.step else self
+        if failure.cause is Cause.ELSEWHERE:
+            return now
         if failure.cause is Cause.REQUEST:
-            return Failures(now.step, now.errors + 1, now.ends)
-        if failure.cause is Cause.WORKER_ENDED:
-            ends = 0 if failure.others_ended else now.ends + failure.others_went_on
-            return Failures(now.step, now.errors, ends)
-        return now
+            return replace(now, errors=now.errors + 1)
+        if failure.is_excused and now.excused < MOST_EXCUSED:
+            return replace(now, ends=0 if failure.others_ended else now.ends, excused=now.excused + 1)
+        return replace(now, ends=now.ends + 1)

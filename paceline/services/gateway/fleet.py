@@ -123,7 +123,8 @@ class Fleet:
         """Return the kvtransfer service of a host; None if it is not known."""
         if not host_id:
             return None
-        return next((host for host in self.hosts() if host.member.host_id == host_id), None)
+        hosts = (host for host in self._members.hosts.values() if host.member.host_id == host_id)
+        return next((host for host in hosts if host.is_compatible), None)
 
     def layouts_of(self, worker_ids: Iterable[str]) -> dict[str, str]:
         """Return the fingerprints of workers' KV layouts by the ids of their hosts. Unknown workers are left out."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 from paceline.core.errors import UnavailableError
 from paceline.core.telemetry import request_span
-from paceline.services.common.rpc import own_cancellation
+from paceline.services.common.cancellation import own_cancellation
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Event

@@ -14,7 +14,7 @@ from paceline.core.context import Context
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.rpc import is_cancelled
+from paceline.services.common.cancellation import is_cancelled
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.remote_worker import RemoteWorker
 

@@ -9,7 +9,7 @@ import grpc.aio
 from paceline.core.errors import UnavailableError
 from paceline.proto.kvtransfer_pb2 import LedgerReply, LedgerRequest
 from paceline.proto.kvtransfer_pb2_grpc import KVTransferStub
-from paceline.services.common.rpc import is_cancelled
+from paceline.services.common.cancellation import is_cancelled
 from paceline.services.gateway.remote_worker import RemoteWorker
 
 LEDGER_SECONDS = 1.0

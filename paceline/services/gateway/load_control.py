@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.gateway.attempt import Generated
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.candidates import Candidate
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
@@ -14,7 +15,6 @@ from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 
 PREMATURE = "all workers that compute prompts have enough of them for now"
 FULL = "more requests would make tokens come later than the objectives of running ones allow"

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.block_pool import KV_USAGE
+from paceline.core.block_counts import KV_USAGE
 from paceline.core.request_classes import NO_CLASSES
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
@@ -115,7 +115,7 @@ class Metrics:
         self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
         help = "CPU time of a search for the workers of an attempt"
-        runner.on_placed = seconds("placement_cpu", help, _PLACING).observe
+        runner.starter.on_placed = seconds("placement_cpu", help, _PLACING).observe
         self._fleet = _FleetCollector(model, workers)
         self.registry.register(self._fleet)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from paceline.services.gateway.answer_body import AnswerBody
 
 Json = dict[str, Any]
 
 
-class Version(BaseModel):
+class Version(AnswerBody):
     version: str
 
 
-class ServerInfo(BaseModel):
+class ServerInfo(AnswerBody):
     version: str
     model: str
     max_model_len: int
@@ -24,12 +24,12 @@ class ServerInfo(BaseModel):
     options: Json
 
 
-class Load(BaseModel):
+class Load(AnswerBody):
     server_load: int
     """Requests that wait or run."""
 
 
-class FleetWorker(BaseModel):
+class FleetWorker(AnswerBody):
     model_name: str
     """The model of its fleet, as clients call it."""
     worker_id: str
@@ -52,13 +52,13 @@ class FleetWorker(BaseModel):
     stats: dict[str, float]
 
 
-class LeaseKey(BaseModel):
+class LeaseKey(AnswerBody):
     request_id: str
     attempt: int
     generation: int
 
 
-class Lease(BaseModel):
+class Lease(AnswerBody):
     key: LeaseKey
     state: str
     owner: str
@@ -72,7 +72,7 @@ class Lease(BaseModel):
     expires_in_ms: int
 
 
-class OwnedBlocks(BaseModel):
+class OwnedBlocks(AnswerBody):
     """Blocks of an owner's leases in one state."""
 
     owner: str
@@ -80,7 +80,7 @@ class OwnedBlocks(BaseModel):
     blocks: int
 
 
-class FleetHost(BaseModel):
+class FleetHost(AnswerBody):
     model_name: str
     worker_id: str
     address: str
@@ -129,13 +129,13 @@ class HostLedger(FleetHost):
     leases: list[Lease]
 
 
-class PlannedChange(BaseModel):
+class PlannedChange(AnswerBody):
     age_seconds: float
     decision: str
     acted: bool
 
 
-class PlannerState(BaseModel):
+class PlannerState(AnswerBody):
     model_name: str
     worker_id: str
     leads: bool
@@ -144,14 +144,14 @@ class PlannerState(BaseModel):
     decisions: list[PlannedChange]
 
 
-class FleetState(BaseModel):
+class FleetState(AnswerBody):
     workers: list[FleetWorker]
     hosts: list[HostLedger | SilentHost]
     waiting: int
     planners: list[PlannerState]
 
 
-class WorkerSteps(BaseModel):
+class WorkerSteps(AnswerBody):
     worker_id: str
     role: str
     host_id: str
@@ -165,7 +165,7 @@ class WorkerSteps(BaseModel):
     """Newest steps in order, each with the numbers that FleetSteps.fields names."""
 
 
-class HostBlocks(BaseModel):
+class HostBlocks(AnswerBody):
     host_id: str
     token_bytes: float
     """Bytes of KV for each token of a context."""
@@ -174,7 +174,7 @@ class HostBlocks(BaseModel):
     """What the host fetched from other hosts since its start, and the time that this took."""
 
 
-class FleetSteps(BaseModel):
+class FleetSteps(AnswerBody):
     fields: list[str]
     """number: of the step, among all of the worker. ended: seconds on the worker's own clock. seconds: length of the
     step. prompt_tokens: computed tokens of prompts. prompt_pairs: sum of the tokens to which they attend. sequences:
@@ -184,7 +184,7 @@ class FleetSteps(BaseModel):
     hosts: list[HostBlocks]
 
 
-class Trace(BaseModel):
+class Trace(AnswerBody):
     request_id: str
     own_id: str
     session_id: str | None
@@ -201,7 +201,7 @@ class Trace(BaseModel):
     parts_left_out: int
 
 
-class RequestLine(BaseModel):
+class RequestLine(AnswerBody):
     request_id: str
     own_id: str
     state: Literal["running", "finished", "failed", "aborted", "client gone"]
@@ -220,12 +220,12 @@ class RequestLine(BaseModel):
     """Workers that took part last, by name."""
 
 
-class RequestList(BaseModel):
+class RequestList(AnswerBody):
     requests: list[RequestLine]
     """The newest first."""
 
 
-class RoleState(BaseModel):
+class RoleState(AnswerBody):
     wanted: int
     ready: int
     draining: int
@@ -233,13 +233,13 @@ class RoleState(BaseModel):
     """Workers that kept ending, so that the supervisor does not start them any more."""
 
 
-class Scale(BaseModel):
+class Scale(AnswerBody):
     prefill: RoleState
     decode: RoleState
     encode: RoleState
 
 
-class CacheReset(BaseModel):
+class CacheReset(AnswerBody):
     """Numbers of blocks that were forgotten."""
 
     blocks: int

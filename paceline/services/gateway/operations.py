@@ -26,7 +26,8 @@ from paceline.services.gateway.metrics import figures
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.operation_bodies import FleetState, Load, ServerInfo, Trace, Version
 from paceline.services.gateway.remote_worker import RemoteWorker
-from paceline.services.gateway.trace_book import KEPT, describe
+from paceline.services.gateway.trace_book import KEPT
+from paceline.services.gateway.trace_json import describe
 
 LEASES = 100
 """Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""

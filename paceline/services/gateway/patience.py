@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
+from paceline.services.common.tasks import InUse
 from paceline.services.gateway.attempt import Event, Generated
+from paceline.services.gateway.attempt_trace import AttemptTrace
+from paceline.services.gateway.errors import LeavingError
 from paceline.services.gateway.failures import Cause, Failure
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerDrainingError, WorkerFailedError
 
 BACKGROUND_SECONDS = 86400.0
 """Longest life of a sequence of the background, in seconds. Its caller has a deadline of its own."""
 
+log = logging.getLogger(__name__)
+
 
 class Patience:
-    """The limits of one gateway. Deadlines are on time.monotonic()."""
+    """The limits of one gateway. Deadlines are on time.monotonic().
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet) -> None:
+    Args:
+        sequences: counts the sequences that this gateway runs.
+    """
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, sequences: InUse) -> None:
         self._config = config
         self._fleet = fleet
+        self._sequences = sequences
+        self._aborted = False
         self._heard = 0
         """Tokens of all sequences that have come from workers."""
+
+    def abort(self) -> None:
+        """Go on with no sequence from now on: `check` fails with LeavingError."""
+        self._aborted = True
 
     def hear(self, event: Event) -> None:
         """Count the tokens of an event that has come from a worker."""
@@ -37,13 +52,12 @@ class Patience:
         return self._deadline(sequence)
 
     def note(
-        self, error: WorkerFailedError, sequence: SequenceRun, record: AttemptTrace, *, begun: bool, alone: bool
+        self, error: WorkerFailedError, sequence: SequenceRun, record: AttemptTrace, *, begun: bool = True
     ) -> None:
         """Record a failed attempt of a sequence.
 
         Args:
             begun: whether the attempt's workers had begun.
-            alone: whether this gateway runs no other sequence.
         """
         worker, cause = error.worker.member.worker_id, _cause(error, begun)
         failure = Failure(
@@ -52,7 +66,7 @@ class Patience:
             others_ended=self._fleet.ends.any_since(
                 sequence.failed_at, others_than={*record.worker_ids, worker, sequence.failed_on}
             ),
-            others_went_on=alone or self._heard_of_others(sequence) > sequence.heard_before,
+            others_went_on=self._sequences.count == 1 or self._heard_of_others(sequence) > sequence.heard_before,
         )
         sequence.failures = sequence.failures.after(failure)
         sequence.last_failure = error
@@ -65,9 +79,13 @@ class Patience:
             self._fleet.set_aside(error.worker)
         if cause is not Cause.ELSEWHERE:
             sequence.failed_at, sequence.failed_on = time.monotonic(), worker
+        if not self._aborted:
+            log.warning("attempt %d failed %s: %s", sequence.attempts, sequence.place(), error)
 
     def check(self, sequence: SequenceRun) -> None:
-        """Raise UnavailableError if the sequence is to be given up."""
+        """Raise UnavailableError if the sequence is to be given up, and LeavingError if the gateway ends."""
+        if self._aborted:
+            raise LeavingError
         reason, since, now = sequence.last_failure, sequence.unreachable_since, time.monotonic()
         if now >= self._deadline(sequence):
             raise self.too_late(sequence)

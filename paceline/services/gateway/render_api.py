@@ -17,7 +17,7 @@ from paceline.services.gateway.derender import derender_chat, derender_completio
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import NOTHING
-from paceline.services.gateway.plan import plan_chat, plan_completion
+from paceline.services.gateway.planning import plan_chat, plan_completion
 from paceline.services.gateway.render import render
 from paceline.services.gateway.respond import choose_id
 from paceline.services.gateway.sampling import check_ids

@@ -18,7 +18,7 @@ from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.request_headers import with_headers
-from paceline.services.gateway.responses import Json, ResponseFormat
+from paceline.services.gateway.response_format import Json, ResponseFormat
 from paceline.services.gateway.resume import HEADER, StreamIds, read_positions
 from paceline.services.gateway.schemas import GenerationRequest, StreamOptions
 from paceline.services.gateway.streaming import (

@@ -245,23 +245,30 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
         ways += [_Way(decode, prefill) for prefill in open_ones]
         if not partners or _little_is_left(need, decode):
             ways.append(_Way(decode, None, alone=not partners))
-    fetching = [dataclasses.replace(way, source=source) for way in ways if (source := _source(need, way))]
+    computing = {way.computing.member.worker_id: way.computing.member for way in ways}
+    sources = {worker_id: _source(need, member) for worker_id, member in computing.items()}
+    fetching = [
+        _Way(way.decode, way.prefill, way.alone, source)
+        for way in ways
+        if (source := sources[way.computing.member.worker_id])
+    ]
     return ways + fetching
 
 
-def _source(need: Need, way: _Way) -> str:
+def _source(need: Need, computing: Member) -> str:
     """Return the host to fetch a prefix from: the one with the most cached tokens among those that can send blocks.
 
     Returns "" if the computing worker's own host has as many.
     """
-    here, layout = way.computing.member.host_id, way.computing.member.layout
+    here, layout = computing.host_id, computing.layout
+    own = need.cached.get(here, 0)
+    # A prefix that all prompts begin with is on all hosts, so the number of tokens is looked at first.
     readable = [
         (tokens, host)
         for host, tokens in need.cached.items()
-        if (host, here) not in need.cut and need.layouts.get(host, layout) == layout
+        if tokens > own and (host, here) not in need.cut and need.layouts.get(host, layout) == layout
     ]
-    tokens, host = max(readable, default=(0, ""))
-    return host if tokens > need.cached.get(here, 0) else ""
+    return max(readable, default=(0, ""))[1]
 
 
 def _little_is_left(need: Need, decode: Candidate) -> bool:

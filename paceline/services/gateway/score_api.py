@@ -17,9 +17,10 @@ from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.plan import Plan, ServedModel, plan_scores
+from paceline.services.gateway.named_request import NamedRequest
+from paceline.services.gateway.plan import Plan, ServedModel
+from paceline.services.gateway.planning import plan_scores
 from paceline.services.gateway.respond import choose_id, start, whole
-from paceline.services.gateway.schemas import NamedRequest
 from paceline.services.gateway.scoring import probability
 
 Json = dict[str, Any]

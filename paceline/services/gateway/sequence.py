@@ -16,9 +16,10 @@ from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
 from paceline.services.gateway.attempt import Event, Generated, HandedOver, PromptScores
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.failures import Failures, Step
 from paceline.services.gateway.kinds import Kind
-from paceline.services.gateway.traces import AttemptTrace, SequenceTrace
+from paceline.services.gateway.traces import SequenceTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 
 
@@ -62,9 +63,9 @@ class SequenceRun:
     failures: Failures = Failures()
     """Failed attempts that count against the sequence."""
     failed_at: float = 0.0
-    """When an attempt failed last that may count, on time.monotonic(); at first when the sequence arrived."""
+    """When the last failure came that may count, on time.monotonic(); before any failure, when the sequence arrived."""
     failed_on: str = ""
-    """Id of the worker on which this attempt failed."""
+    """Id of the worker of this failure."""
     generated_before: int = 0
     """Tokens that had come before the current attempt."""
     heard_before: int = 0

@@ -16,7 +16,7 @@ from paceline.services.common.tasks import StallWatch, end_tasks
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
 from paceline.services.gateway.generation import Generation
-from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
+from paceline.services.gateway.response_format import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.resume import StreamIds
 from paceline.services.gateway.schemas import StreamOptions
 

@@ -9,7 +9,7 @@ from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.api_bodies import GeneratedTokens, TokensChunk
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.plan import plan_tokens
+from paceline.services.gateway.planning import plan_tokens
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.token_format import TokensFormat
 from paceline.services.gateway.token_schemas import AbortRequest, TokensRequest

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.plan import Plan
-from paceline.services.gateway.responses import Json, ResponseFormat, TextChunk
+from paceline.services.gateway.response_format import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 

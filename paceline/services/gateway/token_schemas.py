@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.named_request import NamedRequest
 from paceline.services.gateway.schemas import (
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    NamedRequest,
     StreamOptions,
     TokenId,
 )

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from paceline.core.block_pool import BlockEvent, BlockPool, Counts
+from paceline.core.block_counts import Counts
+from paceline.core.block_pool import BlockEvent, BlockPool
 from paceline.core.cache_policy.base import CachePolicy, HintCounts
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.ranking import Block, Name
@@ -322,7 +323,7 @@ class Ledger:
         return self._pool.reusable()
 
     def reusable_counts(self) -> list[int]:
-        """Return the numbers of these blocks."""
+        """Return, by the number of the group, how many blocks a reservation could reuse now."""
         return self._pool.reusable_counts()
 
     def check(self) -> list[str]:

@@ -10,17 +10,13 @@ from typing import Any
 
 import grpc.aio
 
-from paceline.core.errors import (
-    InvalidRequestError,
-    PacelineError,
-    UnavailableError,
-)
+from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.wire_version import OURS
 from paceline.services.kvtransfer.adoptions import Waiter
 from paceline.services.kvtransfer.departure import Departure

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from paceline.core.block_pool import Counts
+from paceline.core.block_counts import Counts
 from paceline.core.cache_policy.base import HintCounts
 from paceline.core.metrics import Family, Sample
 from paceline.proto.fleet_pb2 import HostReport

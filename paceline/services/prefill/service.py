@@ -10,7 +10,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.wire import (
     context_from_pb,
     key_from_pb,
@@ -47,7 +47,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _prefill(self, request: worker_pb2.PrefillRequest, context: CallContext) -> None:
         """Compute the context and send events. The last one has the key under which decode can adopt the blocks."""
         worker, work = self._worker, request.work
-        grammar = await worker.compile_constraint(work)
+        grammar = await worker.intake.compile_constraint(work)
         reservation, prefix_came = await self._open(request)
         try:
             worker.media.open(work, reservation.filled_tokens)
@@ -58,7 +58,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 prefix_failed=not prefix_came,
             )
             await context.write(worker_pb2.PrefillEvent(opened=opened))
-            computed = worker.make_request(
+            computed = worker.intake.make_request(
                 work,
                 reservation,
                 context_from_pb(work),
@@ -106,8 +106,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         if request.host_id == worker.kv.session.host_id:
             return await worker.kv.open(key), True
         own = context_from_pb(work)
-        prefix_came = await worker.fetch_prefix(work, key, own, work.prefix_source)
-        reservation = await worker.reserve(work, key, own, len(own))
+        prefix_came = await worker.intake.fetch_prefix(work, key, own, work.prefix_source)
+        reservation = await worker.intake.reserve(work, key, own, len(own))
         try:
             return await worker.kv.open(reservation.key), prefix_came
         except BaseException:

@@ -12,7 +12,7 @@ import grpc.aio
 from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.worker.scoring import score
 from paceline.services.worker.worker import Worker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from paceline.proto import worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.worker.worker import Worker
 
 ResetContext = grpc.aio.ServicerContext[worker_pb2.ResetPoolRequest, worker_pb2.ResetPoolReply]

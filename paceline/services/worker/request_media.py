@@ -13,7 +13,7 @@ from paceline.core.errors import BusyError, InvalidRequestError, StaleError, Tra
 from paceline.core.media import MediaSpan
 from paceline.core.types import Key
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.rpc import mapped_errors
+from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.wire import key_from_pb, spans_from_pb
 from paceline.services.worker.encoding import ROOM_SECONDS
 from paceline.services.worker.encodings import Encodings, HeldEncoding

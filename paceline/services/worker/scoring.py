@@ -27,13 +27,13 @@ async def score(
     # The engine ends a request with its first token. This token is not sent.
     work.sampling.max_tokens = 1
     context = context_from_pb(work)
-    lease = await worker.reserve(work, key_from_pb(work.key), context, len(context))
+    lease = await worker.intake.reserve(work, key_from_pb(work.key), context, len(context))
     try:
         worker.media.open(work, lease.filled_tokens)
         opened = worker_pb2.Opened(key=key_to_pb(lease.key), cached_tokens=lease.filled_tokens)
         await send(worker_pb2.ComputeEvent(opened=opened))
         events, reporter = EventStream(), Reporter()
-        worker.submit(worker.make_request(work, lease, context, None, only_first_token=True), events)
+        worker.submit(worker.intake.make_request(work, lease, context, None, only_first_token=True), events)
         while True:
             batch = await events.batch()
             reporter.note(batch)

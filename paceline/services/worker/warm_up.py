@@ -33,12 +33,12 @@ async def warm_up(worker: Worker) -> bool:
     work = pb.Work(key=key_to_pb(key), token_ids=prompt, prompt_tokens=len(prompt), sampling=sampling)
     context = Context(prompt)
     try:
-        lease = await worker.reserve(work, key, context, len(prompt) + _TOKENS)
+        lease = await worker.intake.reserve(work, key, context, len(prompt) + _TOKENS)
     except BusyError as error:
         log.info("not warmed up: %s", error)
         return False
     worker.kv.use(lease.key)
-    request = worker.make_request(work, lease, context, None)
+    request = worker.intake.make_request(work, lease, context, None)
     computing = asyncio.create_task(asyncio.to_thread(_compute, worker, request))
     try:
         await asyncio.shield(computing)

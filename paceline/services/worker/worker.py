@@ -3,48 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from paceline.core.context import Context
-from paceline.core.errors import (
-    BusyError,
-    InvalidRequestError,
-    PacelineError,
-    TransferError,
-    UnavailableError,
-)
-from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.errors import UnavailableError
 from paceline.core.metrics import Family, Sample
 from paceline.core.turns import RoleTurns
 from paceline.core.types import Key
-from paceline.engine.constraint import Grammar
 from paceline.engine.engine import Engine
+from paceline.engine.limits import Limits
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.proto import common_pb2 as pb
-from paceline.proto import worker_pb2 as wire
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.distributions import load_to_pb
 from paceline.services.common.registry import Role
-from paceline.services.common.wire import key_from_pb, sampling_from_pb
+from paceline.services.common.wire import key_from_pb
 from paceline.services.worker.admission import Admission
 from paceline.services.worker.dispatcher import Dispatcher, lost
 from paceline.services.worker.encoder import Encoder
 from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams
+from paceline.services.worker.intake import Intake
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
-from paceline.services.worker.leases import Reservation
 from paceline.services.worker.request_media import RequestMediaTable
-from paceline.services.worker.work_check import check_encode, check_token, check_work
+from paceline.services.worker.work_check import check_encode, check_work
 from paceline.services.worker.worker_role import WorkerRole
 
 Argument = TypeVar("Argument")
@@ -54,8 +44,6 @@ OFFLOAD_BYTES = Family(
     "Bytes of KV blocks copied from a worker's pool to the arena (store), back (load), and from the pool of another "
     "worker on its device (device)",
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +93,8 @@ class Worker:
         self.limits = limits
         self.takes_turns = turns is not None
         self.admission = Admission(limits.max_seqs)
-        self._grammars = loaded.grammars
         self._facts = loaded.model.config
+        self.intake = Intake(loaded, kv)
         self._streams = EventStreams()
         self.dispatcher = Dispatcher(kv, self._streams, self.media)
         self._loop = asyncio.get_running_loop()
@@ -201,7 +189,7 @@ class Worker:
         Encodings take no place: requests that have all places wait for them.
 
         Args:
-            role: the role that the worker needs for this work; None if both will do.
+            role: the role that the worker needs for this work; None if either role will do.
 
         Raises DrainingError if the worker has another role, or another epoch than the sender knows.
         """
@@ -211,7 +199,7 @@ class Worker:
         return self.admission.admit(work.background)
 
     async def load_for(self, role: Role) -> None:
-        """Load what requests need in this role, and what is loaded with the first of them in other roles."""
+        """Load what requests need in this role. In other roles, the first request that needs it has it loaded."""
         if role == "prefill" and self.encoding is not None:
             await self.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
 
@@ -244,84 +232,6 @@ class Worker:
             check_encode(work, self.limits.max_model_len)
         else:
             check_work(work, self.limits.max_model_len, self._facts.vocab_size, self._facts.has_grids)
-
-    def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
-        """Refuse a handoff with an unknown token or of another attempt. Raises InvalidRequestError."""
-        check_token(handoff.first_token_id, self._facts.vocab_size)
-        if (handoff.key.request_id, handoff.key.attempt) != (work.key.request_id, work.key.attempt):
-            raise InvalidRequestError("the handoff is of another attempt than was admitted")
-
-    async def compile_constraint(self, work: pb.Work) -> Grammar | None:
-        """Compile the constraint of an output, if it has one. Raises ConstraintError or ModelError."""
-        constraint = sampling_from_pb(work.sampling).constraint
-        return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
-
-    async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
-        """Bring blocks of a context into this host's cache before blocks are reserved.
-
-        The blocks come from the disk tier, or from another host that has them as far as the gateway knows. If they do
-        not come, the worker computes more.
-
-        Args:
-            source: address of the other host's kvtransfer service; empty to ask only the disk.
-
-        Returns:
-            False if the source could not be read.
-        """
-        if not (source or self.kv.session.has_disk) or work.sampling.HasField("prompt_logprobs"):
-            return True
-        links = context.links(self.layout.fingerprint)
-        try:
-            await self.kv.fetch_prefix(key, source, links[: (len(context) - 1) // BASE_TOKENS])
-        except BusyError:
-            return True  # there is no room for the request either, and `reserve` will say so
-        except PacelineError as error:
-            log.warning("%s", error, extra={"request_id": key.request_id})
-            return not isinstance(error, TransferError)
-        return True
-
-    async def reserve(self, work: pb.Work, key: Key, context: Context, token_count: int) -> Reservation:
-        """Reserve blocks for `token_count` tokens. Cached blocks of the context are among them.
-
-        Raises BusyError if there are not enough free blocks.
-        """
-        # The last token is always computed, because its logits are needed. Prompt logprobs need logits of all tokens.
-        reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(context) - 1
-        links = context.links(self.layout.fingerprint)
-        return await self.kv.reserve(key, links, token_count, reusable, work.priority)
-
-    def make_request(
-        self,
-        work: pb.Work,
-        reservation: Reservation,
-        context: Context,
-        grammar: Grammar | None,
-        only_first_token: bool = False,
-        has_readers: bool = False,
-    ) -> Request:
-        """Return the engine's view of `work` in the blocks of `reservation`. The request adds its tokens to `context`.
-
-        Raises InvalidRequestError if the blocks have KV of the whole context or more, UnavailableError if they belong
-        to another context.
-        """
-        if not reservation.filled_tokens < len(context):
-            filled = reservation.filled_tokens
-            raise InvalidRequestError(f"the blocks have KV of {filled} tokens, the context has {len(context)}")
-        # Otherwise the request would go on from the KV of another context, and publish it under its own name.
-        reservation.check_context(context, self.layout.fingerprint)
-        return Request(
-            key=reservation.key,
-            context=context,
-            prompt_len=work.prompt_tokens,
-            sampling=sampling_from_pb(work.sampling),
-            layout=self.layout,
-            tables=reservation.tables,
-            computed_len=reservation.filled_tokens,
-            only_first_token=only_first_token,
-            has_readers=has_readers,
-            background=work.background,
-            grammar=grammar,
-        )
 
     def submit(self, request: Request, events: EventStream) -> None:
         """Give a request to the engine, and its events to `events`. Raises StaleError if its blocks were lost."""

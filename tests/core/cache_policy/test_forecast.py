@@ -65,4 +65,4 @@ def test_it_is_as_good_as_lru_where_that_is_best() -> None:
 def test_it_remembers_what_has_gone_and_not_for_ever() -> None:
     policy = learner(SLOTS)
     found(policy, (f"{number}" for number in range(6_000)))
-    assert SLOTS < len(policy._memory) <= 16 * SLOTS + SLOTS + 16 * SLOTS // HORIZON
+    assert SLOTS < len(policy.history) <= 16 * SLOTS + SLOTS + 16 * SLOTS // HORIZON

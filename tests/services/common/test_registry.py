@@ -26,7 +26,6 @@ from paceline.services.common.registry import (
     connect,
     metrics_to_pb,
     read_members,
-    without_password,
 )
 from paceline.services.serve.redis_server import wait_for_redis
 from tests.authority import Authority
@@ -202,8 +201,3 @@ def test_an_url_that_is_wrong_is_told_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="is not a URL of Redis") as caught:
         connect(url)
     assert "sec" not in str(caught.value)
-
-
-def test_a_password_is_not_shown() -> None:
-    url = "rediss://me:pass@host:6380/0?password=word&ssl_password=key&db=1"
-    assert without_password(url) == "rediss://…@host:6380/0?password=…&ssl_password=…&db=1"

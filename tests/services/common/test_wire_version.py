@@ -13,7 +13,8 @@ from paceline.core.errors import RefusedError
 from paceline.proto import common_pb2, fleet_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member
-from paceline.services.common.rpc import RpcServer, is_serving, mapped_errors, open_channel, unmapped_error
+from paceline.services.common.rpc import RpcServer, is_serving, open_channel
+from paceline.services.common.rpc_errors import mapped_errors, unmapped_error
 from paceline.services.common.wire_version import OURS, UNNAMED, WireVersions, mismatch
 
 RANGES = st.tuples(st.integers(1, 5), st.integers(0, 3)).map(lambda pair: WireVersions(pair[0], pair[0] + pair[1]))

@@ -8,7 +8,8 @@ import pytest
 
 from paceline.services.gateway import attempt, worker_call
 from tests.services.gateway.conftest import StartStack, eventually
-from tests.services.gateway.toy_workers import ADMISSION, TEXT
+from tests.services.gateway.toy_calls import ADMISSION
+from tests.services.gateway.toy_workers import TEXT
 
 FOR_EVER = 3600.0
 

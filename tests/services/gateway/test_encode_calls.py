@@ -17,16 +17,17 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import span_to_pb
 from paceline.services.gateway import encode_calls
 from paceline.services.gateway.attempt import Ended, Event, Generated
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.encoding_index import EncodingIndex
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.prefix_index import HostBlocks, PrefixIndex
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
-from tests.services.gateway.toy_workers import ADMISSION, Call, ToyWorker
+from tests.services.gateway.toy_calls import ADMISSION, Call
+from tests.services.gateway.toy_workers import ToyWorker
 
 ROWS = 4
 
@@ -289,7 +290,7 @@ async def test_requests_with_the_same_image_share_its_computation(cluster: Clust
         assert len(await request.task) == 9
     (busy,) = [encoder for encoder in encoders if encoder.calls]
     assert sum(call.work.HasField("media_input") for call in busy.calls) < len(busy.calls)
-    assert runner._encodings.workers(requests[0].sequence.media[0], "") == frozenset()
+    assert runner.starter.encodings.workers(requests[0].sequence.media[0], "") == frozenset()
 
 
 async def test_who_leaves_ends_all_calls(cluster: Cluster) -> None:

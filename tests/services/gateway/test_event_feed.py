@@ -113,9 +113,9 @@ async def test_a_worker_that_ends_a_call_without_a_word_has_failed(start_stack: 
     worker = stack.workers["decode-0"]
 
     async def say_little(call, work, position, context) -> None:  # type: ignore[no-untyped-def]
-        token, _ = worker._token(work, position)
+        token, _ = worker.token(work, position)
         call.tell(tokens=worker_pb2.Tokens(tokens=[token]))
 
-    worker._recite = say_little  # type: ignore[method-assign]
+    worker.recite = say_little  # type: ignore[method-assign]
     assert await Reader(stack, max_tokens=40).task == TEXT[:40]
     assert stack.workers["decode-1"].calls[0].work.key.attempt == 2

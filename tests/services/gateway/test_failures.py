@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import reduce
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.failures import Cause, Failure, Failures, Step
+from paceline.services.gateway.failures import MOST_EXCUSED, Cause, Failure, Failures, Step
 
 STEPS = st.builds(Step, st.integers(0, 3), st.integers(0, 3))
 FAILURES = st.builds(Failure, STEPS, st.sampled_from(Cause), st.booleans(), st.booleans())
@@ -42,6 +43,13 @@ def test_an_end_counts_only_if_others_went_on() -> None:
     assert after(*[ended(others_went_on=False)] * 9).count == 0
 
 
+def test_requests_that_end_their_workers_at_the_same_time_do_not_excuse_each_other_for_ever() -> None:
+    ends = [ended(others_ended=True, others_went_on=False)] * MOST_EXCUSED
+    assert after(*ends).count == 0
+    assert after(*ends, *ends[:3]).count == 3
+    assert after(*ends, Failure(Step(1), Cause.WORKER_ENDED, others_ended=True)).count == 0
+
+
 def test_progress_in_the_prompt_is_progress() -> None:
     chunks = [Failure(Step(0, 512 * chunk), Cause.WORKER_ENDED) for chunk in range(1, 9)]
     assert after(*chunks).count == 1
@@ -63,6 +71,17 @@ def test_no_more_failures_count_than_there_were_since_the_last_progress(history:
         now = now.after(failure)
         assert now.count <= since
         assert now.step >= failure.step
+
+
+@given(HISTORIES, st.data())
+def test_a_request_without_progress_is_given_up_whatever_else_happens(
+    history: list[Failure], data: st.DataObject
+) -> None:
+    now = after(*history)
+    ends = st.builds(Failure, st.just(now.step), st.just(Cause.WORKER_ENDED), st.booleans(), st.booleans())
+    most = 2 * (MOST_EXCUSED + 1)
+    counts = [each.count for each in accumulate(data.draw(st.lists(ends, min_size=most)), Failures.after, initial=now)]
+    assert max(counts) >= 2
 
 
 @given(HISTORIES, st.integers(1, 6))

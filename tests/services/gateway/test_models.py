@@ -163,6 +163,21 @@ async def test_a_full_fleet_leaves_the_others_alone(models: Models) -> None:
     assert {await task for task in tasks} == {"22222"}
 
 
+async def test_lines_of_a_model_without_workers_hold_up_no_others(empty: Models) -> None:
+    await empty.add(TWO)
+    stack, lines = empty.stack, [line(f"{name} {number}", model=name) for name in (ONE, TWO) for number in range(3)]
+    batch = await submit(stack, lines)
+
+    async def others_are_answered() -> bool:
+        counts = (await stack.openai.batches.retrieve(batch.id)).request_counts
+        return counts is not None and counts.completed == 3
+
+    await eventually(others_are_answered)
+    await empty.add(ONE)
+    answers = await content(stack, (await ended(stack, batch.id)).output_file_id)
+    assert len(answers) == len(lines)
+
+
 async def test_a_batch_has_lines_for_all_models(models: Models) -> None:
     lines = [line(f"{name} {number}", model=name) for number in range(3) for name in (ONE, TWO, "three")]
     batch = await ended(models.stack, (await submit(models.stack, lines)).id)

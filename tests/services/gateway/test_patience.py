@@ -13,12 +13,13 @@ from paceline.core.errors import UnavailableError
 from paceline.core.types import SamplingParams, Token
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member
+from paceline.services.common.tasks import InUse
 from paceline.services.gateway.attempt import Generated
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import Cluster
 
@@ -31,7 +32,8 @@ class Trouble:
     def __init__(self, fleet: Fleet) -> None:
         self.worker = RemoteWorker(Member("d", "decode", 1, "127.0.0.1:1", "host"), Credentials())
         self.sequence = SequenceRun(request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(max_tokens=9))
-        self.patience = Patience(GatewayConfig(max_attempts=3, request_seconds=50.0), fleet)
+        self.sequences = InUse()
+        self.patience = Patience(GatewayConfig(max_attempts=3, request_seconds=50.0), fleet, self.sequences)
         self._attempt(4)
 
     def _attempt(self, tokens: int) -> AttemptTrace:
@@ -53,7 +55,8 @@ class Trouble:
         if others:
             self.patience.hear(OTHERS)
         error = WorkerFailedError("decode worker d has ended", self.worker, unreachable)
-        self.patience.note(error, self.sequence, record, begun=begun, alone=alone)
+        self.sequences.count = 1 if alone else 2
+        self.patience.note(error, self.sequence, record, begun=begun)
         self.worker.set_aside = False  # it is back
 
     def is_given_up(self) -> bool:

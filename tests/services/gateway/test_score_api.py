@@ -16,8 +16,8 @@ from paceline.core.types import Logprob, Token
 from paceline.services.gateway.scoring import Scoring, probability
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.toy_calls import Call
 from tests.services.gateway.toy_model import write_toy_model
-from tests.services.gateway.toy_workers import Call
 
 TOKENS = {"score_tokens": "y, n"}
 

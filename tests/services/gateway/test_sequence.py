@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from paceline.core.types import FinishReason, SamplingParams, Token
 from paceline.services.gateway.attempt import Generated, HandedOver, PromptScores
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 
 
 def sequence(**sampling: object) -> SequenceRun:

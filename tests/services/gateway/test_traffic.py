@@ -11,8 +11,8 @@ from paceline.core.errors import BusyError
 from paceline.core.types import SamplingParams
 from paceline.proto.fleet_pb2 import ClassTraffic
 from paceline.services.common.distributions import distribution_from_pb
+from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequence import SequenceRun
-from paceline.services.gateway.traces import AttemptTrace
 from paceline.services.gateway.traffic import MOST_CLASSES, TrafficBook
 
 

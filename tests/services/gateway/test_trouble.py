@@ -82,12 +82,12 @@ async def test_a_lost_end_is_known_all_the_same(start_stack: StartStack) -> None
 
     async def say_no_end(call: Any, work: Any, position: int, context: Any) -> None:
         for count in range(4):
-            token, _ = worker._token(work, position + count)
+            token, _ = worker.token(work, position + count)
             call.tell(tokens=worker_pb2.Tokens(tokens=[token]))
         await call.outbox.flush()
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone before the end was said")
 
-    worker._recite = say_no_end  # type: ignore[method-assign]
+    worker.recite = say_no_end  # type: ignore[method-assign]
     choice = (await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("The", "stop")
     assert len(worker.calls) == 1

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from paceline.core.block_pool import Counts
+from paceline.core.block_counts import Counts
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
 pytestmark = pytest.mark.slow

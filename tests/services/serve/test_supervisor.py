@@ -162,14 +162,6 @@ def test_starts_all_and_stops_the_gateway_first_and_kvtransfer_after_the_workers
     assert stack.leftovers() == []
 
 
-def test_without_prefill_workers_only_decode_runs(start: Start) -> None:
-    stack = start(prefill=0)
-    stack.read_until("Ctrl-C stops")
-    assert set(stack.pids()) == {"redis", "kvtransfer", "decode-0", "gateway"}
-    stack.signal(signal.SIGINT)
-    assert stack.end() == 0
-
-
 def test_all_services_share_a_secret_that_no_process_list_shows(serving: Stack) -> None:
     services = [psutil.Process(pid) for name, pid in serving.pids().items() if name != "redis"]
     settings = {each.removeprefix("--config=") for p in services for each in p.cmdline() if "--config=" in each}
@@ -243,6 +235,7 @@ def models_file(model_folder: Path, tmp_path: Path) -> str:
 def test_each_model_has_a_fleet_of_its_own(start: Start, models_file: str) -> None:
     stack = start(model="", models_file=models_file)
     stack.read_until("Ctrl-C stops")
+    # The first model has no prefill workers.
     own = {"a/kvtransfer", "a/decode-0", "b/c/kvtransfer", "b/c/prefill-0", "b/c/decode-0", "b/c/decode-1"}
     assert set(stack.pids()) == own | {"redis", "gateway"}
     assert "The models are a and b/c." in stack.text

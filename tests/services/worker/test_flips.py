@@ -11,7 +11,7 @@ from paceline.core.errors import BusyError, DrainingError
 from paceline.core.turns import DecodeTurns, PrefillTurns
 from paceline.proto import worker_pb2, worker_pb2_grpc
 from paceline.services.common.registry import Role, connect, read_members
-from paceline.services.common.rpc import unmapped_error
+from paceline.services.common.rpc_errors import unmapped_error
 from paceline.services.common.set_role import set_role
 from paceline.services.gateway.event_feed import EventFeed
 from tests.services.worker.conftest import Host, StartHost, prompts

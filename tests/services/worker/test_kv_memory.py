@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.block_pool import Counts
+from paceline.core.block_counts import Counts
 from paceline.core.config import KV_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import GroupShape, make_layout

@@ -42,7 +42,7 @@ async def test_where_no_blocks_are_free_a_worker_serves_without_it(start_llama: 
         assert await host.all_blocks_back()
         work, key = common_pb2.Work(), Key("r", 1, 1)
         all_tokens = (await host.ledger()).free * worker.layout.groups[0].block_tokens
-        lease = await worker.reserve(work, key, Context([3]), all_tokens)
+        lease = await worker.intake.reserve(work, key, Context([3]), all_tokens)
         async with asyncio.timeout(10):
             assert not await warm_up(worker)
         worker.kv.release(lease.key)

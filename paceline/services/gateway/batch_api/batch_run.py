@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -31,6 +32,8 @@ RETRIES = 20
 """Times that a line is tried again after a failure of the server. A line that brings workers down must end."""
 RETRY_SECONDS = (0.25, 30.0)
 """The shortest and longest mean time before the next try, in seconds. It doubles with each failure."""
+LOOK_SECONDS = 0.25
+"""Time between two looks whether the models of lines have workers, in seconds."""
 OK, BUSY, SERVER_ERROR = 200, 429, 500
 """Status of good answers; of lines for which there is no room; the lowest one of failures of the server."""
 EXPIRED = "batch_expired", "This line was not answered before the completion window ended."
@@ -129,22 +132,41 @@ class BatchRun:
         await self._change(lambda batch: batch.moved("finalizing", time.time(), is_expired=not batch.is_answered))
 
     async def _answer_all(self) -> None:
-        done = await self._batches.answered(self.batch.id)
+        """Answer all lines that have no answer. Lines whose model has no workers are left for later."""
+        begun = await self._batches.answered(self.batch.id)
         async with asyncio.TaskGroup() as group:
-            async for number, data in self._lines():
-                if number not in done:
-                    await self._refused.wait_for_none()
-                    has_begun = asyncio.Event()
-                    group.create_task(self._answer(self._read(number, data), has_begun))
-                    # Lines are read no faster than they run.
-                    await has_begun.wait()
+            while shut := await self._begin_lines(group, begun):
+                await _until_one_opens(shut)
+
+    async def _begin_lines(self, group: asyncio.TaskGroup, begun: set[int]) -> set[LineGate]:
+        """Begin lines in their order, no faster than they run, and add their numbers to `begun`.
+
+        Returns the gates of the lines that were left out because their models have no workers.
+        """
+        shut: set[LineGate] = set()
+        async for number, data in self._lines():
+            if number in begun:
+                continue
+            await self._refused.wait_for_none()
+            line = self._read(number, data)
+            if (gate := self._gate_of(line)).is_shut:
+                shut.add(gate)
+                continue
+            begun.add(number)
+            has_begun = asyncio.Event()
+            group.create_task(self._answer(line, gate, has_begun))
+            while not has_begun.is_set() and not gate.is_shut:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await has_begun.wait()
+        return shut
 
     def _read(self, number: int, data: bytes) -> Line:
         return read_line(number, data, self.batch.endpoint, self._limits.max_line_bytes)
 
-    async def _answer(self, line: Line, has_begun: asyncio.Event) -> None:
+    async def _answer(self, line: Line, gate: LineGate, has_begun: asyncio.Event) -> None:
         """Answer a line, and try again while the server fails for reasons that pass."""
-        failures, gate = 0, self._gate_of(line)
+        failures = 0
         while True:
             answer = await gate.run(
                 lambda: self._call(self.batch.endpoint, line, self.batch.owner),
@@ -219,6 +241,13 @@ class BatchRun:
             return batch if batch.status == "cancelling" and not is_last else change(batch)
 
         self.batch = await self._batches.change(self.batch.id, unless_cancelled, self._name)
+
+
+async def _until_one_opens(gates: Iterable[LineGate]) -> None:
+    while True:
+        if any(not gate.is_shut for gate in gates):
+            return
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 async def _grouped(items: AsyncIterator[T], size: int) -> AsyncIterator[list[T]]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from paceline.services.gateway.answer_body import AnswerBody
 from paceline.services.gateway.batch_api.batch import Status
 
 Json = dict[str, Any]
@@ -42,7 +43,7 @@ class CreateBatch(BaseModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-class FileBody(BaseModel):
+class FileBody(AnswerBody):
     id: str
     object: Literal["file"]
     bytes: int
@@ -53,13 +54,13 @@ class FileBody(BaseModel):
     status: Literal["processed"]
 
 
-class DeletedFile(BaseModel):
+class DeletedFile(AnswerBody):
     id: str
     object: Literal["file"]
     deleted: Literal[True]
 
 
-class FileList(BaseModel):
+class FileList(AnswerBody):
     object: Literal["list"]
     data: list[FileBody]
     first_id: str | None
@@ -67,13 +68,13 @@ class FileList(BaseModel):
     has_more: bool
 
 
-class BatchCounts(BaseModel):
+class BatchCounts(AnswerBody):
     total: int
     completed: int
     failed: int
 
 
-class BatchBody(BaseModel):
+class BatchBody(AnswerBody):
     """A batch. Times are seconds since the epoch."""
 
     id: str
@@ -98,7 +99,7 @@ class BatchBody(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
+class BatchList(AnswerBody):
     object: Literal["list"]
     data: list[BatchBody]
     first_id: str | None

@@ -159,6 +159,7 @@ class BatchRunner:
 
 def _gate(model: ModelFleet) -> LineGate:
     return LineGate(
+        lambda: model.fleet.has_decode_worker,
         lambda: places_of(model.fleet.snapshot()),
         model.waiting_requests,
         lambda: model.runner.client_sequences,

@@ -14,7 +14,7 @@ from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.operation_bodies import RequestList
 from paceline.services.gateway.streaming import EventStreamResponse, event
-from paceline.services.gateway.trace_book import summarize
+from paceline.services.gateway.trace_json import summarize
 
 MOST_REQUESTS = 500
 

@@ -285,6 +285,7 @@ class DecodePool:
                     process.kill()
             raise
         finally:
+            del decoding  # it has the error, whose traceback has this frame: the item would stay in memory
             self._busy.discard(process)
             if process.is_usable:
                 self._idle.append(process)

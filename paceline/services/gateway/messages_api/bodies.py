@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from paceline.services.gateway.answer_body import AnswerBody
 
 
-class ThinkingTokens(BaseModel):
+class ThinkingTokens(AnswerBody):
     thinking_tokens: int
 
 
-class MessageUsage(BaseModel):
+class MessageUsage(AnswerBody):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
@@ -19,7 +21,7 @@ class MessageUsage(BaseModel):
     output_tokens_details: ThinkingTokens
 
 
-class ContentBlock(BaseModel):
+class ContentBlock(AnswerBody):
     """A text, thinking, or the use of a tool; it has the fields of its type."""
 
     type: Literal["text", "thinking", "tool_use"]
@@ -31,7 +33,7 @@ class ContentBlock(BaseModel):
     input: dict[str, Any] = {}
 
 
-class AnsweredMessage(BaseModel):
+class AnsweredMessage(AnswerBody):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -42,7 +44,7 @@ class AnsweredMessage(BaseModel):
     usage: MessageUsage
 
 
-class MessageEvent(BaseModel):
+class MessageEvent(AnswerBody):
     """An event of a stream; it has the fields of its type."""
 
     model_config = ConfigDict(extra="allow")
@@ -59,16 +61,16 @@ class MessageEvent(BaseModel):
     ]
 
 
-class TokenCount(BaseModel):
+class TokenCount(AnswerBody):
     input_tokens: int
 
 
-class MessageErrorDetail(BaseModel):
+class MessageErrorDetail(AnswerBody):
     type: str
     message: str
 
 
-class MessageError(BaseModel):
+class MessageError(AnswerBody):
     type: Literal["error"]
     error: MessageErrorDetail
     request_id: str

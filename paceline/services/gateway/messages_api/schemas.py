@@ -9,7 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.chat_schemas import CacheControl, ReasoningEffort
-from paceline.services.gateway.schemas import NamedRequest, StopString, warn_of_hosted_tools
+from paceline.services.gateway.named_request import NamedRequest, warn_of_hosted_tools
+from paceline.services.gateway.schemas import StopString
 
 Json = dict[str, Any]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from paceline.services.gateway.answer_body import AnswerBody
 
 Json = dict[str, Any]
 
 
-class ResponseBody(BaseModel):
+class ResponseBody(AnswerBody):
     """A response. It also has the fields of its request."""
 
     model_config = ConfigDict(extra="allow")
@@ -26,7 +28,7 @@ class ResponseBody(BaseModel):
     usage: Json | None
 
 
-class ResponseEvent(BaseModel):
+class ResponseEvent(AnswerBody):
     """An event of a stream; it has the fields of its type."""
 
     model_config = ConfigDict(extra="allow")
@@ -35,18 +37,18 @@ class ResponseEvent(BaseModel):
     sequence_number: int
 
 
-class InputTokens(BaseModel):
+class InputTokens(AnswerBody):
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class DeletedResponse(BaseModel):
+class DeletedResponse(AnswerBody):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-class InputItems(BaseModel):
+class InputItems(AnswerBody):
     object: Literal["list"]
     data: list[Json]
     first_id: str | None

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.errors import ApiError, ContextLengthError
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
-from paceline.services.gateway.plan import Plan, ServedModel, plan_chat
+from paceline.services.gateway.plan import Plan, ServedModel
+from paceline.services.gateway.planning import plan_chat
 from paceline.services.gateway.responses_api.items import InputItem, MessageItem, Messages
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.tools import Toolbox

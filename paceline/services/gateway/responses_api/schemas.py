@@ -9,8 +9,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from paceline.services.gateway.answer_format import AnswerFormat, Body, JsonSchemaFormat
 from paceline.services.gateway.chat_schemas import ReasoningEffort
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.named_request import warn_of_hosted_tools
 from paceline.services.gateway.responses_api.items import InputItem, MessageItem
-from paceline.services.gateway.schemas import GenerationRequest, warn_of_hosted_tools
+from paceline.services.gateway.schemas import GenerationRequest
 
 Json = dict[str, Any]
 

@@ -21,7 +21,13 @@ class World:
         self.places = Places(100, 100)
         self.waiting = self.clients = 0
         self.now = 0.0
-        self.gate = LineGate(lambda: self.places, lambda: self.waiting, lambda: self.clients, lambda: self.now)
+        self.gate = LineGate(
+            lambda: self.places.most > 0,
+            lambda: self.places,
+            lambda: self.waiting,
+            lambda: self.clients,
+            lambda: self.now,
+        )
         self.begun = 0
         self.go_on = asyncio.Event()
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.services.gateway import streaming
 from tests.services.gateway.messages_api.conftest import Desk, with_defaults
-from tests.services.gateway.toy_workers import ADMISSION
+from tests.services.gateway.toy_calls import ADMISSION
 
 
 async def test_a_whole_answer(desk: Desk) -> None:

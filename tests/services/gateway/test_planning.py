@@ -9,7 +9,8 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import common_pb2
 from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
-from paceline.services.gateway.plan import Plan, ServedModel, plan_chat, plan_completion
+from paceline.services.gateway.plan import Plan, ServedModel
+from paceline.services.gateway.planning import plan_chat, plan_completion
 from paceline.services.gateway.sampling import LogprobRules
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer

@@ -1,0 +1,121 @@
+"""The command line.
+
+Exit codes: 0 success; 1 a failure while running; 2 invalid input, or a machine that lacks something; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.cli.parser import build_parser
+from paceline.cli.services import SERVICES, load_service_config, run_service
+from paceline.client import GatewayClient
+from paceline.core import env
+from paceline.core.config import ServeConfig
+from paceline.core.config_source import load_config
+from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
+from paceline.core.progress import StatusLines
+from paceline.run_batch import run_batch
+from paceline.scale import scale
+from paceline.services.common.secret import make_secret, new_key
+from paceline.top import top
+from paceline.trace import trace
+
+_EXTRAS = {"profile": "gateway", "simulate": "gateway"}
+"""The pip extra with the dependencies of a tool; those of the others are in "convert"."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = vars(build_parser().parse_args(argv or ["--help"]))
+    name = arguments.pop("command")
+    try:
+        return _run(name, arguments)
+    except ModuleNotFoundError as error:
+        if (error.name or "paceline").split(".")[0] == "paceline":
+            raise
+        extra = SERVICES[name].extra if name in SERVICES else _EXTRAS.get(name, "convert")
+        return _fail(f"{name} needs {error.name}, which is not installed: pip install 'paceline[{extra}]'", 2)
+    except (ConfigError, ModelError, InvalidRequestError) as error:
+        return _fail(str(error), 2)
+    except PacelineError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(name: str, arguments: dict[str, Any]) -> int:
+    """Run a command. Return its exit code; errors raise exceptions."""
+    if name == "version":
+        print(f"paceline {__version__}")
+    elif name == "top":
+        top(_gateway(arguments), max(arguments["interval"], 0.1), arguments["count"])
+    elif name == "trace":
+        trace(arguments["request_id"], _gateway(arguments), arguments["json"])
+    elif name == "scale":
+        wishes = arguments["targets"], arguments["drain"], arguments["release"]
+        scale(*wishes, _gateway(arguments), arguments["wait"])
+    elif name == "profile":
+        from paceline.profiler.profile import profile
+
+        profile(_gateway(arguments), arguments["output"], arguments["machine"], not arguments["no_scale"])
+    elif name == "simulate":
+        from paceline.simulator.command import simulate_fleet
+
+        return simulate_fleet(arguments)
+    elif name == "run-batch":
+        return _run_batch(arguments)
+    elif name == "token":
+        make_secret(arguments["file"])
+    elif name == "key":
+        print(new_key(arguments["name"]))
+    elif name == "prepare":
+        is_relayed, link, file = (arguments.pop(own) for own in ("live_progress", "link", "config"))
+        _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
+    else:
+        run_service(name, load_service_config(name, arguments.pop("config"), arguments))
+    return 0
+
+
+def _run_batch(arguments: dict[str, Any]) -> int:
+    is_good = run_batch(
+        arguments["input_file"],
+        arguments["output_file"],
+        arguments["model"] or ServeConfig.model_fields["model"].default,
+        _gateway(arguments),
+        arguments["completion_window"],
+        arguments["serve_flag"],
+    )
+    return 0 if is_good else 1
+
+
+def _api_key(arguments: dict[str, Any]) -> str:
+    return arguments["api_key"] or next(iter((*env.admin_keys(), *env.api_keys())), "")
+
+
+def _gateway(arguments: dict[str, Any]) -> GatewayClient:
+    return GatewayClient(arguments["url"], _api_key(arguments), arguments["ssl_ca_certs"], arguments.get("fleet", ""))
+
+
+def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
+    from paceline.models.assets import link_folder, resolve_model
+
+    # SIGTERM becomes an exception, so that a half-made folder is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    report = StatusLines(sys.stderr, is_relayed)
+    how = config.quantization, config.revision, config.model_impl, config.trust_remote_code
+    folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
+    if link is not None:
+        link_folder(folder, link)
+    print(folder)
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"paceline: {sentence}", file=sys.stderr)
+    return code

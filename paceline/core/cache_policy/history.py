@@ -1,0 +1,199 @@
+"""What a forecast knows of blocks: when each was used, and how soon blocks like it are requested again."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from paceline.core.cache_policy.hazard import BINS, HORIZON, Hazards, bin_of
+from paceline.core.cache_policy.ranking import Block, Name
+from paceline.core.cache_policy.sources import LEVELS, Sources
+
+REMEMBERED = 1 << 16
+"""Least number of block uses to remember. A small cache must know, too, how long blocks wait that it cannot keep."""
+_RANK_EPOCHS = 8
+_FIRST_RANKS = (1, 2, 4)
+"""Earlier epochs after which blocks are ranked, because much is learned in the first ones."""
+
+_MOST_USES = 65
+_USES = (0, *(1 + (again - 1).bit_length() for again in range(1, _MOST_USES + 1)))
+"""The range of the number of requests for a block after the first: 0, 1, 2, 3-4, 5-8 and so on. Larger numbers have the
+last range. With few ranges, a popular prefix would be worth no more than one that was requested ten times."""
+_RANGES = _USES[-1] + 1
+
+_NEW = 0
+"""The class of a block that only one request has used."""
+_END = 1
+"""The class of a new block that was the last of its context: a follow-up request may not contain it. Such a block
+in a context that continues an earlier one has class _END + 1."""
+_FEW = 2
+"""A block that more requests than this asked for again begins many contexts, which need not be continued."""
+_BACKGROUND = 3
+"""A block that only one request has used, which was less urgent than usual."""
+_AGAIN = 3
+"""A block that was requested again has class _AGAIN plus its range, which is at least 1."""
+_HINTED = _AGAIN + _RANGES
+"""The first class of blocks with a hint. There is one for each range of times, level of belief in the source, and range
+of uses."""
+_TIMES = (60.0, 900.0)
+"""Seconds of a hint above which another range begins: the next call of an agent, the next turn of a chat, and later."""
+_TRUSTED = 0.125
+"""Share of hinted blocks that are assumed to be requested in an epoch, before any were observed."""
+_ASSUMED = (
+    *[None] * _BACKGROUND,
+    0.0,
+    *[None] * (_RANGES - 1),
+    *[*[None] * _RANGES, *[_TRUSTED] * _RANGES * (LEVELS - 1)] * (len(_TIMES) + 1),
+)
+"""For each class, the argument of `Hazards`."""
+KINDS = len(_ASSUMED)
+"""Number of classes of blocks."""
+
+_LAPSE = 64
+"""Age in epochs at which a hint counts as wrong."""
+
+
+def _range_of(again: int) -> int:
+    return _USES[min(again, _MOST_USES)]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The history of a block, kept while it is cached and for some time after."""
+
+    kind: int
+    epoch: int
+    """Epoch of the last use."""
+    again: int = 0
+    """Number of requests for the block after the first, whether it was cached or not."""
+    goes_on: bool = False
+    """Whether the block was new in a context that continues an earlier one."""
+    here: bool = True
+    source: bytes | None = None
+    """The source of a hint of which it is not known yet whether it comes true."""
+
+
+class History:
+    """Remembers the uses of blocks, evicted ones included, and tells which of them are worth the least.
+
+    Time is measured in epochs, each a fixed number of block uses. A block's class and the epoch of its last use are all
+    that its worth depends on.
+
+    Args:
+        slots: number of blocks that the memory can hold.
+        remembered: least number of block uses to remember.
+    """
+
+    def __init__(self, slots: int, remembered: int = REMEMBERED) -> None:
+        self._epoch_uses = max(4 * slots, remembered) // HORIZON
+        self._uses = 0  # uses in this epoch
+        self._hazards = Hazards(_ASSUMED)
+        self._sources = Sources()
+        self._memory: dict[Name, _Memory] = {}
+        self._used: list[list[Name]] = [[] for _ in range(HORIZON)]  # names by epoch, a ring
+        self._rank()
+
+    @property
+    def now(self) -> int:
+        """The current epoch. The order of cells changes only when an epoch begins."""
+        return self._hazards.now
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def kind_and_epoch(self, name: Name) -> tuple[int, int]:
+        """Return the class of a block and the epoch of its last use. A forgotten block counts as old and used once."""
+        memory = self._memory.get(name)
+        return (_NEW, self.now - HORIZON) if memory is None else (memory.kind, memory.epoch)
+
+    def place(self, kind: int, epoch: int) -> int:
+        """Return the index in `order` of the cell of such blocks."""
+        return self._place[kind][bin_of(self._hazards.now - epoch)]
+
+    # ---- events of blocks
+
+    def inserted(self, block: Block) -> None:
+        memory = self._memory.get(block.name)
+        if memory is None:
+            memory = self._memory[block.name] = _Memory(_NEW, self._hazards.now)
+            if block.parent is not None and (parent := self._memory.get(block.parent)) is not None:
+                memory.goes_on = parent.again <= _FEW if parent.again else parent.goes_on
+            self._use(block.name, memory, _BACKGROUND if block.priority > 0 else _NEW)
+        else:
+            memory.here = True
+            self._use_again(block.name, memory)
+        self._pass_time()
+
+    def touched(self, block: Block) -> None:
+        self._use_again(block.name, self._memory[block.name])
+        self._pass_time()
+
+    def released(self, block: Block) -> None:
+        memory = self._memory[block.name]
+        if memory.kind == _NEW and block.is_end:
+            self._hazards.discard(memory.kind, memory.epoch)
+            self._use(block.name, memory, _END + memory.goes_on)
+
+    def hinted(self, block: Block) -> None:
+        assert block.hint is not None
+        memory = self._memory[block.name]
+        self._hazards.discard(memory.kind, memory.epoch)
+        level = self._sources.level(block.hint.source)
+        trust = LEVELS * bisect_left(_TIMES, block.hint.seconds) + level
+        memory.kind = _HINTED + _RANGES * trust + _range_of(memory.again)
+        memory.source = block.hint.source
+        self._hazards.add(memory.kind, memory.epoch)
+
+    def gone(self, name: Name) -> None:
+        memory = self._memory[name]
+        memory.here = False
+        self._forget(name, memory)
+
+    def _use_again(self, name: Name, memory: _Memory) -> None:
+        if memory.source is not None:
+            self._judge_hint(memory, came_true=True)
+        self._hazards.ask(memory.kind, memory.epoch)
+        memory.again += 1
+        self._use(name, memory, _AGAIN + _range_of(memory.again))
+
+    def _judge_hint(self, memory: _Memory, came_true: bool) -> None:
+        if memory.source is not None:
+            self._sources.count(memory.source, came_true)
+            memory.source = None
+
+    def _use(self, name: Name, memory: _Memory, kind: int) -> None:
+        memory.kind, memory.epoch = kind, self._hazards.now
+        self._hazards.add(kind, memory.epoch)
+        self._used[memory.epoch % HORIZON].append(name)
+
+    # ---- time
+
+    def _pass_time(self) -> None:
+        self._uses += 1
+        if self._uses < self._epoch_uses:
+            return
+        self._uses = 0
+        self._hazards.tick()
+        now = self._hazards.now
+        names, self._used[now % HORIZON] = self._used[now % HORIZON], []
+        for name in names:
+            if (memory := self._memory.get(name)) is not None:
+                self._forget(name, memory)
+        for name in self._used[(now - _LAPSE) % HORIZON]:
+            if (memory := self._memory.get(name)) is not None and memory.epoch <= now - _LAPSE:
+                self._judge_hint(memory, came_true=False)
+        if now % _RANK_EPOCHS == 0 or now in _FIRST_RANKS:
+            self._rank()
+
+    def _forget(self, name: Name, memory: _Memory) -> None:
+        if not memory.here and self._hazards.now - memory.epoch >= HORIZON:
+            del self._memory[name]
+
+    def _rank(self) -> None:
+        """Sort the cells, each a pair of class and age bin, by the order in which their blocks are to be evicted."""
+        worth = self._hazards.worth()
+        cells = [(kind, age) for kind in range(KINDS) for age in range(BINS)]
+        self.order = sorted(cells, key=lambda cell: (worth[cell[0]][cell[1]], cell[0] != _BACKGROUND, -cell[1]))
+        self._place = [[0] * BINS for _ in range(KINDS)]
+        for place, (kind, age) in enumerate(self.order):
+            self._place[kind][age] = place

@@ -1,0 +1,103 @@
+"""The next chunk of one request, and when the request asks for more blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.engine.limits import Limits
+from paceline.engine.request import Request
+from paceline.engine.speculation import Speculation
+from paceline.engine.step import Chunk, NeedsBlocks
+
+GROWTH_TOKENS = 64
+"""Tokens for which a request asks for blocks at a time. With more tokens, it asks less often."""
+
+LOOKAHEAD_TOKENS = 16
+"""Tokens before the end of its blocks at which a request asks for more, so that the answer comes in time."""
+
+TAIL_TOKENS = 128
+"""Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
+has to wait only for this chunk."""
+
+
+class ChunkPlanner:
+    """Chooses how many tokens of a request the next step computes, and notes in the request that they are in flight.
+
+    Args:
+        emit: called when a request needs more blocks.
+    """
+
+    def __init__(self, limits: Limits, speculation: Speculation, emit: Callable[[NeedsBlocks], None]) -> None:
+        self._limits = limits
+        self._speculation = speculation
+        self._emit = emit
+
+    def decode_chunk(self, request: Request, drafts: int) -> Chunk | None:
+        """Return the next chunk of a decoding request: its newest token, and at most `drafts` drafts after it.
+
+        None if its blocks are full, or if it ends with the steps in flight.
+        """
+        self._ask_for_blocks(request)
+        limit, capacity = request.limit(self._limits.max_model_len), request.pool_capacity
+        least, most = request.least_len, request.most_len
+        if least >= limit or most > capacity:
+            return None
+        room = min(drafts, limit - least - 1, capacity - most)
+        return self._launch(request, most - 1, 1 + min(request.drafts, room), follows=True, samples=True)
+
+    def prompt_chunk(self, request: Request, budget: int) -> Chunk | None:
+        """Return the next chunk of a prompt: at most about `budget` tokens. If the prompt has readers, its tail is left
+        to a chunk of its own.
+
+        None if its blocks are full, or if the encoding of its next span is not there.
+        """
+        self._ask_for_blocks(request)
+        start = request.planned_len
+        left = request.ready_len - start
+        if request.has_readers and left > 2 * TAIL_TOKENS:  # for less, another pass over the weights costs too much
+            left -= TAIL_TOKENS
+        if budget < left < 2 * budget:
+            # Two pieces of about the same size: a small last piece would share its step with the next prompt.
+            budget = (left + 1) // 2
+        capacity = request.pool_capacity
+        end = request.chunk_end(min(start + min(left, budget), capacity), self._limits.whole_media)
+        length = end - start
+        if length <= 0 or end > capacity:
+            return None
+        request.planned_len = end
+        samples = end == len(request.token_ids)
+        return self._launch(request, start, length, follows=False, samples=samples)
+
+    def _launch(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:
+        if samples:
+            request.unknown.append(length if follows else 1)
+            request.drafts = self._choose_drafts(request)
+        request.in_flight += 1
+        assert request.row is not None
+        end, prompt_len, leaves = start + length, request.prompt_len, request.only_first_token
+        return Chunk(
+            request.key,
+            request.row,
+            start,
+            length,
+            follows,
+            samples,
+            prefills=not follows or leaves or end <= prompt_len,
+            hands_over=samples and leaves and not request.has_readers,
+            scored=0 if request.sampling.prompt_logprobs is None else max(0, min(end, prompt_len - 1) - start),
+            drafts=request.drafts,
+            background=request.background,
+        )
+
+    def _choose_drafts(self, request: Request) -> int:
+        if request.acceptance is None:
+            request.acceptance = self._speculation.newcomer()
+        return 0 if request.only_first_token else self._speculation.choose(request.acceptance)
+
+    def _ask_for_blocks(self, request: Request) -> None:
+        wanted = request.most_len + self._limits.max_drafts
+        most = request.limit(self._limits.max_model_len)
+        if request.growing or request.only_first_token or request.capacity >= min(wanted + LOOKAHEAD_TOKENS, most):
+            return
+        request.growing = True
+        self._emit(NeedsBlocks(request.key, min(wanted + GROWTH_TOKENS, most)))

@@ -1,0 +1,54 @@
+"""The attempts that workers run now for one gateway."""
+
+from __future__ import annotations
+
+from paceline.core.numerics import may_differ
+from paceline.services.gateway.candidates import Need
+from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequence import SequenceRun
+
+
+class RunningAttempts:
+    """All attempts that have been started and not discarded, each with its sequence."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[AnyAttempt, SequenceRun] = {}
+
+    def add(self, attempt: AnyAttempt, sequence: SequenceRun) -> None:
+        """Keep an attempt that is about to ask its workers."""
+        self._sequences[attempt] = sequence
+
+    def discard(self, attempt: AnyAttempt) -> None:
+        """End the calls of an attempt, and forget it."""
+        self._sequences.pop(attempt, None)
+        attempt.close()
+
+    def close(self) -> None:
+        """End the calls of all attempts. Each one fails in the task that runs it, which discards it."""
+        for attempt in list(self._sequences):
+            attempt.close()
+
+    def leave_draining_workers(self, fleet: Fleet) -> None:
+        """Move sequences from draining decode workers to others, as many as these have room for.
+
+        A sequence stays if only workers with other numerics have room, because its tokens might change there.
+        """
+        draining = [
+            (attempt, sequence, worker.member.numerics)
+            for attempt, sequence in self._sequences.items()
+            if (worker := attempt.decode) is not None and worker.member.state == "draining"
+        ]
+        if not draining:
+            return
+        snapshot = fleet.snapshot()
+        room = sum(
+            max(0, candidate.member.max_seqs - candidate.in_flight)
+            for candidate in snapshot
+            if candidate.member.role == "decode" and candidate.member.state == "ready"
+        )
+        for attempt, sequence, numerics in draining[:room]:
+            need = Need(sequence.context_tokens, len(sequence.context.token_ids), decoded_with=numerics)
+            place = KINDS[sequence.kind].place(need, snapshot)
+            if place is not None and place.decode is not None and not may_differ(numerics, place.decode.numerics):
+                attempt.leave()

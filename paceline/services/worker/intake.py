@@ -1,0 +1,115 @@
+"""The steps from the work of an attempt to a request for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from paceline.core.context import Context
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
+from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.types import Key
+from paceline.engine.constraint import Grammar
+from paceline.engine.loading import Loaded
+from paceline.engine.request import Request
+from paceline.proto import common_pb2 as pb
+from paceline.proto import worker_pb2 as wire
+from paceline.services.common.wire import sampling_from_pb
+from paceline.services.worker.kv_client import KVClient
+from paceline.services.worker.leases import Reservation
+from paceline.services.worker.work_check import check_token
+
+log = logging.getLogger(__name__)
+
+
+class Intake:
+    """Turns the work of attempts into requests for the engine: compiles constraints, fetches and reserves blocks.
+
+    Args:
+        loaded: the model.
+        kv: the worker's connection to the kvtransfer service of its host.
+    """
+
+    def __init__(self, loaded: Loaded, kv: KVClient) -> None:
+        self._layout = loaded.layout
+        self._grammars = loaded.grammars
+        self._vocab_size = loaded.model.config.vocab_size
+        self._kv = kv
+
+    async def compile_constraint(self, work: pb.Work) -> Grammar | None:
+        """Compile the constraint of an output, if it has one. Raises ConstraintError or ModelError."""
+        constraint = sampling_from_pb(work.sampling).constraint
+        return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
+
+    async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
+        """Bring blocks of a context into this host's cache before blocks are reserved.
+
+        The blocks come from the disk tier, or from another host that has them as far as the gateway knows. If they do
+        not come, the worker computes more.
+
+        Args:
+            source: address of the other host's kvtransfer service; empty to ask only the disk.
+
+        Returns:
+            False if the source could not be read.
+        """
+        if not (source or self._kv.session.has_disk) or work.sampling.HasField("prompt_logprobs"):
+            return True
+        links = context.links(self._layout.fingerprint)
+        try:
+            await self._kv.fetch_prefix(key, source, links[: (len(context) - 1) // BASE_TOKENS])
+        except BusyError:
+            return True  # there is no room for the request either, and `reserve` will say so
+        except PacelineError as error:
+            log.warning("%s", error, extra={"request_id": key.request_id})
+            return not isinstance(error, TransferError)
+        return True
+
+    async def reserve(self, work: pb.Work, key: Key, context: Context, token_count: int) -> Reservation:
+        """Reserve blocks for `token_count` tokens. Cached blocks of the context are among them.
+
+        Raises BusyError if there are not enough free blocks.
+        """
+        # The last token is always computed, because its logits are needed. Prompt logprobs need logits of all tokens.
+        reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(context) - 1
+        links = context.links(self._layout.fingerprint)
+        return await self._kv.reserve(key, links, token_count, reusable, work.priority)
+
+    def make_request(
+        self,
+        work: pb.Work,
+        reservation: Reservation,
+        context: Context,
+        grammar: Grammar | None,
+        only_first_token: bool = False,
+        has_readers: bool = False,
+    ) -> Request:
+        """Return the engine's view of `work` in the blocks of `reservation`. The request adds its tokens to `context`.
+
+        Raises InvalidRequestError if the blocks have KV of the whole context or more, UnavailableError if they belong
+        to another context.
+        """
+        if not reservation.filled_tokens < len(context):
+            filled = reservation.filled_tokens
+            raise InvalidRequestError(f"the blocks have KV of {filled} tokens, the context has {len(context)}")
+        # Otherwise the request would go on from the KV of another context, and publish it under its own name.
+        reservation.check_context(context, self._layout.fingerprint)
+        return Request(
+            key=reservation.key,
+            context=context,
+            prompt_len=work.prompt_tokens,
+            sampling=sampling_from_pb(work.sampling),
+            layout=self._layout,
+            tables=reservation.tables,
+            computed_len=reservation.filled_tokens,
+            only_first_token=only_first_token,
+            has_readers=has_readers,
+            background=work.background,
+            grammar=grammar,
+        )
+
+    def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:
+        """Refuse a handoff with an unknown token or of another attempt. Raises InvalidRequestError."""
+        check_token(handoff.first_token_id, self._vocab_size)
+        if (handoff.key.request_id, handoff.key.attempt) != (work.key.request_id, work.key.attempt):
+            raise InvalidRequestError("the handoff is of another attempt than was admitted")
