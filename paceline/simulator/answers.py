@@ -54,9 +54,10 @@ def on_caches(sizes: Sequence[Found]) -> str:
     chosen = next(found for found, value in zip(ordered, values) if best - value <= PAYS * abs(best))
     what = "cost" if are_met else "goodput"
     hits = ", ".join(f"{found.tokens:,} tokens: {found.result.hit_rate:.0%} of the prompts" for found in ordered)
+    missed = "" if any(found.result.is_met for found in ordered) else " The objectives are missed with all of them."
     return (
         f"{chosen.tokens:,} tokens of cache on each host are enough: {what} differs by less than {PAYS:.0%} from the "
-        f"best of these sizes. Found in caches with {hits}."
+        f"best of these sizes. Found in caches with {hits}.{missed}"
     )
 
 
