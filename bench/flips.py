@@ -152,35 +152,37 @@ def long_requests(count: int, seed: int) -> list[Request]:
 
 
 async def disturbed(
-    url: str, model: str, asked: Sequence[Request], expected: Sequence[Outcome], actions: int, seed: int
+    client: httpx.AsyncClient,
+    fleet: Fleet,
+    asked: Sequence[Request],
+    expected: Sequence[Outcome],
+    actions: int,
+    seed: int,
 ) -> Tally:
     """Carry out actions under steady load, and return what became of the streams."""
     tally, over, began = Tally(), asyncio.Event(), time.monotonic()
-    headers = {"Authorization": f"Bearer {admin_keys()[0]}"} if admin_keys() else {}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as client:
 
-        async def stream(first: int) -> None:
-            number = first
-            while not over.is_set():
-                index = number % len(asked)
-                number += STREAMS
-                request = replace(asked[index], body={"model": model, **asked[index].body})
-                try:
-                    difference = (await ask(client, request)).difference(expected[index])
-                except httpx.HTTPError as error:
-                    tally.lost.append(f"request {index}: {error}")
-                    continue
-                tally.compared += 1
-                if difference:
-                    tally.changed.append(f"request {index}: {difference}")
-
-        async with asyncio.TaskGroup() as group:
-            for first in range(STREAMS):
-                group.create_task(stream(first))
+    async def stream(first: int) -> None:
+        number = first
+        while not over.is_set():
+            index = number % len(asked)
+            number += STREAMS
             try:
-                await _act(await Fleet.open(client), random.Random(seed), actions, tally)
-            finally:
-                over.set()
+                difference = (await ask(client, asked[index])).difference(expected[index])
+            except httpx.HTTPError as error:
+                tally.lost.append(f"request {index}: {error}")
+                continue
+            tally.compared += 1
+            if difference:
+                tally.changed.append(f"request {index}: {difference}")
+
+    async with asyncio.TaskGroup() as group:
+        for first in range(STREAMS):
+            group.create_task(stream(first))
+        try:
+            await _act(fleet, random.Random(seed), actions, tally)
+        finally:
+            over.set()
     tally.seconds = time.monotonic() - began
     return tally
 
@@ -196,8 +198,13 @@ async def _act(fleet: Fleet, rng: random.Random, actions: int, tally: Tally) -> 
 async def measure(url: str, model: str, actions: int, count: int, seed: int) -> Tally:
     """Return what became of the streams of a running stack, which has one worker of each role at least."""
     asked = long_requests(count, seed)
-    expected = await answers(url, model, asked, concurrency=STREAMS)
-    return await disturbed(url, model, asked, expected, actions, seed)
+    headers = {"Authorization": f"Bearer {admin_keys()[0]}"} if admin_keys() else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as client:
+        fleet = await Fleet.open(client)
+        await fleet.settle()
+        expected = await answers(url, model, asked, concurrency=STREAMS)
+        asked = [replace(each, body={"model": model, **each.body}) for each in asked]
+        return await disturbed(client, fleet, asked, expected, actions, seed)
 
 
 def main() -> int:

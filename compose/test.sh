@@ -89,14 +89,6 @@ ensure_engine() {
     skip "the docker engine does not start: $(grep -E 'level=(error|fatal)|failed' "$RUN_DIR/dockerd.log" | tail -n 1)"
 }
 
-# Gives the stack's planner the engine.
-share_engine() {
-    export DOCKER_SOCKET=${DOCKER_HOST:-unix:///var/run/docker.sock}
-    DOCKER_SOCKET=${DOCKER_SOCKET#unix://}
-    export DOCKER_GROUP
-    DOCKER_GROUP=$(stat -c %g "$DOCKER_SOCKET")
-}
-
 ensure_compose() {
     if docker compose version >/dev/null 2>&1; then
         COMPOSE="docker compose"
@@ -179,7 +171,6 @@ ensure_build_image() {
 trap stop_all EXIT
 trap 'exit 130' INT TERM
 ensure_engine
-share_engine
 ensure_compose
 ensure_base
 ensure_prometheus

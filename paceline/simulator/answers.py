@@ -21,19 +21,21 @@ def on_disaggregation(apart: Found, together: Found) -> str:
         together: an aggregated one under the same load.
     """
     one, other = apart.result, together.result
+    load = "this load"
     if one.is_met and other.is_met and one.cost and other.cost:
         better = 1 - one.cost / other.cost
         what = f"it costs {one.cost:.3g} and the aggregated fleet {other.cost:.3g}, and both meet the objectives"
     else:
         better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
         what = f"goodput is {one.goodput:.3g} requests/s, that of the aggregated fleet {other.goodput:.3g}"
+        load += " with so many workers"  # another ratio of both roles, as --find has it, may be better
     if better > PAYS:
-        return f"Disaggregation pays for this load: {what}."
+        return f"Disaggregation pays for {load}: {what}."
     if better < -PAYS:
-        return f"Disaggregation does not pay for this load: {what}."
+        return f"Disaggregation does not pay for {load}: {what}."
     itl, theirs = (max((c.itl.p99 for c in own.classes.values()), default=0.0) for own in (one, other))
     return (
-        f"Disaggregation makes little difference in goodput and cost for this load: {what}. "
+        f"Disaggregation makes little difference in goodput and cost for {load}: {what}. "
         f"The 99th percentile of ITL is {itl * 1000:.0f} ms with it and {theirs * 1000:.0f} ms without."
     )
 
@@ -52,9 +54,10 @@ def on_caches(sizes: Sequence[Found]) -> str:
     chosen = next(found for found, value in zip(ordered, values) if best - value <= PAYS * abs(best))
     what = "cost" if are_met else "goodput"
     hits = ", ".join(f"{found.tokens:,} tokens: {found.result.hit_rate:.0%} of the prompts" for found in ordered)
+    missed = "" if any(found.result.is_met for found in ordered) else " The objectives are missed with all of them."
     return (
         f"{chosen.tokens:,} tokens of cache on each host are enough: {what} differs by less than {PAYS:.0%} from the "
-        f"best of these sizes. Found in caches with {hits}."
+        f"best of these sizes. Found in caches with {hits}.{missed}"
     )
 
 

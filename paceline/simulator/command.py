@@ -78,7 +78,7 @@ class _Load:
     def read(arguments: dict[str, Any]) -> _Load:
         file, described = arguments["trace"], arguments["load"]
         if (file is None) == (described is None):
-            raise ConfigError("simulate needs a load: --trace FILE, or --load FILE")
+            raise ConfigError("simulate needs one load: --trace FILE, or --load FILE")
         if not arguments["speed"] > 0:
             raise ConfigError("--speed must be above 0")
         if arguments["requests"] < 0:

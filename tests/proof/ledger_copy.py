@@ -31,6 +31,7 @@ def _copy_policy(policy: CachePolicy) -> CachePolicy:
     twin = copy_fields(policy)
     twin._blocks = {name: copy.copy(block) for name, block in policy._blocks.items()}
     twin._queue = copy_fields(policy._queue)
+    twin._queue._spans = {span: names.copy() for span, names in policy._queue._spans.items()}
     return twin
 
 

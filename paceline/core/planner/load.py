@@ -17,7 +17,7 @@ ARRIVALS_HALF_LIFE = 20.0
 """Seconds after which an arrival counts half in the recent rate."""
 NEWEST_HALF_LIFE = 5.0
 """The same for the newest rate, which tells at once whether the load has changed, but is less exact."""
-LENGTHS_HALF_LIFE = 20.0
+LENGTHS_HALF_LIFE = 30.0
 """Seconds after which a length or a latency counts half."""
 _LEVEL, _TREND, _DAMPED = 0.6, 0.4, 0.9
 """Weights of the newest value in level and trend, and the part of a trend that is left after each interval."""

@@ -31,9 +31,8 @@ from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 
-def make_api(gateway: Gateway) -> APIRouter:
-    """Return a router with the OpenAI endpoints, `/tokenize` and `/detokenize`."""
-    router = APIRouter()
+def add_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the OpenAI endpoints, `/tokenize` and `/detokenize` to a router."""
 
     def card(model: ModelFleet) -> dict[str, Any]:
         return {
@@ -96,5 +95,3 @@ def make_api(gateway: Gateway) -> APIRouter:
         model = gateway.pick(body.model)
         check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
         return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}
-
-    return router

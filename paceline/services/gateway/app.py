@@ -16,27 +16,27 @@ from paceline.core.options import parse_bytes
 from paceline.services.gateway.access.cors import cors_options
 from paceline.services.gateway.access.decisions import DECISIONS, check_decided
 from paceline.services.gateway.access.guard import Guard
-from paceline.services.gateway.api import make_api
+from paceline.services.gateway.api import add_api
 from paceline.services.gateway.api_schema import ERRORS, add_referenced
 from paceline.services.gateway.batch_api.routes import make_batches
-from paceline.services.gateway.cache_reset import make_cache_reset
-from paceline.services.gateway.chat_batch import make_chat_batch
-from paceline.services.gateway.console.routes import make_console
+from paceline.services.gateway.cache_reset import add_cache_reset
+from paceline.services.gateway.chat_batch import add_chat_batch
+from paceline.services.gateway.console.routes import add_console
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.messages_api.routes import make_messages
+from paceline.services.gateway.messages_api.routes import add_messages
 from paceline.services.gateway.middleware import BodyLimitMiddleware, RequestIdMiddleware
-from paceline.services.gateway.operations import make_operations
-from paceline.services.gateway.render_api import make_render_api
+from paceline.services.gateway.operations import add_operations
+from paceline.services.gateway.render_api import add_render_api
 from paceline.services.gateway.response_count import CountResponsesMiddleware
 from paceline.services.gateway.responses_api.routes import make_responses
 from paceline.services.gateway.root_path import RootPathMiddleware, check_root_path
-from paceline.services.gateway.scaling import make_scaling
-from paceline.services.gateway.score_api import make_score_api
-from paceline.services.gateway.step_records import make_step_records
+from paceline.services.gateway.scaling import add_scaling
+from paceline.services.gateway.score_api import add_score_api
+from paceline.services.gateway.step_records import add_step_records
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
-from paceline.services.gateway.token_api import make_token_api
+from paceline.services.gateway.token_api import add_token_api
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -75,18 +75,19 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     add_referenced(app)
     install_error_handlers(app)
-    app.include_router(make_api(gateway))
-    app.include_router(make_messages(gateway))
-    app.include_router(make_chat_batch(gateway))
-    app.include_router(make_token_api(gateway))
-    app.include_router(make_render_api(gateway))
+    # These add their routes to the application itself, because FastAPI makes each route of an included router twice.
+    add_api(app.router, gateway)
+    add_messages(app.router, gateway)
+    add_chat_batch(app.router, gateway)
+    add_token_api(app.router, gateway)
+    add_render_api(app.router, gateway)
     app.include_router(make_responses(gateway, store))
-    app.include_router(make_operations(gateway))
-    app.include_router(make_score_api(gateway))
-    app.include_router(make_scaling(gateway))
-    app.include_router(make_cache_reset(gateway))
-    app.include_router(make_step_records(gateway))
-    app.include_router(make_console(gateway))
+    add_operations(app.router, gateway)
+    add_score_api(app.router, gateway)
+    add_scaling(app.router, gateway)
+    add_cache_reset(app.router, gateway)
+    add_step_records(app.router, gateway)
+    add_console(app.router, gateway)
     app.include_router(make_batches(gateway, store, app))
     check_decided(app.routes)
     # The middleware that is added last sees a request first.

@@ -24,9 +24,8 @@ RESET_SECONDS = 10.0
 Reply = TypeVar("Reply")
 
 
-def make_cache_reset(gateway: Gateway) -> APIRouter:
-    """Return the route POST /reset_prefix_cache."""
-    router = APIRouter()
+def add_cache_reset(router: APIRouter, gateway: Gateway) -> None:
+    """Add the route POST /reset_prefix_cache to a router."""
 
     @router.post("/reset_prefix_cache", response_model=None, responses=answers(CacheReset))
     async def reset(
@@ -50,8 +49,6 @@ def make_cache_reset(gateway: Gateway) -> APIRouter:
             "disk_blocks": sum(reply.disk_blocks for reply in hosts),
             "device_blocks": sum(reply.blocks for reply in pools),
         }
-
-    return router
 
 
 async def _reset_host(host: RemoteWorker) -> kvtransfer_pb2.ResetCacheReply:

@@ -48,9 +48,8 @@ class ChatBatchRequest(ChatRequest):
         return [ChatRequest.model_construct(**{**shared, "messages": messages}) for messages in self.messages]
 
 
-def make_chat_batch(gateway: Gateway) -> APIRouter:
-    """Return the route."""
-    router = APIRouter()
+def add_chat_batch(router: APIRouter, gateway: Gateway) -> None:
+    """Add the route to a router."""
 
     @router.post("/v1/chat/completions/batch", response_model=None, responses=answers(ChatBatch))
     async def batch(body: ChatBatchRequest, request: Request) -> Response:
@@ -61,8 +60,6 @@ def make_chat_batch(gateway: Gateway) -> APIRouter:
         formats = [ChatFormat(chat, plan, response_id, model.name, model.tokenizer) for chat in chats]
         generation = start(model, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
-
-    return router
 
 
 def _join(formats: Sequence[ChatFormat], choices: Sequence[Delta], usage: Json) -> Json:

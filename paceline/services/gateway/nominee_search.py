@@ -17,7 +17,7 @@ workers, numpy's cost for a call is as large as the computation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,7 +113,8 @@ class NomineeSearch:
         near, seconds = _near(ways, decoding)
         for more in fetching:
             if more.total.min() + handoff <= seconds + _SLACK:
-                ways = Computing(*map(np.concatenate, zip(ways, more)))
+                columns: Any = map(np.concatenate, zip(ways, more))  # their types differ
+                ways = Computing(*columns)
                 near, seconds = _near(ways, decoding)
         if ways.total.min() + handoff + LINK_SECONDS > seconds + _SLACK:
             return near

@@ -34,9 +34,8 @@ LEASES = 100
 MOST_LEASES = 5000
 
 
-def make_operations(gateway: Gateway) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_operations(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes to a router."""
 
     # One route for each method, because each operation needs an id of its own in /openapi.json.
     @router.get("/health", response_class=Response)
@@ -106,8 +105,6 @@ def make_operations(gateway: Gateway) -> APIRouter:
             )
             raise ApiError(404, message, code="unknown_request")
         return describe(known, gateway.traces.earlier(known, may_see), time.monotonic())
-
-    return router
 
 
 async def _read_kv_usage(model: ModelFleet) -> None:

@@ -25,9 +25,8 @@ from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
 
 
-def make_render_api(gateway: Gateway) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_render_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes to a router."""
 
     @router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))
     async def render_completion(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:
@@ -74,5 +73,3 @@ def make_render_api(gateway: Gateway) -> APIRouter:
             # Only how answers are read matters here, not the prompt.
             plan = await model.plan(lambda served: plan_chat(chat_request, served, NOTHING))
         return await asyncio.to_thread(derender_chat, body, plan, request_id, model.name, model.tokenizer)
-
-    return router

@@ -45,9 +45,8 @@ class ScaleRequest(Body):
     """Roles that the planner may scale again, after a number of workers was set here."""
 
 
-def make_scaling(gateway: Gateway) -> APIRouter:
-    """Return the routes GET and POST /fleet/scale."""
-    router = APIRouter()
+def add_scaling(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes GET and POST /fleet/scale to a router."""
 
     @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
     async def state(model: str | None = None) -> dict[str, Any]:
@@ -75,8 +74,6 @@ def make_scaling(gateway: Gateway) -> APIRouter:
         if numbers:
             asked["victims"] = least_loss_first(model)
         return await ask_supervisor(socket, asked)
-
-    return router
 
 
 async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:

@@ -110,9 +110,8 @@ class RerankRequest(ScoringRequest):
         return {f"documents[{index}]": (query, text) for index, text in enumerate(_texts(self.documents))}
 
 
-def make_score_api(gateway: Gateway) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_score_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes to a router."""
 
     @router.post("/score", response_model=None, responses=answers(Scores))
     @router.post("/v1/score", response_model=None, responses=answers(Scores))
@@ -146,8 +145,6 @@ def make_score_api(gateway: Gateway) -> APIRouter:
             return {"id": response_id, "model": model.name, "results": results, "usage": usage}
 
         return await _respond(model, body, pairs, request, answer)
-
-    return router
 
 
 async def _respond(

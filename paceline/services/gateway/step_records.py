@@ -26,9 +26,8 @@ FIELDS = tuple(field.name for field in worker_pb2.StepRecord.DESCRIPTOR.fields)
 """Names of the numbers of a step, in their order."""
 
 
-def make_step_records(gateway: Gateway) -> APIRouter:
-    """Return the route GET /fleet/steps."""
-    router = APIRouter()
+def add_step_records(router: APIRouter, gateway: Gateway) -> None:
+    """Add the route GET /fleet/steps to a router."""
 
     @router.get("/fleet/steps", response_model=None, responses=answers(FleetSteps))
     async def steps(most: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 512, model: str | None = None) -> dict[str, Any]:
@@ -40,8 +39,6 @@ def make_step_records(gateway: Gateway) -> APIRouter:
             "workers": await asyncio.gather(*(_steps_of(each, most) for each in workers)),
             "hosts": [_blocks_of(each.member) for each in fleet.hosts() if each.available],
         }
-
-    return router
 
 
 async def _steps_of(worker: RemoteWorker, most: int) -> dict[str, Any]:

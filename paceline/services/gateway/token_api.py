@@ -15,9 +15,8 @@ from paceline.services.gateway.token_format import TokensFormat
 from paceline.services.gateway.token_schemas import AbortRequest, TokensRequest
 
 
-def make_token_api(gateway: Gateway) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_token_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes to a router."""
 
     @router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))
     async def generate(body: TokensRequest, request: Request) -> Response:
@@ -33,5 +32,3 @@ def make_token_api(gateway: Gateway) -> APIRouter:
         for request_id in body.request_ids:
             gateway.requests.abort(request_id, caller_of(request).may_see)
         return Response()
-
-    return router

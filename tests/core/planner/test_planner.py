@@ -133,6 +133,24 @@ def test_a_role_without_workers_does_not_wait_for_later_flips() -> None:
     assert decision.wanted["decode"] > 0
 
 
+def test_requests_whose_prompts_wait_make_no_decode_step_longer() -> None:
+    limits: dict[Role, RoleLimits] = {"prefill": RoleLimits(1, 1), "decode": RoleLimits(0, 8)}
+
+    def report(at: float, running: int, queued: int) -> Report:
+        seen = decode_report(at, 2, 10)
+        decode = tuple(replace(each, running=running) for each in seen.workers)
+        prefill = WorkerReport("p", "prefill", state_seconds=100.0, queued_tokens=queued)
+        return replace(seen, workers=(*decode, prefill), roles={**seen.roles, "prefill": RoleReport(1)})
+
+    def wanted_with(queued: int) -> int:
+        planner = Planner(replace(OBJECTIVES, roles=limits))
+        run(planner, lambda at: report(at, 10, 0), 4)
+        return planner.decide(report(25.0, 60, queued)).wanted["decode"]
+
+    assert wanted_with(queued=100 * 200) == 2
+    assert wanted_with(queued=0) > 2
+
+
 def test_lost_figures_hold_the_fleet(planner: Planner) -> None:
     decisions = run(planner, lambda at: decode_report(at, 2, 0, traffic_age=60.0), 60, first=20.0)
     assert all(isinstance(decision.actions[0], Hold) for decision in decisions)

@@ -19,9 +19,8 @@ from paceline.services.gateway.trace_json import summarize
 MOST_REQUESTS = 500
 
 
-def make_console(gateway: Gateway) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_console(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes to a router."""
     files = read_files()
 
     @router.get("/", response_class=Response, include_in_schema=False)
@@ -47,5 +46,3 @@ def make_console(gateway: Gateway) -> APIRouter:
         if (found := files.get(name)) is None:
             raise ApiError(404, "the console has no such file", code="not_found")
         return found.response(request)
-
-    return router

@@ -21,9 +21,8 @@ from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.respond import start, stream, whole
 
 
-def make_messages(gateway: Gateway) -> APIRouter:
-    """Return a router with the Messages API. Query parameters and the headers of its versions change nothing."""
-    router = APIRouter()
+def add_messages(router: APIRouter, gateway: Gateway) -> None:
+    """Add the Messages API to a router. Query parameters and the headers of its versions change nothing."""
 
     @router.post(
         "/v1/messages", response_model=None, responses=answers(AnsweredMessage, chunk=MessageEvent) | MESSAGE_ERRORS
@@ -44,8 +43,6 @@ def make_messages(gateway: Gateway) -> APIRouter:
         model = gateway.pick(body.model)
         prompt = await encode_conversation(model, await asyncio.to_thread(chat_fields, body), request)
         return {"input_tokens": len(prompt.token_ids)}
-
-    return router
 
 
 async def _plan(model: ModelFleet, body: MessagesRequest, request: Request) -> Plan:
