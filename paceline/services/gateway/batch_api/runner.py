@@ -17,7 +17,7 @@ from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLos
 from paceline.services.gateway.batch_api.file_store import FileStore
 from paceline.services.gateway.batch_api.line_call import call
 from paceline.services.gateway.batch_api.lines import Answer, Line
-from paceline.services.gateway.batch_api.pressure import LineGate, places_of
+from paceline.services.gateway.batch_api.pressure import LineGate, Places, places_of
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.model_fleet import ModelFleet
@@ -160,9 +160,13 @@ class BatchRunner:
 
 def _gate(model: ModelFleet) -> LineGate:
     return LineGate(
-        lambda: model.fleet.has_decode_worker,
-        lambda: places_of(model.fleet.snapshot()),
+        lambda: _places(model),
         model.waiting_requests,
         lambda: model.runner.client_sequences,
         time.monotonic,
     )
+
+
+def _places(model: ModelFleet) -> Places:
+    """Return the places for lines. One line may wait for the first worker, so that a planner starts it."""
+    return Places(1, 1) if model.fleet.awaits_first_worker else places_of(model.fleet.snapshot())

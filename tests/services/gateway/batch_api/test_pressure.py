@@ -22,7 +22,6 @@ class World:
         self.waiting = self.clients = 0
         self.now = 0.0
         self.gate = LineGate(
-            lambda: self.places.most > 0,
             lambda: self.places,
             lambda: self.waiting,
             lambda: self.clients,

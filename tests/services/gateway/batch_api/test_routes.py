@@ -14,6 +14,7 @@ import pytest
 from paceline.services.gateway.batch_api import routes, runner
 from tests.services.gateway.batch_api.conftest import StartBatches, content, ended, line, submit
 from tests.services.gateway.conftest import Reader, Stack, eventually
+from tests.services.gateway.test_first_worker import add_planner
 
 
 @pytest.fixture
@@ -229,6 +230,21 @@ async def test_lines_wait_for_a_worker(start_batches: StartBatches) -> None:
     assert (await stack.openai.batches.retrieve(made.id)).status == "in_progress"
     await stack.add("decode", "d")
     assert (await ended(stack, made.id)).status == "completed"
+
+
+async def test_a_line_waits_for_the_first_worker_so_that_a_planner_starts_it(start_batches: StartBatches) -> None:
+    stack = await start_batches(prefill=0, decode=0)
+    await add_planner(stack, "decode")
+    batch = await submit(stack, [line(name, prompt="x", max_tokens=2) for name in "ab"])
+    await eventually(lambda: waits_for_first_worker(stack))
+    await stack.add("decode", "d")
+    assert (counts := (await ended(stack, batch.id)).request_counts) is not None
+    assert (counts.completed, counts.failed) == (2, 0)
+
+
+async def waits_for_first_worker(stack: Stack) -> bool:
+    metrics = (await stack.http.get("/metrics")).text
+    return re.search(r'waiting_by_reason\{[^}]*reason="no_worker"[^}]*\} 1\.0', metrics) is not None
 
 
 async def test_lines_leave_their_places_to_clients(start_batches: StartBatches) -> None:
