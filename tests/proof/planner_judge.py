@@ -59,9 +59,10 @@ def _check_wanted(seen: Report, decision: Decision) -> None:
         raise Violation(f"the actions lead to {wanted}, the decision says {decision.wanted}")
     if any(isinstance(action, Hold) for action in decision.actions) and len(decision.actions) > 1:
         raise Violation("it holds and acts at the same time")
-    changed = [role for role, each in seen.roles.items() if each.wanted != wanted[role]]
-    for role in changed:
-        if len({isinstance(action, Add) for action in decision.actions if getattr(action, "role", "") == role}) > 1:
+    for role, each in seen.roles.items():
+        kinds = {type(action) for action in decision.actions if getattr(action, "role", "") == role}
+        # Workers may replace those that a role lends to another one.
+        if Add in kinds and (Drain in kinds or wanted[role] < each.wanted):
             raise Violation(f"{role} grows and shrinks in one decision")
 
 
