@@ -3,9 +3,9 @@
     python -m bench.cache_survey --seeds 101 102 103
     python -m bench.cache_survey --seeds 101 102 103 --hints all half wrong
 
-The figure is the policy's hit ratio divided by the larger one of LRU and ARC, the least over all seeds. It is infinite
-if neither of them finds a block. With `--hints` it is the hit ratio with hints divided by the one
-without (see `bench.cache_policy` for the qualities).
+The figure is the policy's hit ratio divided by the larger one of LRU and ARC, the least over all seeds. With
+`--hints` it is the hit ratio with hints divided by the one without (see `bench.cache_policy` for the qualities). It is
+infinite if the divisor is 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compare(kind: str, seed: int, slots: int, policy: str, qualities: Sequence[s
         better = max(map(hit_ratio, RIVALS))
         yield own / better if better else math.inf
     for quality in qualities:
-        yield hit_ratio(policy, hinted_blocks(trace, quality, seed)) / own
+        yield hit_ratio(policy, hinted_blocks(trace, quality, seed)) / own if own else math.inf
 
 
 def main() -> int:

@@ -139,6 +139,7 @@ class SimulatedFleet:
 
     def _flip(self, worker: Worker, to: Role) -> None:
         if worker.state != "gone":
+            self.pay()
             self._gateway.known.forget(worker)
             worker.take_role(to)
             self._ready(worker)

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--no-compare",
         action="store_true",
-        help="do not say whether disaggregation pays, which simulates as many workers that do both, too",
+        help="do not say whether disaggregation pays. To say so takes another simulation, of workers that do both",
     )
     fleet.add_argument(
         "--per-host",

@@ -21,9 +21,9 @@ class Adaptive(CachePolicy):
 
     Both rank all blocks at all times, and one of them leads. Each also ranks a shadow cache, which has only names. The
     shadow caches see a sample of the blocks, and have the same share of the slots. The other ranking becomes the leader
-    as soon as its shadow cache has found a number of blocks more that is worth the change: after it, the memory holds
-    what the former leader kept. The lead counts up to this number only, so an old lead is lost quickly if the load
-    changes.
+    as soon as its shadow cache is ahead by `_DECISIVE`. A smaller lead is not worth a change, because the memory still
+    holds what the former leader kept. The lead is counted up to this bound only, so that an old lead is lost quickly if
+    the load changes.
 
     Args:
         slots: number of blocks that the memory can hold.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.queue import UseQueue
@@ -17,24 +16,17 @@ class ARC(CachePolicy):
 
     Args:
         slots: number of blocks that the memory can hold.
-        once: names of blocks that are here already and were used once.
-        share: wanted share of such blocks, from 0 to 1.
     """
 
-    def __init__(self, slots: int, once: Iterable[Name] = (), share: float = 0.0) -> None:
+    def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self.target = share * slots
+        self.target = 0.0
         """Wanted number of blocks that were used once."""
-        self._once = set(once)
+        self._once = set[Name]()
         self._once_offered = UseQueue()
         self._often_offered = UseQueue()
         self._once_gone: OrderedDict[Name, None] = OrderedDict()  # names of evicted blocks, oldest first
         self._often_gone: OrderedDict[Name, None] = OrderedDict()
-
-    @property
-    def offers(self) -> int:
-        """Number of blocks on offer."""
-        return len(self._once_offered) + len(self._often_offered)
 
     def inserted(self, block: Block) -> None:
         name = block.name

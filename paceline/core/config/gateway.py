@@ -234,8 +234,8 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     max_attempts: int = option(
         5,
         "a request is given up after this many failures at one step for a reason of its own: a worker answers with "
-        "an error and goes on, or a worker ends while it runs the request and no other trouble of the fleet explains "
-        "this (20 times at most). Otherwise it goes on until its deadline (--request-seconds)",
+        "an error and goes on, or a worker ends while it runs the request and nothing else in the fleet explains this. "
+        "Other trouble explains at most 20 ends. Otherwise the request goes on until its deadline (--request-seconds)",
         "limits",
         at_least=1,
     )

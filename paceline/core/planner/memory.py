@@ -175,7 +175,8 @@ def _last_change(
 def _relapses(memory: RoleMemory, load: Sample | None, role: Role, settle: float) -> int:
     """Return the number of relapses after the role has grown under this load.
 
-    A role that has had enough workers for long grows because of its load, although chance might explain the change.
+    If the role had enough workers for a long time after the shrink, the shrink was right. Then its growth is no
+    relapse, even if the loads differ by no more than chance explains.
     """
     if memory.shrunk is None or load is None or memory.shrunk.load is None:
         return memory.relapses

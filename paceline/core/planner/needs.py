@@ -155,7 +155,7 @@ def _by_running(
     places: Places,
     outlook: Outlook,
 ) -> tuple[float, str]:
-    """Return the decode workers that the requests which run or wait for a place need, and why."""
+    """Return the decode workers that running requests need, together with those that wait for a place, and why."""
     running = sum(each.running for each in workers) + waiting
     # A request has its place while its prompt waits, but it makes no step longer yet.
     decoding = max(0, running - round(_queued_prompts(outlook)))

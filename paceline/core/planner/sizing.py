@@ -67,5 +67,5 @@ def _is_better(counts: Mapping[Role, int], present: Mapping[Role, int], wishes: 
 
 
 def _worst(counts: Mapping[Role, int], wishes: Mapping[Role, int]) -> float:
-    """Return the share of its wish that the role has which lacks most."""
+    """Return the share of its wish that the role with the smallest share has, at most 1."""
     return min((min(1.0, counts[role] / wish) for role, wish in wishes.items() if wish), default=1.0)

@@ -41,11 +41,11 @@ def test_blocks_in_use_stay_until_they_are_released() -> None:
     for context in ("a", "x", "y"):
         use(shadow, context)
     assert use(shadow, "a") == "a"
-    use(shadow, "z")
-    running.clear()
-    shadow.reconsider(name("a"))
     for context in ("x", "y"):
         use(shadow, context)
+    running.clear()
+    shadow.release(name("a"))
+    use(shadow, "z")
     assert use(shadow, "a") == ""
 
 
