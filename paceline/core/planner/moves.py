@@ -53,30 +53,33 @@ class Moves:
             return 0
         soon = 0
         for source in self.wanted:
-            lent = self._lent(source, role)
-            surplus = min(lack, max(0, self.wanted[source] - self.targets[source]) + lent)
-            if source == role or surplus <= 0 or not self._can_flip(source, role):
+            surplus = min(lack, max(0, self.wanted[source] - self.targets[source]))
+            lent = min(lack - surplus, self._lent(source, role))
+            if source == role or surplus + lent <= 0 or not self._can_flip(source, role):
                 continue
             if self._refuses(self._guards.shrinking(source), source, "shrink"):
                 continue
             # Nothing is served without any worker of a role, so that there is no time to watch.
             sure = self.wanted[source] - self._highest(source, _FLIP_REPORTS) if self.wanted[role] else surplus
-            ready = min(surplus, max(0, sure) + lent)
-            soon += surplus
-            for _ in range(ready):
-                worker = self._victim(source, role)
-                if worker is None:
-                    break
-                reason = f"{self.needs[role].reason}; {source}: {self.needs[source].reason}"
-                self.actions.append(Flip(worker.worker, source, role, reason))
-                self._staying[source].remove(worker)
-                self._shrinks[source] += 1
-                self.wanted[source] -= 1
-                self.wanted[role] += 1
-                lack -= 1
-                soon -= 1
+            flipped = self._flip(source, role, min(surplus, max(0, sure)) + lent)
+            lack -= flipped
+            soon += max(0, surplus - flipped)  # workers are lent now or not at all
         # Nothing is served without any worker of a role, so such a role does not wait for later flips.
         return soon if self.wanted[role] else 0
+
+    def _flip(self, source: Role, role: Role, count: int) -> int:
+        """Flip up to `count` workers from one role to another. Return how many may leave now."""
+        for flipped in range(count):
+            worker = self._victim(source, role)
+            if worker is None:
+                return flipped
+            reason = f"{self.needs[role].reason}; {source}: {self.needs[source].reason}"
+            self.actions.append(Flip(worker.worker, source, role, reason))
+            self._staying[source].remove(worker)
+            self._shrinks[source] += 1
+            self.wanted[source] -= 1
+            self.wanted[role] += 1
+        return count
 
     def _lent(self, source: Role, role: Role) -> int:
         """Return how many workers flip to a role that lacks them now, from one that needs them only later.

@@ -72,23 +72,26 @@ class Container:
     """Whether it ends after its worker has drained."""
 
     @staticmethod
-    def of(listed: Json, service_role: Role, roles: Mapping[str, str], leaving: Collection[str]) -> Container:
+    def of(
+        listed: Json, service_role: Role, roles: Mapping[str, str], last: Mapping[str, str], leaving: Collection[str]
+    ) -> Container:
         """Return a container as the engine lists it.
 
         Args:
             service_role: the role with which a worker in this container starts.
             roles: see `Roles`.
+            last: the roles of containers that ran at the last look, by id. They count while Redis has lost a worker.
             leaving: ids of the containers that end after their drain.
         """
         own, labels = listed["Id"], listed["Labels"]
         number = str(labels.get(NUMBER, "0"))
         runs = listed["State"] in ("running", "restarting", "paused")
-        known = [role for worker, role in roles.items() if runs and serves_in(worker, own)]
+        known = [last.get(own, service_role), *(role for worker, role in roles.items() if serves_in(worker, own))]
         return Container(
             own,
             labels[SERVICE],
             int(number) if number.isdigit() else 0,
-            role=known[-1] if known else service_role,
+            role=known[-1] if runs else service_role,
             runs=runs,
             leaves=own in leaving,
         )
@@ -148,6 +151,8 @@ class ComposePlatform:
         self._failure = failure
         self._ending: dict[str, asyncio.Task[None]] = {}
         """The drains under way, by id of the container."""
+        self._last: dict[str, str] = {}
+        """The roles of the workers in containers that ran at the last look, by id of the container."""
         self._acting = asyncio.Lock()
         # asyncio's own threads are few, so that drains would keep other calls waiting.
         self._threads = ThreadPoolExecutor(THREADS, "compose")
@@ -208,10 +213,11 @@ class ComposePlatform:
         leaving |= self._ending.keys()
         services = {self._prefix + role: role for role in ROLES}
         found = [
-            Container.of(each, services[service], roles, leaving)
+            Container.of(each, services[service], roles, self._last, leaving)
             for each in listed
             if (service := each["Labels"].get(SERVICE)) in services
         ]
+        self._last = {each.id: each.role for each in found if each.runs}
         return sorted(found, key=lambda each: each.number)
 
     async def _copy(self, original: Container, number: int) -> None:

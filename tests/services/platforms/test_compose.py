@@ -162,6 +162,15 @@ async def test_a_worker_counts_in_the_role_that_a_person_has_given_it() -> None:
     assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-prefill-2"]
 
 
+async def test_a_worker_that_redis_has_lost_keeps_the_role_that_it_had() -> None:
+    engine = ToyEngine(decode=2)
+    roles = {engine.add("prefill", 1): "decode"}
+    platform = compose(engine, roles)
+    assert (await platform.state()).roles["decode"].wanted == 3
+    roles.clear()
+    assert (await platform.state()).roles["decode"].wanted == 3
+
+
 async def test_a_worker_that_starts_again_has_the_role_of_its_service() -> None:
     engine = ToyEngine(decode=2)
     (first, _), again = engine.found, "decode"
