@@ -68,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 _BESIDE_SHARED = ("tests/stack/test_faults.py", "tests/stack/test_hosts.py")
-"""Files of the lane with the shared stacks, so that both lanes take about as long."""
+"""Files whose tests run in the lane of the shared stacks, so that both lanes take about as long."""
 
 
 class _TwoLanes(LoadScopeScheduling):

@@ -35,7 +35,7 @@ class ChunkPlanner:
     def decode_chunk(self, request: Request, drafts: int) -> Chunk | None:
         """Return the next chunk of a decoding request: its newest token, and at most `drafts` drafts after it.
 
-        None if its blocks are full, or if it ends with the steps in flight.
+        Returns None if its blocks are full, or if it ends with the steps in flight.
         """
         self._ask_for_blocks(request)
         limit, capacity = request.limit(self._limits.max_model_len), request.pool_capacity
@@ -49,7 +49,7 @@ class ChunkPlanner:
         """Return the next chunk of a prompt: at most about `budget` tokens. If the prompt has readers, its tail is left
         to a chunk of its own.
 
-        None if its blocks are full, or if the encoding of its next span is not there.
+        Returns None if its blocks are full, or if the encoding of its next span is not there.
         """
         self._ask_for_blocks(request)
         start = request.planned_len

@@ -75,7 +75,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     add_referenced(app)
     install_error_handlers(app)
-    # These add their routes to the application itself, because FastAPI makes each route of an included router twice.
+    # Functions `add_…` use the router of the application, because FastAPI makes each route of an included one twice.
     add_api(app.router, gateway)
     add_messages(app.router, gateway)
     add_chat_batch(app.router, gateway)

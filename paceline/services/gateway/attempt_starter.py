@@ -31,7 +31,7 @@ class AttemptStarter:
     Args:
         prefixes: the cached blocks of all hosts.
         control: says which workers take no more requests for now.
-        patience: records the failures.
+        patience: says whether a sequence may go on, and records its failures.
         attempts: gets each attempt before its workers are asked.
     """
 
@@ -67,8 +67,8 @@ class AttemptStarter:
             waited: seconds since the sequence began to wait in the queue.
 
         Raises:
-            InvalidRequestError: no worker can ever serve the sequence.
-            UnavailableError: the sequence is given up, or the gateway ends.
+            InvalidRequestError: a worker can never serve the sequence.
+            UnavailableError: no worker fits the sequence, the sequence is given up, or the gateway ends.
         """
         begun = time.thread_time()
         cached = self.cached_tokens(sequence)

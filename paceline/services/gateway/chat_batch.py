@@ -49,7 +49,7 @@ class ChatBatchRequest(ChatRequest):
 
 
 def add_chat_batch(router: APIRouter, gateway: Gateway) -> None:
-    """Add the route to a router."""
+    """Add the route POST /v1/chat/completions/batch to a router."""
 
     @router.post("/v1/chat/completions/batch", response_model=None, responses=answers(ChatBatch))
     async def batch(body: ChatBatchRequest, request: Request) -> Response:

@@ -243,8 +243,8 @@ def _allowed(request: Request) -> list[str]:
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
     """Return the most specific error with its field's path and OpenAI's status 400; FastAPI would use 422."""
     assert isinstance(error, RequestValidationError)
-    # A frame of the framework keeps the error, whose traceback keeps the frame. So the body, which the error has, would
-    # stay in memory until a garbage collection.
+    # A frame of the framework refers to the error, and its traceback to the frame. The error has the request's body,
+    # which would stay in memory until a garbage collection finds this cycle.
     for each in (error, error.__cause__):
         if each is not None:
             each.__traceback__ = None

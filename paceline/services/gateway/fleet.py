@@ -80,7 +80,7 @@ class Fleet:
         """The longest context of workers that were ready, for a time when none is."""
         self._return_seconds = return_seconds
         self._failed: dict[str, float] = {}
-        """When decode workers failed that have not come back, on time.monotonic()."""
+        """Decode workers that failed and have not come back: the time of the failure by id, on time.monotonic()."""
 
     async def start(self) -> None:
         """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""

@@ -35,7 +35,7 @@ MOST_LEASES = 5000
 
 
 def add_operations(router: APIRouter, gateway: Gateway) -> None:
-    """Add the routes to a router."""
+    """Add the routes for health, metrics, the fleet and traces to a router."""
 
     # One route for each method, because each operation needs an id of its own in /openapi.json.
     @router.get("/health", response_class=Response)

@@ -26,7 +26,7 @@ from paceline.services.gateway.token_schemas import DerenderChatRequest, Derende
 
 
 def add_render_api(router: APIRouter, gateway: Gateway) -> None:
-    """Add the routes to a router."""
+    """Add the routes that render requests and derender answers to a router."""
 
     @router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))
     async def render_completion(body: CompletionRequest, request: Request) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The attempts that workers run now for one gateway."""
+"""The attempts of one gateway that have begun and not ended."""
 
 from __future__ import annotations
 

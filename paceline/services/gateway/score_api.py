@@ -111,7 +111,7 @@ class RerankRequest(ScoringRequest):
 
 
 def add_score_api(router: APIRouter, gateway: Gateway) -> None:
-    """Add the routes to a router."""
+    """Add the routes that score and rerank to a router."""
 
     @router.post("/score", response_model=None, responses=answers(Scores))
     @router.post("/v1/score", response_model=None, responses=answers(Scores))

@@ -16,7 +16,7 @@ from paceline.services.gateway.token_schemas import AbortRequest, TokensRequest
 
 
 def add_token_api(router: APIRouter, gateway: Gateway) -> None:
-    """Add the routes to a router."""
+    """Add the routes POST /inference/v1/generate and /abort_requests to a router."""
 
     @router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))
     async def generate(body: TokensRequest, request: Request) -> Response:

@@ -155,6 +155,7 @@ class BatchRun:
             begun.add(number)
             has_begun = asyncio.Event()
             group.create_task(self._answer(line, gate, has_begun))
+            # If the gate shuts meanwhile, this line waits there, and lines of other models go on.
             while not has_begun.is_set() and not gate.is_shut:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_SECONDS):

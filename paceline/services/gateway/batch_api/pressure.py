@@ -52,6 +52,7 @@ class LineGate:
     because their KV memory is full.
 
     Args:
+        has_workers: returns whether a decode worker is ready.
         places: returns the places for lines.
         waiting: returns the number of requests of clients, of all gateways, that wait for a worker.
         clients: returns the number of requests of clients that run here.
@@ -60,11 +61,13 @@ class LineGate:
 
     def __init__(
         self,
+        has_workers: Callable[[], bool],
         places: Callable[[], Places],
         waiting: Callable[[], int],
         clients: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
+        self._has_workers = has_workers
         self._places = places
         self._waiting = waiting
         self._clients = clients
@@ -83,8 +86,8 @@ class LineGate:
 
     @property
     def is_shut(self) -> bool:
-        """Whether there is no place for any line, because no worker is ready."""
-        return self._places().most == 0
+        """Whether no further line can run until a worker is ready."""
+        return not self._has_workers() and len(self) >= self._places().most
 
     async def run(
         self, work: Callable[[], Coroutine[Any, Any, T]], *, first: bool, on_enter: Callable[[], object]

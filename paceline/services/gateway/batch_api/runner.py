@@ -160,6 +160,7 @@ class BatchRunner:
 
 def _gate(model: ModelFleet) -> LineGate:
     return LineGate(
+        lambda: model.fleet.has_decode_worker,
         lambda: _places(model),
         model.waiting_requests,
         lambda: model.runner.client_sequences,

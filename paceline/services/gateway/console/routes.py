@@ -20,7 +20,7 @@ MOST_REQUESTS = 500
 
 
 def add_console(router: APIRouter, gateway: Gateway) -> None:
-    """Add the routes to a router."""
+    """Add the routes of the console to a router."""
     files = read_files()
 
     @router.get("/", response_class=Response, include_in_schema=False)

@@ -18,10 +18,12 @@ class World:
     """A gate, and what it sees."""
 
     def __init__(self) -> None:
+        self.has_workers = True
         self.places = Places(100, 100)
         self.waiting = self.clients = 0
         self.now = 0.0
         self.gate = LineGate(
+            lambda: self.has_workers,
             lambda: self.places,
             lambda: self.waiting,
             lambda: self.clients,
@@ -127,6 +129,19 @@ def test_a_part_of_the_places_stays_free_for_clients(fleet: list[Candidate]) -> 
 
 def test_workers_with_one_place_take_lines() -> None:
     assert places_of([candidate("decode", 1, 0, True), candidate("prefill", 1, 0, True)]) == Places(1, 1)
+
+
+async def test_the_gate_is_shut_while_its_only_line_waits_for_the_first_worker() -> None:
+    world = World()
+    world.has_workers, world.places = False, Places(1, 1)
+    seen = [world.gate.is_shut]
+    line = world.add()
+    await settle()
+    seen.append(world.gate.is_shut)
+    world.has_workers = True
+    assert [*seen, world.gate.is_shut] == [False, True, False]
+    world.go_on.set()
+    assert await line == "done"
 
 
 @pytest.mark.parametrize("first", [True, False])
