@@ -26,7 +26,8 @@ from paceline.services.gateway.router import HANDOFF_SECONDS, LATELY, LINK_SECON
 from paceline.services.gateway.worker_columns import Figures, Floats, Indices, WorkerClass, decayed
 
 _SLACK = 1e-9
-"""Seconds by which a way must be worse than another one to be left out because of it: far above rounding errors."""
+"""Seconds by which a way must be worse than another one to be left out because of it. Rounding errors are far below it,
+if a cost is less than a day."""
 
 Pair = tuple[list[int], list[int]]
 """Indices of prefill workers and of decode workers."""

@@ -63,7 +63,7 @@ class Figures:
         return self.index.size
 
     def take(self, which: Indices) -> Figures:
-        """Return the figures of some of the workers."""
+        """Return the figures of some of the workers, which are given in ascending order and without repetitions."""
         if which.size == self.index.size:
             return self
         return Figures(self.index[which], self.host[which], self._values[:, which])

@@ -144,11 +144,12 @@ class BatchRunner:
             self.wake()
 
     def _gate_of(self, line: Line) -> LineGate:
-        """Return the gate of the line's model. A line for no model is refused, so that any gate does."""
+        """Return the gate of the line's model. A line for no model is refused, so that any open gate does."""
         name = line.body.get("model")
         if isinstance(name, str) and name in self._gates:
             return self._gates[name]
-        return next(iter(self._gates.values()))
+        gates = list(self._gates.values())
+        return next((gate for gate in gates if not gate.is_shut), gates[0])
 
     async def _call(self, endpoint: str, line: Line, owner: str) -> Answer:
         caller = self._gateway.keys.caller(owner)
