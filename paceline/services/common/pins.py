@@ -49,7 +49,7 @@ class Pins:
 
         async def write(pipeline: Pipeline) -> None:
             found = await cast(Awaitable[dict[bytes, bytes]], pipeline.hgetall(key))
-            # Whoever releases a number writes so. A missing field is one that nobody has ever written, or Redis has lost.
+            # A release is written, too. A missing field was never written, or Redis has lost it.
             newer = {role for role in pins if found.get(role.encode()) not in (None, known.get(role))}
             pipeline.multi()  # type: ignore[no-untyped-call]
             for role in pins.keys() - newer:
