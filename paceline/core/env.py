@@ -63,11 +63,13 @@ def share_cores() -> None:
 
 
 def quiet_grpc() -> None:
-    """Keep gRPC from logging that a peer has ended, unless the user set its log level.
+    """Keep gRPC from logging that a peer has ended, and from doing anything in a forked process, unless the user wants it.
 
-    Must be called before gRPC is imported. No failure is lost: each raises an error, which our own code logs.
+    Must be called before gRPC is imported. No failure is lost: each raises an error, which our own code logs. A process
+    that is forked only becomes another program, whose standard error would show what gRPC says meanwhile.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 def quiet_ucx() -> None:
