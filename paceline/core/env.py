@@ -63,7 +63,7 @@ def share_cores() -> None:
 
 
 def quiet_grpc() -> None:
-    """Keep gRPC from logging that a peer has ended, and from doing anything in a forked process, unless the user wants it.
+    """Keep gRPC from logging that a peer has ended, and from acting in forked processes, unless the user wants it.
 
     Must be called before gRPC is imported. No failure is lost: each raises an error, which our own code logs. A process
     that is forked only becomes another program, whose standard error would show what gRPC says meanwhile.
