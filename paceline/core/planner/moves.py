@@ -43,8 +43,9 @@ class Moves:
         coming = {role: self._flip_into(role, lack) for role, lack in lacking.items() if lack > 0}
         for role in self.wanted:
             self._drain(role)
-        # A role that has lent workers comes first, so that no other one takes the room for those that replace them.
-        for role in sorted(self.wanted, key=lambda role: role in coming):
+        # Nothing is served without any worker of a role, so such a role comes first. Then come roles that have lent
+        # workers, so that no other one takes the room for those that replace them.
+        for role in sorted(self.wanted, key=lambda role: (self.wanted[role] > 0, role in coming)):
             self._add(role, coming.get(role, 0))
 
     def _flip_into(self, role: Role, lack: int) -> int:
