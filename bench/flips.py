@@ -132,7 +132,7 @@ class Fleet:
         seen = [each for each in fleet["workers"] if each["role"] in LEAST]
         self._workers = {role: [each["worker_id"] for each in seen if each["role"] == role] for role in LEAST}
         # The planner must have seen a flip before the next number comes, which would be the older one for it.
-        is_known = all(each["pinned"] == self._wanted for each in fleet["planners"])
+        is_known = all(self._wanted.items() <= each["pinned"].items() for each in fleet["planners"])
         is_calm = all(own["ready"] == own["wanted"] and not own["draining"] for own in state.values())
         is_flipped = all(self._roles.get(each["worker_id"], each["role"]) == each["role"] for each in seen)
         is_full = all(len(self._workers[role]) == state[role]["wanted"] == self._wanted[role] for role in LEAST)

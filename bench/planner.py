@@ -166,6 +166,8 @@ def main() -> None:
     parser.add_argument("--only", action="store_true", help="simulate only the planner")
     parser.add_argument("--show", action="store_true", help="show every decision of the planner")
     options = parser.parse_args()
+    if options.warm_up >= options.minutes:
+        parser.error("--warm-up must be less than --minutes, because the other minutes are judged")
     case = make_case(options.load, options.minutes, options.seed)
     half = case.budget // 2
     policies: list[tuple[str, Policy, int]] = [("Paceline's planner", Planner(case.objectives()), half)]

@@ -1,11 +1,16 @@
-"""A profile with round numbers, for results that can be calculated by hand."""
+"""Profiles with round numbers, and runs with them, whose results can be calculated by hand."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from paceline.core.step_times import Curve, Profile, Spread, StepTimes, WorkerTimes
+from paceline.simulator.result import Result
+from paceline.simulator.scenario import Scenario
+from paceline.simulator.simulation import Simulation
+from paceline.simulator.trace import Trace, TraceRequest
 
+BLOCK = 16
 UNEVEN = Spread(quantiles=(0.5, 1.0, 1.0, 1.0, 3.0))
 
 
@@ -33,3 +38,9 @@ def profile(prefill: WorkerTimes | None = None, decode: WorkerTimes | None = Non
         "max_model_len": 4096,
     }
     return Profile(prefill=prefill or worker_times(), decode=decode or worker_times(), **values | fields)
+
+
+def run(requests: list[TraceRequest], **fields: object) -> tuple[Simulation, Result]:
+    scenario = Scenario(**{"profile": profile(), "prefill": 1, "decode": 1} | fields)  # type: ignore[arg-type]
+    simulation = Simulation(scenario, Trace(BLOCK, requests))
+    return simulation, simulation.run()

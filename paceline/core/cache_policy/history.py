@@ -150,8 +150,7 @@ class History:
         self._forget(name, memory)
 
     def _use_again(self, name: Name, memory: _Memory) -> None:
-        if memory.source is not None:
-            self._judge_hint(memory, came_true=True)
+        self._judge_hint(memory, came_true=True)
         self._hazards.ask(memory.kind, memory.epoch)
         memory.again += 1
         self._use(name, memory, _AGAIN + _range_of(memory.again))

@@ -215,7 +215,7 @@ class ComposePlatform:
         found = [
             Container.of(each, services[service], roles, self._last, leaving)
             for each in listed
-            if (service := each["Labels"].get(SERVICE)) in services
+            if (service := each["Labels"].get(SERVICE)) in services and each["State"] not in ("removing", "dead")
         ]
         self._last = {each.id: each.role for each in found if each.runs}
         return sorted(found, key=lambda each: each.number)

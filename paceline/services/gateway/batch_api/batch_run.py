@@ -8,7 +8,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,8 +32,8 @@ RETRIES = 20
 """Times that a line is tried again after a failure of the server. A line that brings workers down must end."""
 RETRY_SECONDS = (0.25, 30.0)
 """The shortest and longest mean time before the next try, in seconds. It doubles with each failure."""
-LOOK_SECONDS = 0.25
-"""Time between two looks whether the models of lines have workers, in seconds."""
+GATE_SECONDS = 0.25
+"""Time between two looks at a gate that is shut, in seconds."""
 OK, BUSY, SERVER_ERROR = 200, 429, 500
 """Status of good answers; of lines for which there is no room; the lowest one of failures of the server."""
 EXPIRED = "batch_expired", "This line was not answered before the completion window ended."
@@ -59,6 +59,7 @@ class BatchRun:
 
     Args:
         name: name of this gateway, which has the lease.
+        gates: those of all models.
         gate_of: returns where a line waits until it may run.
         call: sends a line to the application.
     """
@@ -71,6 +72,7 @@ class BatchRun:
         *,
         name: str,
         limits: BatchLimits,
+        gates: Collection[LineGate],
         gate_of: Callable[[Line], LineGate],
         call: Callable[[str, Line, str], Coroutine[Any, Any, Answer]],
     ) -> None:
@@ -81,6 +83,7 @@ class BatchRun:
         self._files = files
         self._name = name
         self._limits = limits
+        self._gates = gates
         self._gate_of = gate_of
         self._call = call
         self._refused = RefusedLines()
@@ -141,7 +144,7 @@ class BatchRun:
     async def _begin_lines(self, group: asyncio.TaskGroup, begun: set[int]) -> set[LineGate]:
         """Begin lines in their order, no faster than they run, and add their numbers to `begun`.
 
-        Returns the gates of the lines that were left out because their models have no workers.
+        Returns the gates that are shut of lines that were left out. Lines are not read on while all gates are shut.
         """
         shut: set[LineGate] = set()
         async for number, data in self._lines():
@@ -151,6 +154,8 @@ class BatchRun:
             line = self._read(number, data)
             if (gate := self._gate_of(line)).is_shut:
                 shut.add(gate)
+                if all(each.is_shut for each in self._gates):
+                    return {*self._gates}
                 continue
             begun.add(number)
             has_begun = asyncio.Event()
@@ -158,7 +163,7 @@ class BatchRun:
             # If the gate shuts meanwhile, this line waits there, and lines of other models go on.
             while not has_begun.is_set() and not gate.is_shut:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_SECONDS):
+                    async with asyncio.timeout(GATE_SECONDS):
                         await has_begun.wait()
         return shut
 
@@ -248,7 +253,7 @@ async def _until_one_opens(gates: Iterable[LineGate]) -> None:
     while True:
         if any(not gate.is_shut for gate in gates):
             return
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(GATE_SECONDS)
 
 
 async def _grouped(items: AsyncIterator[T], size: int) -> AsyncIterator[list[T]]:

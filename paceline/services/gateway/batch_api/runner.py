@@ -125,6 +125,7 @@ class BatchRunner:
             self._files,
             name=self._name,
             limits=self._limits,
+            gates=self._gates.values(),
             gate_of=self._gate_of,
             call=self._call,
         )
