@@ -69,7 +69,7 @@ class Container:
     runs: bool
     """Whether it runs, or is started again when it ends."""
     leaves: bool
-    """Whether it ends after its worker has drained."""
+    """Whether it ends after its worker has drained, or is being removed."""
 
     @staticmethod
     def of(
@@ -80,20 +80,22 @@ class Container:
         Args:
             service_role: the role with which a worker in this container starts.
             roles: see `Roles`.
-            last: the roles of containers that ran at the last look, by id. They count while Redis has lost a worker.
+            last: the roles of containers that ran or left at the last look, by id. They count while Redis does not
+                know a worker.
             leaving: ids of the containers that end after their drain.
         """
         own, labels = listed["Id"], listed["Labels"]
         number = str(labels.get(NUMBER, "0"))
         runs = listed["State"] in ("running", "restarting", "paused")
+        leaves = own in leaving or listed["State"] in ("removing", "dead")
         known = [last.get(own, service_role), *(role for worker, role in roles.items() if serves_in(worker, own))]
         return Container(
             own,
             labels[SERVICE],
             int(number) if number.isdigit() else 0,
-            role=known[-1] if runs else service_role,
+            role=known[-1] if runs or leaves else service_role,
             runs=runs,
-            leaves=own in leaving,
+            leaves=leaves,
         )
 
 
@@ -152,7 +154,7 @@ class ComposePlatform:
         self._ending: dict[str, asyncio.Task[None]] = {}
         """The drains under way, by id of the container."""
         self._last: dict[str, str] = {}
-        """The roles of the workers in containers that ran at the last look, by id of the container."""
+        """The roles of the workers in containers that ran or left at the last look, by id of the container."""
         self._acting = asyncio.Lock()
         # asyncio's own threads are few, so that drains would keep other calls waiting.
         self._threads = ThreadPoolExecutor(THREADS, "compose")
@@ -215,9 +217,9 @@ class ComposePlatform:
         found = [
             Container.of(each, services[service], roles, self._last, leaving)
             for each in listed
-            if (service := each["Labels"].get(SERVICE)) in services and each["State"] not in ("removing", "dead")
+            if (service := each["Labels"].get(SERVICE)) in services
         ]
-        self._last = {each.id: each.role for each in found if each.runs}
+        self._last = {each.id: each.role for each in found if each.runs or each.leaves}
         return sorted(found, key=lambda each: each.number)
 
     async def _copy(self, original: Container, number: int) -> None:

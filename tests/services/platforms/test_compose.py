@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ class ToyEngine:
         self.found: dict[str, Json] = {}
         self.graces: list[int] = []
         self.fails = False
+        self.removal_seconds = 0.0
         self.drains = threading.Lock()
         """Held by a test while containers that stop shall not end."""
         for number in range(1, decode + 1):
@@ -81,6 +83,7 @@ class ToyEngine:
             self.found[container]["State"] = "exited"
 
     def remove_container(self, container: str) -> None:
+        time.sleep(self.removal_seconds)
         assert self.found[container]["State"] == "exited"
         del self.found[container]
 
@@ -152,6 +155,7 @@ async def test_the_last_container_is_kept_and_started_again() -> None:
 
 async def test_a_worker_counts_in_the_role_that_a_person_has_given_it() -> None:
     engine = ToyEngine(decode=2)
+    engine.removal_seconds = 0.02
     changed = engine.add("prefill", 1)
     platform = compose(engine, {changed: "decode"})
     assert {role: own.wanted for role, own in (await platform.state()).roles.items()} == {"prefill": 0, "decode": 3}
@@ -186,6 +190,16 @@ async def test_a_name_is_not_used_again_before_its_container_is_gone() -> None:
         await platform.scale("decode", 2)
         assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-decode-3"]
     await settled(platform, 2)
+
+
+async def test_a_container_that_is_being_removed_is_not_started_again() -> None:
+    engine = ToyEngine(decode=2)
+    first, _ = engine.found
+    engine.found[first]["State"] = "removing"
+    platform = compose(engine)
+    assert (await platform.state()).roles["decode"].wanted == 1
+    await platform.scale("decode", 2)
+    assert [each["State"] for each in engine.found.values()] == ["removing", "running", "running"]
 
 
 async def test_a_service_without_containers_cannot_be_scaled() -> None:
