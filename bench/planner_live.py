@@ -1,10 +1,10 @@
 """Let the planner scale a live fleet of stand-in workers, and a static fleet of as many devices beside it.
 
-    python -m bench.planner_live ~/.cache/paceline/smollm2-135m-instruct --minutes 4 --json /tmp/planner.json
+    python -m bench.planner_live ~/.cache/paceline/smollm2-135m-instruct --json /tmp/planner.json
 
 The gateway, Redis and the planner's service are real. Workers (`bench.stand_in`) take the step times of --profile,
 which `paceline profile` writes, or built-in ones. The load swings from long prompts with short answers to short prompts
-with long answers and back within --minutes. A request is within its objectives if its first token came in time, and
+with long answers and back in 12 minutes. A request is within its objectives if its first token came in time, and
 95 % of the others in time after the one before. The share of such requests is printed for each minute of arrival. Those
 of --warm-up do not count.
 """
@@ -46,6 +46,8 @@ TTFT, ITL = 3.0, 0.1
 STARTUP_SECONDS = 8.0
 INTERVAL = 2.0
 """Seconds between two decisions."""
+SWING_SECONDS = 720.0
+"""Time in which the load goes from one kind of requests to the other and back."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 TIMES = {
     "prefill": StepTimes(prefill=Curve(points=((1, 0.02), (512, 0.2))), decode=Curve(points=((1, 0.03),))),
@@ -72,7 +74,7 @@ def load(minutes: float, seed: int) -> Workload:
     draw, requests = random.Random(seed), []
     at, end = 0.0, 60 * minutes
     while (at := at + draw.expovariate(PROMPTS.rate + ANSWERS.rate)) < end:
-        share = 0.5 + 0.5 * math.cos(2 * math.pi * at / end)
+        share = 0.5 + 0.5 * math.cos(2 * math.pi * at / SWING_SECONDS)
         phase, present = (
             (PROMPTS, share) if draw.random() < PROMPTS.rate / (PROMPTS.rate + ANSWERS.rate) else (ANSWERS, 1 - share)
         )
@@ -243,8 +245,8 @@ async def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.planner_live", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="Hugging Face folder; only its tokenizer is read")
-    parser.add_argument("--minutes", type=float, default=12.0, help="length of the load [%(default)s]")
-    parser.add_argument("--warm-up", type=int, default=1, help="minutes at the beginning that do not count")
+    parser.add_argument("--minutes", type=float, default=24.0, help="length of the load [%(default)s]")
+    parser.add_argument("--warm-up", type=int, default=12, help="minutes that do not count [%(default)s]")
     parser.add_argument("--profile", type=Path, help="step times, from paceline profile")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", type=new_file, help="file for the planner's reports and decisions")

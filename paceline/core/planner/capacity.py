@@ -88,14 +88,14 @@ def decode_workers(
     most = sequences_per_worker([each.latency for each in active], times, places, context)
     reserved = 0.0 if prompts is None else scale * math.fsum(_computing(each, prompts) for each in active)
     share = max(each.latency.percentile for each in active)
-    # Requests that run at the same time are about Poisson distributed, so that many workers even them out.
     spread = NormalDist().inv_cdf(share)
 
     def enough(workers: int) -> bool:
-        running = _running(tokens / workers, times, context)
-        taken = running + reserved / workers
-        in_places = taken + spread * math.sqrt(taken / workers) <= places.max_seqs * _FULL
-        return in_places and running + spread * math.sqrt(running / workers) <= most
+        running, variance = _running(tokens / workers, times, context, workers)
+        # Prompts that are computed at the same time are about Poisson distributed.
+        taken, taken_variance = running + reserved / workers, variance + reserved / workers**2
+        in_places = taken + spread * math.sqrt(taken_variance) <= places.max_seqs * _FULL
+        return in_places and running + spread * math.sqrt(variance) <= most
 
     return _least(enough)
 
@@ -191,13 +191,23 @@ def erlang_c(workers: int, busy: float) -> float:
     return blocked / (1 - busy / workers * (1 - blocked))
 
 
-def _running(tokens: float, times: StepTimes, context: float) -> float:
-    """Return how many sequences one worker runs if it has to make `tokens` per second.
+def _running(tokens: float, times: StepTimes, context: float, workers: int) -> tuple[float, float]:
+    """Return how many sequences each of some workers runs on average, and the variance of that number.
 
-    With n sequences, a step makes n tokens in fixed + n * slope seconds.
+    The longer a step takes, the more requests arrive until those that run have ended. With n sequences, a step makes n
+    tokens in fixed + n * slope seconds. Such a queue shares its processor, so n has a negative binomial distribution,
+    whatever the distribution of answer lengths is (F. P. Kelly, Reversibility and Stochastic Networks, 1979). Workers
+    that share requests equally even their numbers out.
+
+    Args:
+        tokens: tokens that each worker has to make per second.
     """
-    left = 1 - tokens * (times.per_token + times.per_context * context)
-    return tokens * times.fixed / left if left > 1 - _FULL else math.inf
+    slope = times.per_token + times.per_context * context
+    left = 1 - tokens * slope
+    if left <= 1 - _FULL:
+        return math.inf, math.inf
+    mean = tokens * (times.fixed + slope / workers) / left
+    return mean, mean / left / workers
 
 
 def _least(enough: Callable[[int], bool]) -> int:
