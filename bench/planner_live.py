@@ -98,7 +98,7 @@ def objectives(budget: int, ttft: float, itl: float, interval: float) -> Objecti
     """Return objectives of a planner for prefill and decode workers that take a device each."""
     limits = {role: RoleLimits(1, budget - 1) for role in ROLES}
     latency = Latency(ttft, itl, 0.95)
-    return Objectives(default=latency, roles=limits, budget=budget, fast_seconds=interval, slow_seconds=30.0)
+    return Objectives(default=latency, roles=limits, budget=budget, fast_seconds=interval, slow_seconds=15.0)
 
 
 class StandInPlatform:

@@ -35,7 +35,7 @@ def _divide(
     """
     levels = [{role: need.now for role, need in needs.items()}, {role: need.least for role, need in needs.items()}]
     counts = {role: _floor(role, target, report, objectives) for role, target in targets.items()}
-    for wishes in (*levels, targets):
+    for wishes in (levels[0], targets):
         aims = {role: min(wishes[role], target) for role, target in targets.items()}
         while lacking := [role for role in aims if counts[role] < aims[role] and _fits(counts, role, objectives)]:
             # Decode comes first among equals, because nothing is served without it.
