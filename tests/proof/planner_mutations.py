@@ -87,9 +87,9 @@ def without_kept_workers(patch: Patch) -> None:
 def without_pinned_counts(patch: Patch) -> None:
     """Size roles that a person has set."""
 
-    def size(needs: dict[Role, Need], report: Report, objectives: Objectives) -> dict[Role, int]:
-        free = {role: replace(seen, pinned=None) for role, seen in report.roles.items()}
-        return original(needs, replace(report, roles=free), objectives)
+    def size(needs: dict[Role, Need], outlook: Outlook) -> dict[Role, int]:
+        free = {role: replace(seen, pinned=None) for role, seen in outlook.report.roles.items()}
+        return original(needs, replace(outlook, report=replace(outlook.report, roles=free)))
 
     original = sizing.size
     patch.setattr(planner, "size", size)
@@ -110,9 +110,9 @@ def without_draining_devices(patch: Patch) -> None:
 def without_limits(patch: Patch) -> None:
     """Ignore the least and the most of each role."""
 
-    def size(needs: dict[Role, Need], report: Report, objectives: Objectives) -> dict[Role, int]:
-        limits = {role: replace(each, least=0, most=99) for role, each in objectives.roles.items()}
-        return original(needs, report, replace(objectives, roles=limits))
+    def size(needs: dict[Role, Need], outlook: Outlook) -> dict[Role, int]:
+        limits = {role: replace(each, least=0, most=99) for role, each in outlook.objectives.roles.items()}
+        return original(needs, replace(outlook, objectives=replace(outlook.objectives, roles=limits)))
 
     original = sizing.size
     patch.setattr(planner, "size", size)

@@ -61,9 +61,15 @@ class Outlook:
         """Return the recent load of every class."""
         return [Wanted(each.now(), self.objectives.latency(name)) for name, each in self.state.classes.items()]
 
-    def expected(self, ahead: int) -> list[Wanted]:
-        """Return the load of every class to be ready for in `ahead` intervals of the slow loop."""
-        expected = {name: each.expected(ahead) for name, each in self.state.classes.items()}
+    @property
+    def ahead(self) -> int:
+        """Intervals of the slow loop that forecasts look ahead: a worker that starts now is ready before that."""
+        starts = max((seen.startup_seconds for seen in self.report.roles.values()), default=0.0)
+        return math.ceil(starts / self.objectives.slow_seconds) + 1
+
+    def expected(self) -> list[Wanted]:
+        """Return the load of every class to be ready for."""
+        expected = {name: each.expected(self.ahead) for name, each in self.state.classes.items()}
         return [Wanted(demand, self.objectives.latency(name)) for name, demand in expected.items() if demand]
 
     def is_decode_full(self) -> bool:
@@ -106,6 +112,21 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
         why = f"{work:,.0f} tokens/s" if role != "encode" else f"{work:,.1f} media inputs/s"
     boosted = f", x{memory.boost:.2f} for missed objectives" if memory.boost > 1.005 else ""
     return Need(now, least, most, f"{why}{boosted} needs {least}")
+
+
+def workers_for(role: Role, need: Need, outlook: Outlook, scale: float) -> int:
+    """Return the workers that a role needs for `scale` times its load, both the present one and the forecast.
+
+    Args:
+        need: the need of the role for its load as it is.
+    """
+    memory = outlook.state.role(role)
+    if memory.times is None or not need.least:
+        return need.least
+    loads = outlook.now(), outlook.expected()
+    workers = max(_by_load(role, load, memory.times, outlook, memory.boost * scale) for load in loads)
+    rounded = math.ceil(workers - 1e-6)
+    return max(rounded, need.least) if scale >= 1 else min(max(rounded, 1), need.least)
 
 
 def _unmeasured(role: Role, outlook: Outlook) -> Need:
@@ -212,15 +233,13 @@ def _places(outlook: Outlook) -> Places:
 
 def look_ahead(outlook: Outlook) -> PlannerState:
     """Return the state after the slow loop: with new forecasts, floors and boosts."""
-    starts = max((seen.startup_seconds for seen in outlook.report.roles.values()), default=0.0)
-    ahead = math.ceil(starts / outlook.objectives.slow_seconds) + 1
     state = replace(
         outlook.state,
         slow_at=outlook.report.at,
-        classes={name: each.end_interval(ahead) for name, each in outlook.state.classes.items()},
+        classes={name: each.end_interval(outlook.ahead) for name, each in outlook.state.classes.items()},
     )
     later = replace(outlook, state=state)
-    expected = later.expected(ahead)
+    expected = later.expected()
     late = _late(later)
     roles: dict[Role, RoleMemory] = {}
     for role, seen in outlook.report.roles.items():

@@ -46,7 +46,7 @@ class Planner:
         if slow_at is None or report.at - slow_at >= self.objectives.slow_seconds:
             outlook = replace(outlook, state=look_ahead(outlook))
         needs = assess(outlook)
-        targets = size(needs, report, self.objectives)
+        targets = size(needs, outlook)
         outlook = replace(outlook, state=_remember(outlook.state, report, targets))
         self.state = outlook.state
         moves = Moves(outlook, needs, targets)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline.core.planner.budget import devices
-from paceline.core.planner.needs import Need
+from paceline.core.planner.needs import Need, Outlook, workers_for
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role
 
 _BETTER = 1.15
 """With too few devices, they are divided anew only if the role that lacks most gets this much more of its need."""
+_SCALES = tuple(step / 20 for step in range(10, 31))
+"""Multiples of the load for which scarce devices are divided, one after the other."""
+
+Wishes = Mapping[Role, int]
+"""Workers of every role."""
 
 
-def size(needs: Mapping[Role, Need], report: Report, objectives: Objectives) -> dict[Role, int]:
+def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
     """Return the number of workers that each role should have. A role that a person has set keeps that number."""
+    report, objectives = outlook.report, outlook.objectives
     targets: dict[Role, int] = {}
     for role, need in needs.items():
         seen, limits = report.roles[role], objectives.limits(role)
@@ -23,19 +29,20 @@ def size(needs: Mapping[Role, Need], report: Report, objectives: Objectives) -> 
         targets[role] = min(max(target, limits.least), limits.most) if seen.pinned is None else seen.pinned
     if objectives.budget is None or devices(targets, objectives) <= objectives.budget:
         return targets
-    return _divide(targets, needs, report, objectives)
+    return _divide(targets, needs, outlook)
 
 
-def _divide(
-    targets: Mapping[Role, int], needs: Mapping[Role, Need], report: Report, objectives: Objectives
-) -> dict[Role, int]:
+def _divide(targets: Wishes, needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
     """Return targets within the budget, so that the role that lacks most lacks as little as possible.
 
-    The present load of all roles comes first, then the reserves for the forecast, then workers that no load needs.
+    The present load of all roles comes first. Then all roles get what the same multiple of their loads needs, forecasts
+    included, as long as there are devices. So reserves are equally large.
     """
-    levels = [{role: need.now for role, need in needs.items()}, {role: need.least for role, need in needs.items()}]
+    report, objectives = outlook.report, outlook.objectives
+    now = {role: need.now for role, need in needs.items()}
+    later = [{role: workers_for(role, need, outlook, scale) for role, need in needs.items()} for scale in _SCALES]
     counts = {role: _floor(role, target, report, objectives) for role, target in targets.items()}
-    for wishes in (levels[0], targets):
+    for wishes in (now, *later, targets):
         aims = {role: min(wishes[role], target) for role, target in targets.items()}
         while lacking := [role for role in aims if counts[role] < aims[role] and _fits(counts, role, objectives)]:
             # Decode comes first among equals, because nothing is served without it.
@@ -44,12 +51,14 @@ def _divide(
     present = {role: report.roles[role].wanted for role in targets}
     is_full = devices(present, objectives) == devices(counts, objectives)
     is_allowed = all(_floor(role, target, report, objectives) <= present[role] for role, target in targets.items())
-    if is_full and is_allowed and not any(_is_better(counts, present, wishes) for wishes in levels):
+    is_better = _share(counts, now) >= _BETTER * _share(present, now)
+    is_safer = _scale(counts, later) >= _BETTER * _scale(present, later)
+    if is_full and is_allowed and not is_better and not is_safer:
         return present
     return counts
 
 
-def _fits(counts: Mapping[Role, int], role: Role, objectives: Objectives) -> bool:
+def _fits(counts: Wishes, role: Role, objectives: Objectives) -> bool:
     """Return whether the budget has room for one more worker of a role."""
     needed = devices(counts, objectives) + objectives.limits(role).devices
     return objectives.budget is None or needed <= objectives.budget
@@ -61,11 +70,12 @@ def _floor(role: Role, target: int, report: Report, objectives: Objectives) -> i
     return min(target, objectives.limits(role).least) if pinned is None else pinned
 
 
-def _is_better(counts: Mapping[Role, int], present: Mapping[Role, int], wishes: Mapping[Role, int]) -> bool:
-    """Return whether the role that lacks most would lack clearly less than with the workers that are present."""
-    return _worst(counts, wishes) >= _BETTER * _worst(present, wishes)
-
-
-def _worst(counts: Mapping[Role, int], wishes: Mapping[Role, int]) -> float:
+def _share(counts: Wishes, wishes: Wishes) -> float:
     """Return the share of its wish that the role with the smallest share has, at most 1."""
     return min((min(1.0, counts[role] / wish) for role, wish in wishes.items() if wish), default=1.0)
+
+
+def _scale(counts: Wishes, later: Sequence[Wishes]) -> float:
+    """Return the largest of `_SCALES` for which all roles have enough workers, or the share of the smallest one."""
+    enough = [scale for scale, wishes in zip(_SCALES, later) if _share(counts, wishes) == 1.0]
+    return max(enough, default=_SCALES[0] * _share(counts, later[0]))

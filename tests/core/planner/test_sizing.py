@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.planner.needs import Need
+from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.needs import Need, Outlook
 from paceline.core.planner.objectives import Objectives, RoleLimits
 from paceline.core.planner.reports import Report, Role, RoleReport
 from paceline.core.planner.sizing import size
@@ -14,7 +15,8 @@ def divided(prefill: Need, decode: Need, present: tuple[int, int], budget: int) 
     limits: dict[Role, RoleLimits] = {"prefill": RoleLimits(1, 20), "decode": RoleLimits(1, 20)}
     roles: dict[Role, RoleReport] = {"prefill": RoleReport(present[0]), "decode": RoleReport(present[1])}
     report = Report(0.0, "1", (), roles, {})
-    targets = size({"prefill": prefill, "decode": decode}, report, Objectives(roles=limits, budget=budget))
+    outlook = Outlook(report, Objectives(roles=limits, budget=budget), PlannerState())
+    targets = size({"prefill": prefill, "decode": decode}, outlook)
     return targets["prefill"], targets["decode"]
 
 
