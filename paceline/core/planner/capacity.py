@@ -91,7 +91,7 @@ def decode_workers(
     spread = NormalDist().inv_cdf(share)
 
     def enough(workers: int) -> bool:
-        running, variance = _running(tokens / workers, times, context, workers)
+        running, variance = running_sequences(tokens / workers, times, context, workers)
         # Prompts that are computed at the same time are about Poisson distributed.
         taken, taken_variance = running + reserved / workers, variance + reserved / workers**2
         in_places = taken + spread * math.sqrt(taken_variance) <= places.max_seqs * _FULL
@@ -191,7 +191,7 @@ def erlang_c(workers: int, busy: float) -> float:
     return blocked / (1 - busy / workers * (1 - blocked))
 
 
-def _running(tokens: float, times: StepTimes, context: float, workers: int) -> tuple[float, float]:
+def running_sequences(tokens: float, times: StepTimes, context: float, workers: int = 1) -> tuple[float, float]:
     """Return how many sequences each of some workers runs on average, and the variance of that number.
 
     The longer a step takes, the more requests arrive until those that run have ended. With n sequences, a step makes n

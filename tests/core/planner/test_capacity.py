@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.planner.capacity import (
@@ -16,6 +16,7 @@ from paceline.core.planner.capacity import (
     encode_workers,
     erlang_c,
     prefill_workers,
+    running_sequences,
     sequences_per_worker,
 )
 from paceline.core.planner.distribution import Distribution
@@ -83,6 +84,26 @@ def test_steps_are_kept_short_enough() -> None:
     assert sequences_per_worker([Latency()], DECODE, Places(10, 0), 0.0) == pytest.approx(9)
     assert sequences_per_worker([Latency()], DECODE, Places(100, 5000), 1000.0) == pytest.approx(4.5)
     assert sequences_per_worker([Latency(itl=0.001)], DECODE, PLACES, 0.0) == 1
+
+
+@settings(max_examples=20)
+@given(st.floats(1.0, 1000.0), st.floats(0.0, 2000.0))
+def test_sequences_that_run_are_a_queue_that_shares_its_processor(tokens: float, context: float) -> None:
+    mean, variance = running_sequences(tokens, DECODE, context)
+    # The chance of n sequences, from the balance of arrivals and ends, if answers have exponential lengths.
+    chances = [1.0]
+    for n in range(1, 700):
+        chances.append(chances[-1] * tokens * DECODE.seconds(n, n * context) / n)
+    chances = [chance / math.fsum(chances) for chance in chances]
+    expected = math.fsum(n * chance for n, chance in enumerate(chances))
+    assert mean == pytest.approx(expected) or mean == math.inf
+    squares = math.fsum((n - expected) ** 2 * chance for n, chance in enumerate(chances))
+    assert variance == pytest.approx(squares) or variance == math.inf
+
+
+def test_sequences_do_not_vary_with_many_workers() -> None:
+    one, many = running_sequences(500.0, DECODE, 100.0), running_sequences(500.0, DECODE, 100.0, 100)
+    assert many[1] < one[1] / 90
 
 
 def test_decode_workers_hold_their_requests() -> None:
