@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ HostSet = int
 """A set of hosts. Bit n is set if the host with the number n is in it."""
 _ALL_HOSTS: HostSet = -1
 
-_BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
-"""For each byte, the numbers of the bits that are set."""
+_BITS = bytes.maketrans(b"01", b"\0\1")
+"""From the digits of a binary number to their values."""
 
 
 def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
@@ -119,10 +120,8 @@ def _with_windows(groups: Sequence[_Blocks], hosts: HostSet, length: int) -> Hos
 
 
 def host_numbers(hosts: HostSet) -> Iterator[int]:
-    """Yield the numbers of the hosts in a set, ascending."""
-    for index, byte in enumerate(hosts.to_bytes((hosts.bit_length() + 7) // 8, "little")):
-        for bit in _BITS[byte]:
-            yield 8 * index + bit
+    """Return the numbers of the hosts in a set, ascending."""
+    return itertools.compress(itertools.count(), bin(hosts)[:1:-1].encode().translate(_BITS))
 
 
 def lacking_links(layout: KVLayout, find: Find, links: Sequence[bytes]) -> Sequence[bytes]:

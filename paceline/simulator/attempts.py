@@ -67,7 +67,7 @@ class Attempts:
         """Return for each host how many tokens of a context's first blocks it has. Hosts with none are left out."""
         found = self._hints.cached_tokens(sequence.block_names(blocks), blocks * BASE_TOKENS)
         unit, names = self._block_tokens // BASE_TOKENS, self._known.host_names
-        return {names[host]: tokens * unit for host, tokens in found.items()}
+        return dict(zip(map(names.__getitem__, found), map(unit.__mul__, found.values())))  # there may be many hosts
 
     def begin(self, sequence: Sequence, placement: Placement) -> Refusal | None:
         """Begin an attempt. Return None, or who refuses it.

@@ -16,6 +16,7 @@ workers, numpy's cost for a call is as large as the computation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -73,9 +74,10 @@ class NomineeSearch:
 
     def __init__(self, need: Need, hosts: Mapping[str, int], usual: float, now: float, half_life: float) -> None:
         self._need, self._usual, self._now, self._half_life = need, usual, now, half_life
-        cached = {hosts[host]: tokens for host, tokens in need.cached.items() if host in hosts}
-        self._cached = np.zeros(len(hosts))
-        self._cached[list(cached)] = list(cached.values())
+        # By the number of a host. The last number is that of all hosts without workers.
+        self._cached = np.zeros(len(hosts) + 1)
+        numbers = np.fromiter(map(hosts.get, need.cached, itertools.repeat(-1)), np.intp, len(need.cached))
+        self._cached[numbers] = np.fromiter(need.cached.values(), np.float64, len(need.cached))
 
     def can_hand_over(self, prefill: WorkerClass, decode: WorkerClass) -> bool:
         """Return whether workers of the first class can hand over to those of the second."""

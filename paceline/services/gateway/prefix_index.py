@@ -145,7 +145,10 @@ class PrefixIndex:
         found = (
             holders.cached_tokens(context.links(layout.fingerprint), most) for layout, holders in self._holders.items()
         )
-        return {self._ids[number]: tokens for each in found for number, tokens in each.items()}
+        cached: dict[str, int] = {}
+        for each in found:
+            cached.update(zip(map(self._ids.__getitem__, each), each.values()))  # there may be many hosts
+        return cached
 
     def encoding_hosts(self, digest: bytes, length: int, cache_salt: str) -> list[str]:
         """Return the ids of the hosts that have cached an encoding. For the arguments see `encoding_context`."""

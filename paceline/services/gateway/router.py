@@ -246,7 +246,10 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
         if not partners or _little_is_left(need, decode):
             ways.append(_Way(decode, None, alone=not partners))
     computing = {way.computing.member.worker_id: way.computing.member for way in ways}
-    sources = {worker_id: _source(need, member) for worker_id, member in computing.items()}
+    least = min((need.cached.get(member.host_id, 0) for member in computing.values()), default=0)
+    # A prefix that all prompts begin with is on all hosts, so most of them have no more than the others.
+    richer = sorted(((tokens, host) for host, tokens in need.cached.items() if tokens > least), reverse=True)
+    sources = {worker_id: _source(need, member, richer) for worker_id, member in computing.items()}
     fetching = [
         _Way(way.decode, way.prefill, way.alone, source)
         for way in ways
@@ -255,20 +258,22 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
     return ways + fetching
 
 
-def _source(need: Need, computing: Member) -> str:
+def _source(need: Need, computing: Member, richer: Iterable[tuple[int, str]]) -> str:
     """Return the host to fetch a prefix from: the one with the most cached tokens among those that can send blocks.
 
     Returns "" if the computing worker's own host has as many.
+
+    Args:
+        richer: cached tokens and hosts in descending order, with all hosts that have more than the worker's own host.
     """
     here, layout = computing.host_id, computing.layout
     own = need.cached.get(here, 0)
-    # A prefix that all prompts begin with is on all hosts, so the number of tokens is looked at first.
-    readable = [
-        (tokens, host)
-        for host, tokens in need.cached.items()
-        if tokens > own and (host, here) not in need.cut and need.layouts.get(host, layout) == layout
-    ]
-    return max(readable, default=(0, ""))[1]
+    for tokens, host in richer:
+        if tokens <= own:
+            break
+        if (host, here) not in need.cut and need.layouts.get(host, layout) == layout:
+            return host
+    return ""
 
 
 def _little_is_left(need: Need, decode: Candidate) -> bool:
