@@ -43,7 +43,7 @@ class WaitingHints:
 
 
 class HintSender:
-    """Sends hints in batches, from `start` to `close`.
+    """Sends hints in batches, until `close`. A host that does not answer keeps no other one waiting.
 
     Args:
         host: a function that returns the kvtransfer service of a host; None if it is not known.
@@ -52,15 +52,14 @@ class HintSender:
     def __init__(self, host: Callable[[str], RemoteWorker | None]) -> None:
         self._host = host
         self._waiting: defaultdict[str, WaitingHints] = defaultdict(WaitingHints)
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="hint sender")
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """By host: the task that sends to it, while there are hints for it."""
+        self._is_closed = False
 
     async def close(self) -> None:
-        if self._task is not None:
-            await end_tasks(self._task)
+        """Drop all hints that were not sent, and further ones."""
+        self._is_closed = True
+        await end_tasks(*self._tasks.values())
 
     def put(self, layouts: Mapping[str, str], context: Context, hints: Sequence[Hint]) -> None:
         """Queue hints about a context.
@@ -69,19 +68,20 @@ class HintSender:
             layouts: fingerprints of KV layouts by the ids of the hosts that get the hints.
         """
         most = max((hint.tokens for hint in hints), default=0) // BASE_TOKENS
-        for host_id, layout in layouts.items() if most else ():
+        for host_id, layout in layouts.items() if most and not self._is_closed else ():
             hashes = b"".join(context.links(layout)[:most])
             self._waiting[host_id].add(pb.Expectation(hashes=hashes, hints=map(_hint_to_pb, hints)))
-            self._wake.set()
+            if host_id not in self._tasks:
+                # At once: if the next request is faster than the hints, it may evict their blocks.
+                self._tasks[host_id] = asyncio.create_task(self._send_all(host_id), name="hint sender")
 
-    async def _run(self) -> None:
-        while True:
-            # At once: if the next request is faster than the hints, it may evict their blocks.
-            await self._wake.wait()
-            self._wake.clear()
-            waiting = dict(self._waiting)
-            self._waiting.clear()
-            await asyncio.gather(*(self._send(host_id, own.expectations) for host_id, own in waiting.items()))
+    async def _send_all(self, host_id: str) -> None:
+        """Send the hints for a host until none wait."""
+        try:
+            while (waiting := self._waiting.pop(host_id, None)) is not None:
+                await self._send(host_id, waiting.expectations)
+        finally:
+            del self._tasks[host_id]
 
     async def _send(self, host_id: str, expected: Iterable[pb.Expectation]) -> None:
         if (host := self._host(host_id)) is None:

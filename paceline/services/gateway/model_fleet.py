@@ -113,7 +113,6 @@ class ModelFleet:
         if self.config.router_mode == "kv":
             self._block_feed.start()
         self._placements.start()
-        self.runner.hints.start()
         self.console.start()
         await self._registrar.start()
 

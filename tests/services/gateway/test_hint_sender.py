@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+
+from paceline.core.cache_policy.hints import Hint
+from paceline.core.context import Context
+from paceline.core.kv_layout import BASE_TOKENS
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.gateway.hint_sender import MOST_WAITING, MOST_WAITING_BYTES, WaitingHints
+from paceline.services.gateway.hint_sender import MOST_WAITING, MOST_WAITING_BYTES, HintSender, WaitingHints
 
 
 def test_too_many_contexts_drop_the_oldest() -> None:
@@ -20,3 +26,29 @@ def test_too_long_contexts_drop_the_oldest() -> None:
     for _ in range(5):
         waiting.add(pb.Expectation(hashes=third))
     assert len(waiting.expectations) == 3
+
+
+class SlowSender(HintSender):
+    """Sends nothing, and never ends doing so for one host."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda host_id: None)
+        self.sent: list[tuple[str, int]] = []
+
+    async def _send(self, host_id: str, expected: Iterable[pb.Expectation]) -> None:
+        self.sent.append((host_id, len(list(expected))))
+        if host_id == "dead":
+            await asyncio.Event().wait()
+
+
+async def test_a_host_that_does_not_answer_keeps_no_other_one_waiting() -> None:
+    sender = SlowSender()
+    context, hints = Context(range(BASE_TOKENS)), [Hint(BASE_TOKENS, 10.0, b"")]
+    for _ in range(3):
+        sender.put({"dead": "layout", "live": "layout"}, context, hints)
+        await asyncio.sleep(0.001)
+    assert sender.sent == [("dead", 1), ("live", 1), ("live", 1), ("live", 1)]
+    await sender.close()
+    sender.put({"live": "layout"}, context, hints)
+    await asyncio.sleep(0.001)
+    assert len(sender.sent) == 4

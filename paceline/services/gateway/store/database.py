@@ -149,6 +149,8 @@ class AlchemyDatabase(Database):
             self.text, self.blob = "LONGTEXT", "LONGBLOB"
         elif self._engine.dialect.name == "postgresql":
             self.blob = "BYTEA"
+            if "options" not in parsed.query:  # else the operator has chosen
+                sqlalchemy.event.listen(self._engine, "connect", _limit_statements)
         if self._engine.dialect.name != "sqlite":
             # Each statement sees what others have committed. MySQL would show, and MariaDB refuse to change, old rows.
             self._engine = self._engine.execution_options(isolation_level="READ COMMITTED")
@@ -171,6 +173,14 @@ class AlchemyDatabase(Database):
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _limit_statements(connection: Any, _record: object) -> None:
+    """Make PostgreSQL end statements that take too long, those that wait for a lock included."""
+    # Not as an option of the connection, because pools of connections such as PgBouncer refuse those.
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET statement_timeout = {1000 * ANSWER_SECONDS}")
+    connection.commit()
 
 
 def _code(error: Exception) -> object:

@@ -22,6 +22,7 @@ import pytest
 
 from paceline.services.gateway.batch_api.batch_store import BatchStore
 from paceline.services.gateway.responses_api.store import ResponseStore
+from paceline.services.gateway.store import database
 from paceline.services.gateway.store.database import StoreError, open_database
 from paceline.services.gateway.store.store import Store
 from tests.services.gateway.batch_api import test_batch_store, test_routes
@@ -165,6 +166,16 @@ async def test_gateways_that_begin_at_once_share_all_batches(open_shared: Callab
 
     taken = await asyncio.gather(*(take(name, gateway) for name, gateway in gateways.items()))
     assert sorted(each for own in taken for each in own) == sorted(names)
+
+
+def test_a_statement_that_takes_too_long_is_given_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not server.startswith("postgresql"):
+        pytest.skip("its driver has a timeout for answers")
+    monkeypatch.setattr(database, "ANSWER_SECONDS", 1)
+    opened = open_database(server)
+    with pytest.raises(StoreError), opened.transaction() as execute:
+        execute("SELECT pg_sleep(30)")
+    opened.close()
 
 
 async def test_a_gateway_keeps_its_files_batches_and_responses_there(start_stack: StartStack, url: str) -> None:
