@@ -44,8 +44,8 @@ BUDGET = 6
 TTFT, ITL = 3.0, 0.1
 """Objectives in seconds."""
 STARTUP_SECONDS = 8.0
-INTERVAL = 2.0
-"""Seconds between two decisions."""
+INTERVAL, FORECAST = 2.0, 15.0
+"""Seconds between two decisions, and between two forecasts: about twice as long as a start."""
 SWING_SECONDS = 720.0
 """Time in which the load goes from one kind of requests to the other and back."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -94,11 +94,15 @@ def is_within(outcome: Outcome) -> bool:
     return sum(gap <= ITL for gap in gaps) >= 0.95 * len(gaps)
 
 
-def objectives(budget: int, ttft: float, itl: float, interval: float) -> Objectives:
-    """Return objectives of a planner for prefill and decode workers that take a device each."""
+def objectives(budget: int, ttft: float, itl: float, interval: float, forecast: float) -> Objectives:
+    """Return objectives of a planner for prefill and decode workers that take a device each.
+
+    Args:
+        interval, forecast: seconds between two decisions, and between two forecasts.
+    """
     limits = {role: RoleLimits(1, budget - 1) for role in ROLES}
     latency = Latency(ttft, itl, 0.95)
-    return Objectives(default=latency, roles=limits, budget=budget, fast_seconds=interval, slow_seconds=15.0)
+    return Objectives(default=latency, roles=limits, budget=budget, fast_seconds=interval, slow_seconds=forecast)
 
 
 class StandInPlatform:
@@ -219,7 +223,7 @@ async def measure(
         async with fleet(model, times, Path(folder)) as (url, redis, platform), contextlib.AsyncExitStack() as undo:
             if planned:
                 client = await undo.enter_async_context(contextlib.aclosing(connect(redis)))
-                planner = Planner(objectives(BUDGET, TTFT, ITL, INTERVAL))
+                planner = Planner(objectives(BUDGET, TTFT, ITL, INTERVAL, FORECAST))
                 kept = RecordFile(record, 1 << 30, planner) if record else None
                 service = PlannerService(planner, platform, client, "bench", "planner", DRAIN_SECONDS, kept)
                 service.on_decision = lambda: lines.extend(

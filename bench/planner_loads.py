@@ -34,10 +34,12 @@ class Case(NamedTuple):
     itl: float
     interval: float
     """Seconds between two decisions."""
+    forecast: float
+    """Seconds between two forecasts."""
 
     def objectives(self) -> Objectives:
         """Return what a planner should achieve."""
-        return planner_live.objectives(self.budget, self.ttft, self.itl, self.interval)
+        return planner_live.objectives(self.budget, self.ttft, self.itl, self.interval, self.forecast)
 
 
 class Kind(NamedTuple):
@@ -64,8 +66,10 @@ def make_case(load: str, minutes: int, seed: int) -> Case:
     if load == "live":
         requests = planner_live.load(minutes, seed).requests
         arrivals = [Arrival(each.at, "default", len(each.prompt), each.max_tokens) for each in requests]
-        return Case(arrivals, STAND_IN, planner_live.BUDGET, planner_live.TTFT, planner_live.ITL, planner_live.INTERVAL)
-    return Case(_swing(_SHARES[load], 60.0 * minutes, seed), GPU, budget=8, ttft=2.0, itl=0.045, interval=5.0)
+        live = planner_live
+        return Case(arrivals, STAND_IN, live.BUDGET, live.TTFT, live.ITL, live.INTERVAL, live.FORECAST)
+    arrivals = _swing(_SHARES[load], 60.0 * minutes, seed)
+    return Case(arrivals, GPU, budget=8, ttft=2.0, itl=0.045, interval=5.0, forecast=30.0)
 
 
 def _swing(share_at: Callable[[float], float], seconds: float, seed: int) -> list[Arrival]:

@@ -115,7 +115,7 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
 
 
 def workers_for(role: Role, need: Need, outlook: Outlook, scale: float) -> int:
-    """Return the workers that a role needs for `scale` times its load, both the present one and the forecast.
+    """Return the workers that a role needs for `scale` times its present load. From 1 on, its whole need is the least.
 
     Args:
         need: the need of the role for its load as it is.
@@ -123,10 +123,8 @@ def workers_for(role: Role, need: Need, outlook: Outlook, scale: float) -> int:
     memory = outlook.state.role(role)
     if memory.times is None or not need.least:
         return need.least
-    loads = outlook.now(), outlook.expected()
-    workers = max(_by_load(role, load, memory.times, outlook, memory.boost * scale) for load in loads)
-    rounded = math.ceil(workers - 1e-6)
-    return max(rounded, need.least) if scale >= 1 else min(max(rounded, 1), need.least)
+    workers = math.ceil(_by_load(role, outlook.now(), memory.times, outlook, memory.boost * scale) - 1e-6)
+    return max(workers, need.least) if scale >= 1 else min(max(workers, 1), need.least)
 
 
 def _unmeasured(role: Role, outlook: Outlook) -> Need:

@@ -35,8 +35,9 @@ def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
 def _divide(targets: Wishes, needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
     """Return targets within the budget, so that the role that lacks most lacks as little as possible.
 
-    The present load of all roles comes first. Then all roles get what the same multiple of their loads needs, forecasts
-    included, as long as there are devices. So reserves are equally large.
+    The present load of all roles comes first. Then all roles get what the same multiple of their loads needs, as long
+    as there are devices, so that all have the same room. Reserves for forecasts come after that: devices change roles
+    more quickly than loads change.
     """
     report, objectives = outlook.report, outlook.objectives
     now = {role: need.now for role, need in needs.items()}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.load import ClassLoad, Series
+from paceline.core.planner.load import ClassLoad
 from paceline.core.planner.memory import PlannerState, RoleMemory
 from paceline.core.planner.needs import Need, Outlook
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
@@ -68,7 +68,7 @@ def test_scarce_devices_are_divided_by_load(
     answer: float, decode: Need, present: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     prompts, answers = Distribution.of([1500.0] * 20), Distribution.of([answer] * 20)
-    load = ClassLoad(100.0, 20.0, prompt_tokens=prompts, answer_tokens=answers, rates=Series(5.7, values=1))
+    load = ClassLoad(114.0, 20.0, prompt_tokens=prompts, answer_tokens=answers)
     memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=PREFILL), "decode": RoleMemory(times=DECODE)}
     workers = [WorkerReport(f"d{number}", "decode", max_seqs=64) for number in range(present[1])]
     state = PlannerState(classes={"default": load}, roles=memories)
