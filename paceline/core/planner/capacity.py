@@ -201,6 +201,7 @@ def running_sequences(tokens: float, times: StepTimes, context: float, workers: 
 
     Args:
         tokens: tokens that each worker has to make per second.
+        context: tokens of a sequence's KV.
     """
     slope = times.per_token + times.per_context * context
     left = 1 - tokens * slope
