@@ -23,7 +23,8 @@ from paceline.services.gateway.router import place
 WORKERS_PER_HOST = 8
 REPORTS = 5
 """Workers that report before a placement."""
-CACHES = bytes(64 << 20)
+CACHES = b"\1" * (64 << 20)
+"""More bytes than the processor's caches hold. Zeros would not do: the system maps them all to one page."""
 LINE = 64
 """Bytes of a line of a cache."""
 

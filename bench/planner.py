@@ -1,7 +1,7 @@
 """Compare the planner with static fleets and with llm-d's published law, on a load that swings between two extremes.
 
     python -m bench.planner
-    python -m bench.planner --load live --minutes 12 --warm-up 1
+    python -m bench.planner --load live --minutes 24 --warm-up 12
 
 Workers are stand-ins, whose steps take as long as a formula says (`bench.planner_fleet`). The load goes from documents
 (long prompts, short answers) to chats (short prompts, long answers) and back. A request is within its objectives if its

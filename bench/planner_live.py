@@ -257,6 +257,8 @@ def main() -> int:
     parser.add_argument("--only", choices=("planner", "static"), help="measure only one of the fleets")
     parser.add_argument("--json", type=new_file, help="file for all figures")
     options = parser.parse_args()
+    if options.warm_up >= options.minutes:
+        parser.error("--warm-up must be less than --minutes, because the other minutes are judged")
     times = dict(TIMES)
     if options.profile:
         profile = read_profile(options.profile)

@@ -120,7 +120,7 @@ def _with_windows(groups: Sequence[_Blocks], hosts: HostSet, length: int) -> Hos
 
 
 def host_numbers(hosts: HostSet) -> Iterator[int]:
-    """Return the numbers of the hosts in a set, ascending."""
+    """Return the numbers of the hosts in a set, ascending. The set must not be `_ALL_HOSTS`."""
     return itertools.compress(itertools.count(), bin(hosts)[:1:-1].encode().translate(_BITS))
 
 

@@ -136,6 +136,42 @@ print(own_kib() - before)
 """
 
 
+_USES_THREADS = """
+import sys, threading
+from pathlib import Path
+from paceline.core.machine import give_back_large_memory
+
+if sys.argv[1] == "give back":
+    give_back_large_memory()
+barrier = threading.Barrier(12)
+
+def allocate():
+    barrier.wait()
+    bytearray(100_000)
+    barrier.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+# Each arena but the first begins at a multiple of 64 MiB, and reserves as much.
+lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if " 00:00 0" in line]
+print(sum(int(line.split("-")[0], 16) % (64 << 20) == 0 for line in lines))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_threads_share_few_arenas() -> None:
+    def arenas(what: str) -> int:
+        """Return how many arenas twelve threads use, apart from the first one."""
+        command = [sys.executable, "-c", _USES_THREADS, what]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+    assert arenas("give back") <= 2
+    assert arenas("keep") > 4
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_memory_of_large_messages_is_given_back() -> None:
     def left(what: str) -> int:

@@ -196,12 +196,16 @@ def running_sequences(tokens: float, times: StepTimes, context: float, workers: 
 
     The longer a step takes, the more requests arrive until those that run have ended. With n sequences, a step makes n
     tokens in fixed + n * slope seconds. Such a queue shares its processor, so n has a negative binomial distribution,
-    whatever the distribution of answer lengths is (F. P. Kelly, Reversibility and Stochastic Networks, 1979). Workers
-    that share requests equally even their numbers out.
+    whatever the distribution of answer lengths is (F. P. Kelly, Reversibility and Stochastic Networks, 1979). Numbers
+    vary less if workers share requests equally. For more than one worker, this is an approximation.
 
     Args:
         tokens: tokens that each worker has to make per second.
         context: tokens of a sequence's KV.
+        workers: number of workers that share the requests.
+
+    Returns:
+        The mean and the variance. Both are infinite if a worker would be busy for more than 0.9 of its time.
     """
     slope = times.per_token + times.per_context * context
     left = 1 - tokens * slope

@@ -115,10 +115,12 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
 
 
 def workers_for(role: Role, need: Need, outlook: Outlook, scale: float) -> int:
-    """Return the workers that a role needs for `scale` times its present load. From 1 on, its whole need is the least.
+    """Return the workers that a role needs for `scale` times its present load.
+
+    For a scale of at least 1, it is at least `need.least`; below 1, it is at most that.
 
     Args:
-        need: the need of the role for its load as it is.
+        need: the need of the role for its load as it is now.
     """
     memory = outlook.state.role(role)
     if memory.times is None or not need.least:

@@ -10,12 +10,13 @@ from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role
 
 _BETTER = 1.15
-"""With too few devices, they are divided anew only if the role that lacks most gets this much more of its need."""
+"""Scarce devices are divided anew only if one of two figures becomes at least this many times as large: the smallest
+share that a role has of its present need, or the multiple of the load for which all roles have enough workers."""
 _SCALES = tuple(step / 20 for step in range(10, 31))
 """Multiples of the load for which scarce devices are divided, one after the other."""
 
-Wishes = Mapping[Role, int]
-"""Workers of every role."""
+Counts = Mapping[Role, int]
+"""Number of workers of every role."""
 
 
 def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
@@ -32,12 +33,12 @@ def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
     return _divide(targets, needs, outlook)
 
 
-def _divide(targets: Wishes, needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
+def _divide(targets: Counts, needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
     """Return targets within the budget, so that the role that lacks most lacks as little as possible.
 
-    The present load of all roles comes first. Then all roles get what the same multiple of their loads needs, as long
-    as there are devices, so that all have the same room. Reserves for forecasts come after that: devices change roles
-    more quickly than loads change.
+    The present load of all roles comes first. Then all roles get what the same multiple of their loads needs, for one
+    of `_SCALES` after the other, while there are devices. Reserves for forecasts count from the multiple 1 on, and not
+    before, because devices change roles more quickly than loads change.
     """
     report, objectives = outlook.report, outlook.objectives
     now = {role: need.now for role, need in needs.items()}
@@ -59,7 +60,7 @@ def _divide(targets: Wishes, needs: Mapping[Role, Need], outlook: Outlook) -> di
     return counts
 
 
-def _fits(counts: Wishes, role: Role, objectives: Objectives) -> bool:
+def _fits(counts: Counts, role: Role, objectives: Objectives) -> bool:
     """Return whether the budget has room for one more worker of a role."""
     needed = devices(counts, objectives) + objectives.limits(role).devices
     return objectives.budget is None or needed <= objectives.budget
@@ -71,12 +72,15 @@ def _floor(role: Role, target: int, report: Report, objectives: Objectives) -> i
     return min(target, objectives.limits(role).least) if pinned is None else pinned
 
 
-def _share(counts: Wishes, wishes: Wishes) -> float:
+def _share(counts: Counts, wishes: Counts) -> float:
     """Return the share of its wish that the role with the smallest share has, at most 1."""
     return min((min(1.0, counts[role] / wish) for role, wish in wishes.items() if wish), default=1.0)
 
 
-def _scale(counts: Wishes, later: Sequence[Wishes]) -> float:
-    """Return the largest of `_SCALES` for which all roles have enough workers, or the share of the smallest one."""
+def _scale(counts: Counts, later: Sequence[Counts]) -> float:
+    """Return the largest of `_SCALES` for which all roles have enough workers.
+
+    If there is none, return the smallest one times the smallest share that a role has of its workers for it.
+    """
     enough = [scale for scale, wishes in zip(_SCALES, later) if _share(counts, wishes) == 1.0]
     return max(enough, default=_SCALES[0] * _share(counts, later[0]))

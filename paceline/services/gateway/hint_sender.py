@@ -19,7 +19,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.remote_worker import RemoteWorker
 
 ANSWER_SECONDS = 2.0
-"""Longest time of a message. Later hints wait for its end, and go together in the next one."""
+"""Longest time of a message, in seconds. Later hints for the same host wait for its end, and go in the next one."""
 MOST_WAITING = 4096
 """Most contexts whose hints wait to be sent to a host. Older ones are dropped, because a hint is no promise."""
 MOST_WAITING_BYTES = 16 << 20
@@ -89,8 +89,8 @@ class HintSender:
         try:
             stub = pb_grpc.KVTransferStub(host.channel)
             await stub.Expect(pb.ExpectRequest(expectations=expected), timeout=ANSWER_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            log.debug("hints were not sent to %s: %s", host, error.details())
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:  # the latter if the channel is closed
+            log.debug("hints were not sent to %s: %s", host, error)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise  # otherwise the gateway has closed the channel of a host that leaves

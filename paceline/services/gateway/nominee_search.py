@@ -74,7 +74,7 @@ class NomineeSearch:
 
     def __init__(self, need: Need, hosts: Mapping[str, int], usual: float, now: float, half_life: float) -> None:
         self._need, self._usual, self._now, self._half_life = need, usual, now, half_life
-        # By the number of a host. The last number is that of all hosts without workers.
+        # By the number of a host. The last place takes all hosts that have no number.
         self._cached = np.zeros(len(hosts) + 1)
         numbers = np.fromiter(map(hosts.get, need.cached, itertools.repeat(-1)), np.intp, len(need.cached))
         self._cached[numbers] = np.fromiter(need.cached.values(), np.float64, len(need.cached))

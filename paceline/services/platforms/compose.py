@@ -70,6 +70,8 @@ class Container:
     """Whether it runs, or is started again when it ends."""
     leaves: bool
     """Whether it ends after its worker has drained, or is being removed."""
+    is_dead: bool
+    """Whether the engine failed to remove it. Only its name is still in use."""
 
     @staticmethod
     def of(
@@ -87,7 +89,7 @@ class Container:
         own, labels = listed["Id"], listed["Labels"]
         number = str(labels.get(NUMBER, "0"))
         runs = listed["State"] in ("running", "restarting", "paused")
-        leaves = own in leaving or listed["State"] in ("removing", "dead")
+        leaves = own in leaving or listed["State"] == "removing"
         known = [last.get(own, service_role), *(role for worker, role in roles.items() if serves_in(worker, own))]
         return Container(
             own,
@@ -96,6 +98,7 @@ class Container:
             role=known[-1] if runs or leaves else service_role,
             runs=runs,
             leaves=leaves,
+            is_dead=listed["State"] == "dead",
         )
 
 
@@ -161,7 +164,7 @@ class ComposePlatform:
 
     async def state(self) -> PlatformState:
         """See `Platform.state`. A role without any container, even a stopped one, cannot be scaled."""
-        found = await self._containers()
+        found = [each for each in await self._containers() if not each.is_dead]
         roles: dict[Role, RoleState] = {}
         for role in ROLES:
             if any(each.service == self._prefix + role for each in found):
@@ -176,7 +179,7 @@ class ComposePlatform:
             found = await self._containers()
             service = self._prefix + role
             own = [each for each in found if each.service == service]
-            staying = [each for each in found if not each.leaves]
+            staying = [each for each in found if not each.leaves and not each.is_dead]
             running = [each for each in staying if each.role == role and each.runs]
             for each in leaving(running, len(running) - wanted, victims):
                 staying.remove(each)

@@ -60,7 +60,7 @@ PREFILL, DECODE = StepTimes(0.02, 3.5e-4, 0.0, 512), StepTimes(0.028, 0.004, 0.0
     ("answer", "decode", "present", "expected"),
     [
         pytest.param(22.0, Need(1, 1, 2, ""), (2, 4), (5, 1), id="all roles get room for the same multiple of load"),
-        pytest.param(22.0, Need(1, 1, 2, ""), (4, 2), (4, 2), id="a reserve that leaves others little room does not"),
+        pytest.param(22.0, Need(1, 1, 2, ""), (4, 2), (4, 2), id="another division would give hardly more room"),
         pytest.param(30.0, Need(1, 2, 2, ""), (5, 1), (4, 2), id="a role without room gets some from another one"),
     ],
 )

@@ -192,14 +192,17 @@ async def test_a_name_is_not_used_again_before_its_container_is_gone() -> None:
     await settled(platform, 2)
 
 
-async def test_a_container_that_is_being_removed_is_not_started_again() -> None:
+@pytest.mark.parametrize(("state", "draining"), [("removing", 1), ("dead", 0)])
+async def test_a_container_that_is_being_removed_is_not_started_again(state: str, draining: int) -> None:
     engine = ToyEngine(decode=2)
     first, _ = engine.found
-    engine.found[first]["State"] = "removing"
+    engine.found[first]["State"] = state
     platform = compose(engine)
-    assert (await platform.state()).roles["decode"].wanted == 1
+    found = (await platform.state()).roles["decode"]
+    assert (found.wanted, found.draining) == (1, draining)
     await platform.scale("decode", 2)
-    assert [each["State"] for each in engine.found.values()] == ["removing", "running", "running"]
+    assert [each["State"] for each in engine.found.values()] == [state, "running", "running"]
+    assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-decode-3"]
 
 
 async def test_a_service_without_containers_cannot_be_scaled() -> None:

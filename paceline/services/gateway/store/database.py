@@ -145,12 +145,14 @@ class AlchemyDatabase(Database):
             raise ConfigError(f"--store: SQLAlchemy cannot use this URL: {error}") from error
         self._statement = sqlalchemy.text
         self._error = sqlalchemy.exc.SQLAlchemyError
+        self._first = ""
+        """A statement at the beginning of each transaction; "" if there is none."""
         if self._engine.dialect.name in ("mysql", "mariadb"):
             self.text, self.blob = "LONGTEXT", "LONGBLOB"
         elif self._engine.dialect.name == "postgresql":
             self.blob = "BYTEA"
-            if "options" not in parsed.query:  # else the operator has chosen
-                sqlalchemy.event.listen(self._engine, "connect", _limit_statements)
+            if "statement_timeout" not in str(parsed.query.get("options", "")):  # else the operator has chosen
+                self._first = f"SET LOCAL statement_timeout = {1000 * ANSWER_SECONDS}"
         if self._engine.dialect.name != "sqlite":
             # Each statement sees what others have committed. MySQL would show, and MariaDB refuse to change, old rows.
             self._engine = self._engine.execution_options(isolation_level="READ COMMITTED")
@@ -159,6 +161,9 @@ class AlchemyDatabase(Database):
     def transaction(self, *, writes: bool = True) -> Iterator[Execute]:
         try:
             with self._engine.begin() as connection:
+                # Without LOCAL, the limit would stay in a pool of connections such as PgBouncer, for others.
+                if self._first:
+                    connection.exec_driver_sql(self._first)
 
                 def execute(statement: str, parameters: Mapping[str, Any] = {}) -> tuple[list[Row], int]:
                     _check_texts(parameters.values())
@@ -173,14 +178,6 @@ class AlchemyDatabase(Database):
 
     def close(self) -> None:
         self._engine.dispose()
-
-
-def _limit_statements(connection: Any, _record: object) -> None:
-    """Make PostgreSQL end statements that take too long, those that wait for a lock included."""
-    # Not as an option of the connection, because pools of connections such as PgBouncer refuse those.
-    with connection.cursor() as cursor:
-        cursor.execute(f"SET statement_timeout = {1000 * ANSWER_SECONDS}")
-    connection.commit()
 
 
 def _code(error: Exception) -> object:
