@@ -61,15 +61,9 @@ class Outlook:
         """Return the recent load of every class."""
         return [Wanted(each.now(), self.objectives.latency(name)) for name, each in self.state.classes.items()]
 
-    @property
-    def ahead(self) -> int:
-        """Intervals of the slow loop that forecasts look ahead: a worker that starts now is ready before that."""
-        starts = max((seen.startup_seconds for seen in self.report.roles.values()), default=0.0)
-        return math.ceil(starts / self.objectives.slow_seconds) + 1
-
-    def expected(self) -> list[Wanted]:
-        """Return the load of every class to be ready for."""
-        expected = {name: each.expected(self.ahead) for name, each in self.state.classes.items()}
+    def expected(self, ahead: int) -> list[Wanted]:
+        """Return the load of every class to be ready for in `ahead` intervals of the slow loop."""
+        expected = {name: each.expected(ahead) for name, each in self.state.classes.items()}
         return [Wanted(demand, self.objectives.latency(name)) for name, demand in expected.items() if demand]
 
     def is_decode_full(self) -> bool:
@@ -233,13 +227,15 @@ def _places(outlook: Outlook) -> Places:
 
 def look_ahead(outlook: Outlook) -> PlannerState:
     """Return the state after the slow loop: with new forecasts, floors and boosts."""
+    starts = max((seen.startup_seconds for seen in outlook.report.roles.values()), default=0.0)
+    ahead = math.ceil(starts / outlook.objectives.slow_seconds) + 1
     state = replace(
         outlook.state,
         slow_at=outlook.report.at,
-        classes={name: each.end_interval(outlook.ahead) for name, each in outlook.state.classes.items()},
+        classes={name: each.end_interval(ahead) for name, each in outlook.state.classes.items()},
     )
     later = replace(outlook, state=state)
-    expected = later.expected()
+    expected = later.expected(ahead)
     late = _late(later)
     roles: dict[Role, RoleMemory] = {}
     for role, seen in outlook.report.roles.items():

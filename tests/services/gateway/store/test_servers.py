@@ -16,14 +16,14 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from paceline.services.gateway.batch_api.batch_store import BatchStore
 from paceline.services.gateway.responses_api.store import ResponseStore
 from paceline.services.gateway.store import database
-from paceline.services.gateway.store.database import StoreError, open_database
+from paceline.services.gateway.store.database import DRIVER_OPTIONS, StoreError, open_database
 from paceline.services.gateway.store.store import Store
 from tests.services.gateway.batch_api import test_batch_store, test_routes
 from tests.services.gateway.batch_api.conftest import content, ended, line, submit
@@ -169,12 +169,11 @@ async def test_gateways_that_begin_at_once_share_all_batches(open_shared: Callab
 
 
 def test_a_statement_that_takes_too_long_is_given_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not server.startswith("postgresql"):
-        pytest.skip("its driver has a timeout for answers")
     monkeypatch.setattr(database, "ANSWER_SECONDS", 1)
+    monkeypatch.setitem(cast(dict[str, int], DRIVER_OPTIONS["pymysql"]), "read_timeout", 1)
     opened = open_database(server)
     with pytest.raises(StoreError), opened.transaction() as execute:
-        execute("SELECT pg_sleep(30)")
+        execute("SELECT pg_sleep(30)" if server.startswith("postgresql") else "SELECT SLEEP(30)")
     opened.close()
 
 
