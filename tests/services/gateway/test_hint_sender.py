@@ -29,26 +29,30 @@ def test_too_long_contexts_drop_the_oldest() -> None:
 
 
 class SlowSender(HintSender):
-    """Sends nothing, and never ends doing so for one host."""
+    """Sends nothing, and does not end doing so for one host before it answers."""
 
     def __init__(self) -> None:
         super().__init__(lambda host_id: None)
         self.sent: list[tuple[str, int]] = []
+        self.answers = asyncio.Event()
 
     async def _send(self, host_id: str, expected: Iterable[pb.Expectation]) -> None:
         self.sent.append((host_id, len(list(expected))))
-        if host_id == "dead":
-            await asyncio.Event().wait()
+        if host_id == "slow":
+            await self.answers.wait()
 
 
 async def test_a_host_that_does_not_answer_keeps_no_other_one_waiting() -> None:
     sender = SlowSender()
     context, hints = Context(range(BASE_TOKENS)), [Hint(BASE_TOKENS, 10.0, b"")]
     for _ in range(3):
-        sender.put({"dead": "layout", "live": "layout"}, context, hints)
+        sender.put({"slow": "layout", "live": "layout"}, context, hints)
         await asyncio.sleep(0.001)
-    assert sender.sent == [("dead", 1), ("live", 1), ("live", 1), ("live", 1)]
+    assert sender.sent == [("slow", 1), ("live", 1), ("live", 1), ("live", 1)]
+    sender.answers.set()
+    await asyncio.sleep(0.001)
+    assert sender.sent[4:] == [("slow", 2)]
     await sender.close()
     sender.put({"live": "layout"}, context, hints)
     await asyncio.sleep(0.001)
-    assert len(sender.sent) == 4
+    assert len(sender.sent) == 5

@@ -157,11 +157,13 @@ async def test_a_worker_counts_in_the_role_that_a_person_has_given_it() -> None:
     engine = ToyEngine(decode=2)
     engine.removal_seconds = 0.02
     changed = engine.add("prefill", 1)
-    platform = compose(engine, {changed: "decode"})
+    roles = {changed: "decode"}
+    platform = compose(engine, roles)
     assert {role: own.wanted for role, own in (await platform.state()).roles.items()} == {"prefill": 0, "decode": 3}
     await platform.scale("prefill", 1)
     assert [each["Name"] for each in engine.found.values()][3:] == ["p-prefill-2"]
     await platform.scale("decode", 2, [changed])
+    roles.clear()  # a worker that ends leaves Redis before its container is gone
     await settled(platform, 2)
     assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-prefill-2"]
 
@@ -205,8 +207,13 @@ async def test_a_container_that_is_being_removed_is_not_started_again(state: str
     assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-decode-3"]
 
 
-async def test_a_service_without_containers_cannot_be_scaled() -> None:
-    platform = compose(ToyEngine(decode=1))
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_a_service_without_containers_cannot_be_scaled(is_dead: bool) -> None:
+    engine = ToyEngine(decode=1)
+    if is_dead:
+        engine.add("prefill", 1)
+        list(engine.found.values())[-1]["State"] = "dead"
+    platform = compose(engine)
     assert list((await platform.state()).roles) == ["decode"]
     with pytest.raises(UnavailableError, match="no container of prefill to copy"):
         await platform.scale("prefill", 1)
