@@ -64,6 +64,15 @@ def test_prompts_between_hosts_wait_for_the_network() -> None:
     assert only.seconds.p50 == pytest.approx(0.100 + 0.050 + 0.010 + 0.011)
 
 
+def test_the_gateway_knows_how_many_tokens_are_cached_in_blocks_of_any_size() -> None:
+    requests = [TraceRequest(at, 270, 5, blocks=[1, 2, 3, 4]) for at in (0.0, 10.0)]
+    simulation = Simulation(Scenario(profile(), prefill=1, decode=1), Trace(64, requests))
+    simulation.run()
+    # The first prompt takes five steps of 64 tokens. Of the second one, 14 tokens are left, and decode computes them.
+    (prefill,) = (each for each in simulation.fleet.workers.values() if each.role == "prefill")
+    assert prefill.steps == 5
+
+
 def test_an_aggregated_worker_delays_decoding_by_prompts() -> None:
     requests = [TraceRequest(0.0, 10, 20), TraceRequest(0.1, 60, 1)]
     _, apart = run(requests)

@@ -171,10 +171,12 @@ async def test_gateways_that_begin_at_once_share_all_batches(open_shared: Callab
 def test_a_statement_that_takes_too_long_is_given_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "ANSWER_SECONDS", 1)
     monkeypatch.setitem(cast(dict[str, int], DRIVER_OPTIONS["pymysql"]), "read_timeout", 1)
-    opened = open_database(server)
-    with pytest.raises(StoreError), opened.transaction() as execute:
+    with (
+        contextlib.closing(open_database(server)) as opened,
+        pytest.raises(StoreError),
+        opened.transaction() as execute,
+    ):
         execute("SELECT pg_sleep(30)" if server.startswith("postgresql") else "SELECT SLEEP(30)")
-    opened.close()
 
 
 async def test_a_gateway_keeps_its_files_batches_and_responses_there(start_stack: StartStack, url: str) -> None:
