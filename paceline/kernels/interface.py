@@ -6,7 +6,7 @@ A backend is one class with the methods of `Kernels`: `ReferenceKernels` in plai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -23,6 +23,9 @@ from paceline.kernels.experts import ExpertKernels
 from paceline.kernels.heads import HeadKernels
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.recurrence import RecurrentKernels
+
+Take = Callable[[int], Tensor]
+"""A function that returns memory of a given size: uint8 [size], aligned to a cache line, with any content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +128,17 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         `forward` must compute with these kernels only (views are allowed), and the same way for any number of tokens.
         """
 
-    def pack(self, weight: Tensor | QuantizedMatrix) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix, take: Take | None = None) -> PackedWeight:
         """Pack a matrix [out, in], or those of all heads [heads, out, in], once, when a model is loaded.
 
         A matrix on the meta device stays there. Matrices of heads stay in their dtype.
-        A quantized matrix and its dequantized form give the same results. Raises ConfigError if the backend has no
-        kernels for the matrix.
+        A quantized matrix and its dequantized form give the same results.
+
+        Args:
+            take: gives memory for the packed matrix, if it needs any. By default, the backend takes new memory.
+
+        Raises:
+            ConfigError: the backend has no kernels for the matrix.
         """
 
     def fits(self, weight: PackedWeight) -> bool:

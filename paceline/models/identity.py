@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.config import ModelImpl, Quantization
@@ -38,11 +40,21 @@ def model_identity(folder: Path, dtype: str, quantization: Quantization = "none"
     for path in [*weight_files(folder), *([blocks] if blocks.is_file() else [])]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for index in range(_SAMPLES):
-                file.seek(index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+        places = [index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1) for index in range(_SAMPLES)]
+        with path.open("rb", buffering=0) as file:
+            _read_only(file.fileno(), places)
+            for place in places:
+                file.seek(place)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _read_only(file: int, places: Sequence[int]) -> None:
+    """Let the system read all samples at once, and nothing between them. By default, it may read the whole file."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        for place in places:
+            os.posix_fadvise(file, place, _SAMPLE_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def implementation_name(folder: Path, model_impl: ModelImpl) -> str:

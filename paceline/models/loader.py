@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import model_identity
 from paceline.models.packed import Pack, packed_weights
 from paceline.models.quantized import Packer, weights_of
+from paceline.models.read_ahead import will_read
 from paceline.models.registry import MODELS
 
 _NAMED_AT_MOST = 5
@@ -160,18 +162,18 @@ class Checkpoint:
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self.take_table(name, *shape)
+        if tensor.is_meta:
+            return tensor
+        # Otherwise, the system reads megabytes around the first page that is touched.
+        will_read(tensor)
         # A vector is copied, because a view of it would keep its whole file in memory.
-        return tensor if tensor.is_meta else tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
+        return tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
 
     def take_table(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = _FLOATS) -> Tensor:
-        if name not in self._file_of:
-            self._missing.append(name)
+        place = self._find(name, shape)
+        if place is None:
             return torch.empty(shape, device="meta")
-        file, handle = self._file_of.pop(name)
-        found = tuple(handle.get_slice(name).get_shape())
-        if found != shape:
-            self._misshaped.append(f"{name} is {list(found)} instead of {list(shape)}")
-            return torch.empty(shape, device="meta")
+        file, handle = place
         try:
             tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -179,6 +181,18 @@ class Checkpoint:
         if tensor.dtype not in dtypes:
             raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantized checkpoints are not supported")
         return tensor
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> tuple[Path, Any] | None:
+        """Take a tensor of this shape, and return its file's path and handle. If there is none, return None."""
+        if name not in self._file_of:
+            self._missing.append(name)
+            return None
+        file, handle = self._file_of.pop(name)
+        found = tuple(handle.get_slice(name).get_shape())
+        if found != shape:
+            self._misshaped.append(f"{name} is {list(found)} instead of {list(shape)}")
+            return None
+        return file, handle
 
     def take_indices(self, name: str, size: int) -> Tensor:
         tensor = self.take_table(name, size, dtypes=(torch.int64, torch.int32))
@@ -190,21 +204,33 @@ class Checkpoint:
         _, handle = self._file_of[name]
         return tuple(handle.get_slice(name).get_shape()) == shape
 
+    def _take_matrix(self, name: str, *shape: int) -> Tensor:
+        """Return a matrix for packing."""
+        if not self.pack.needs_content:
+            return self._leave_unread(name, *shape)
+        tensor = self.take_table(name, *shape)
+        return tensor if tensor.is_meta else tensor.to(self._device, self.dtype)
+
+    def _leave_unread(self, name: str, *shape: int) -> Tensor:
+        """Take a matrix without reading it. safetensors would touch it, and the system read megabytes around it."""
+        self._find(name, shape)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
-        weight = self.take(name, *shape)
+        weight = self._take_matrix(name, *shape)
         return self.pack(name, weight if order is None else weight[list(order)])
 
     def take_packed_parts(
         self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
     ) -> list[PackedWeight]:
-        weight = self.take(name, sum(sizes_out), size_in)
+        weight = self._take_matrix(name, sum(sizes_out), size_in)
         parts = torch.split(weight if order is None else weight[list(order)], list(sizes_out))
         return [self.pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
 
     def take_packed_derived(
         self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
     ) -> list[PackedWeight]:
-        weight = self.take(name, *shape)
+        weight = self._take_matrix(name, *shape)
         return [self.pack(f"{name}[{index}]", each(weight)) for index, each in enumerate(derive)]
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
@@ -219,16 +245,19 @@ class Checkpoint:
         if f"{name}{mxfp4.BLOCKS}" in self._file_of:
             yield from self._mxfp4_parts(name, replace(shape, transposed=False))
             return
-        for matrix in self.take_table(name, *shape.shape):
+        take = self.take_table if self.pack.needs_content else self._leave_unread
+        for matrix in take(name, *shape.shape):
             yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
 
     def _mxfp4_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
         experts, size_out, size_in = shape.shape
         counts = (experts, size_out, -(-size_in // BLOCK))
-        blocks = self.take_table(f"{name}{mxfp4.BLOCKS}", *counts, mxfp4.BLOCK_BYTES, dtypes=(torch.uint8,))
-        scales = self.take_table(f"{name}{mxfp4.SCALES}", *counts, dtypes=(torch.uint8,))
+        take = partial(self.take_table, dtypes=(torch.uint8,)) if self.pack.needs_content else self._leave_unread
+        blocks = take(f"{name}{mxfp4.BLOCKS}", *counts, mxfp4.BLOCK_BYTES)
+        scales = take(f"{name}{mxfp4.SCALES}", *counts)
         if blocks.is_meta or scales.is_meta:
-            yield from (shape.parts(torch.empty(size_out, size_in, device="meta")) for _ in range(experts))
+            for _ in range(experts):
+                yield shape.parts(torch.empty(size_out, size_in, dtype=self.dtype, device="meta"))
             return
         for own, own_scales in zip(blocks, scales):
             parts = zip(shape.parts(own), shape.parts(own_scales))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,18 @@ from paceline.core.errors import ModelError
 from paceline.kernels.interface import PackedWeight
 from paceline.models.file_lock import file_lock
 from paceline.models.quantized import Matrix, Packer
+from paceline.models.read_ahead import read_ahead, will_read
 
-Pack = Callable[[str, Matrix], PackedWeight]
-"""A function that packs the matrix of a given name, such as a `Packer`."""
+
+class Pack(Protocol):
+    """A function that packs the matrix of a given name, such as a `Packer`."""
+
+    @property
+    def needs_content(self) -> bool:
+        """Whether it reads the matrices. Otherwise, they may be on the meta device."""
+
+    def __call__(self, name: str, weight: Matrix, /) -> PackedWeight: ...
+
 
 _Place = tuple[int, int, int | None]
 """Begin and end of a matrix in the file, in bytes, and its `PackedWeight.format`."""
@@ -37,6 +46,10 @@ _Place = tuple[int, int, int | None]
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _PACKING_THREADS = 2
+_MATRICES_IN_MEMORY = 2 * _PACKING_THREADS
+"""Packed matrices that are being made or wait for their place in the file."""
+_PIECE = 8 << 20
+"""Bytes that are written at once: some large pages."""
 _MOST_FORMS = 2
 """Files kept for one model, each in another packing: enough to go back a release, or to run two releases in turns."""
 
@@ -68,7 +81,7 @@ def packed_weights(folder: Path, model: str, packer: Packer, visit: Callable[[Pa
     except OSError as error:
         log.warning("this worker packs weights into its own memory, because %s cannot be kept: %s", file, error)
         return packer
-    return _PackedFile(file, packer).pack
+    return _PackedFile(file, packer)
 
 
 def _mark_used(file: Path) -> None:
@@ -90,47 +103,110 @@ def _remove_unused(folder: Path, model: str) -> None:
 
 def _write(file: Path, packer: Packer, visit: Callable[[Pack], object]) -> None:
     with _replacing(file) as output, ThreadPoolExecutor(_PACKING_THREADS) as executor:
-        index: dict[str, _Place] = {}
-        packing: deque[tuple[str, Future[PackedWeight]]] = deque()
+        writing = _Writing(output, packer, executor)
+        visit(writing)
+        writing.finish()
 
-        def write_oldest() -> None:
-            name, packed = packing[0][0], packing[0][1].result()
-            packing.popleft()
-            output.write(bytes(-output.tell() % _ALIGNMENT))
-            start = output.tell()
-            output.write(packed.data.view(torch.uint8).numpy().data)
-            index[name] = start, output.tell(), packed.format
 
-        def pack(name: str, weight: Matrix) -> PackedWeight:
-            if not _is_missing(weight):  # else it is a missing tensor, which the loader reports
-                packing.append((name, executor.submit(packer, name, weight)))
-                # Reading, packing and writing overlap, and few packed matrices at a time are in memory.
-                if len(packing) > _PACKING_THREADS:
-                    write_oldest()
-            return packer.without_data(weight)
+class _Writing:
+    """A `Pack` that writes matrices to a file. Reading, packing and writing overlap."""
 
-        visit(pack)
-        while packing:
-            write_oldest()
-        text = json.dumps(index).encode()
-        output.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
+    needs_content = True
+
+    def __init__(self, output: Output, packer: Packer, executor: ThreadPoolExecutor) -> None:
+        self._output = output
+        self._packer = packer
+        self._executor = executor
+        self._index: dict[str, _Place] = {}
+        self._packing: deque[tuple[str, _Scratch, Future[PackedWeight]]] = deque()
+        self._free = [_Scratch() for _ in range(_MATRICES_IN_MEMORY)]
+
+    def __call__(self, name: str, weight: Matrix) -> PackedWeight:
+        if not _is_missing(weight):  # else it is a missing tensor, which the loader reports
+            if isinstance(weight, Tensor):
+                will_read(weight)
+            if not self._free:
+                self._write_oldest()
+            scratch = self._free.pop()
+            self._packing.append((name, scratch, self._executor.submit(self._packer, name, weight, scratch.take)))
+        return self._packer.without_data(weight)
+
+    def finish(self) -> None:
+        while self._packing:
+            self._write_oldest()
+        text = json.dumps(self._index).encode()
+        self._output.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
+
+    def _write_oldest(self) -> None:
+        name, scratch, future = self._packing.popleft()
+        packed = future.result()
+        self._output.write(bytes(-self._output.tell() % _ALIGNMENT))
+        start = self._output.tell()
+        self._output.write(packed.data.view(torch.uint8).numpy().data)
+        self._index[name] = start, self._output.tell(), packed.format
+        self._free.append(scratch)
+
+
+class _Scratch:
+    """Memory for one packed matrix at a time. The system would clear new memory for each of them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
 
 
 @contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[IO[bytes]]:
+def _replacing(file: Path) -> Iterator[Output]:
     """Open a new file, which takes its name when it is complete and on the disk."""
     scratch = file.with_suffix(".tmp")
     try:
-        with scratch.open("wb") as output:
+        with scratch.open("wb", buffering=0) as raw:
+            output = Output(raw)
             yield output
             output.flush()
-            os.fsync(output.fileno())
-            if hasattr(os, "posix_fadvise"):
-                # The written data is cached in small pages. Dropped from the cache, it is read again into large ones.
-                os.posix_fadvise(output.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.fsync(raw.fileno())
         scratch.rename(file)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+class Output:
+    """Writes a file in aligned pieces, so that the system can cache it in large pages and map these.
+
+    Args:
+        raw: an unbuffered file at its beginning.
+        piece: bytes of a piece.
+    """
+
+    def __init__(self, raw: IO[bytes], piece: int = _PIECE) -> None:
+        self._raw = raw
+        self._piece = memoryview(bytearray(piece))
+        self._used = self._written = 0
+
+    def tell(self) -> int:
+        return self._written + self._used
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            part = rest[: len(self._piece) - self._used]
+            self._piece[self._used : self._used + len(part)] = part
+            self._used += len(part)
+            rest = rest[len(part) :]
+            if self._used == len(self._piece):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is in memory. Only a whole piece may have others after it."""
+        rest = self._piece[: self._used]
+        while rest:
+            rest = rest[self._raw.write(rest) :]
+        self._written += self._used
+        self._used = 0
 
 
 def _is_missing(weight: Matrix) -> bool:
@@ -151,7 +227,9 @@ def _map(file: Path) -> Tensor:
 
 
 class _PackedFile:
-    """The matrices of a file that exists."""
+    """A `Pack` that takes matrices from a file that exists."""
+
+    needs_content = False
 
     def __init__(self, file: Path, packer: Packer) -> None:
         self._file = file
@@ -159,13 +237,12 @@ class _PackedFile:
         try:
             self._bytes = _map(file)
             self._index = self._read_index()
+            read_ahead(self._bytes)
         except (OSError, RuntimeError, ValueError) as error:
             raise self._damaged() from error
 
-    def pack(self, name: str, weight: Matrix) -> PackedWeight:
+    def __call__(self, name: str, weight: Matrix) -> PackedWeight:
         packed = self._packer.without_data(weight)
-        if _is_missing(weight):
-            return packed
         try:
             start, end, layout = self._index[name]
             data = self._bytes[start:end]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError, ModelError
-from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.interface import Kernels, PackedWeight, Take
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.models.base import FusedExperts, Weights
 from paceline.models.folder import BLOCKS_FILE
@@ -28,7 +28,7 @@ Matrix = Tensor | QuantizedMatrix | BlockMatrix
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Packs the matrices of a model for kernels, into memory of this process.
+    """Packs the matrices of a model for kernels.
 
     Raises:
         ConfigError: the quantization is unknown.
@@ -38,6 +38,8 @@ class Packer:
     device: torch.device
     """Where dequantized matrices are packed."""
     quantization: Quantization = "none"
+    needs_content: ClassVar[bool] = True
+    """See `Pack`."""
 
     def __post_init__(self) -> None:
         if self.quantization not in ("none", "int8", "gguf"):
@@ -54,16 +56,16 @@ class Packer:
         """A part of the names of files, so that each quantization of a model has its own."""
         return "" if self.quantization == "none" else f"-{self.quantization}"
 
-    def __call__(self, name: str, weight: Matrix) -> PackedWeight:
-        """Pack the matrix of this name. Matrices of heads are never quantized."""
+    def __call__(self, name: str, weight: Matrix, take: Take | None = None) -> PackedWeight:
+        """Pack the matrix of this name; see `Kernels.pack`. Matrices of heads are never quantized."""
         if isinstance(weight, BlockMatrix):
-            return self.kernels.pack(weight.decode())
+            return self.kernels.pack(weight.decode(), take)
         rounds = self.quantization == "int8"
         if isinstance(weight, QuantizedMatrix):
             # Such a matrix of a checkpoint fits in eight bits as it is.
-            return self.kernels.pack(weight if rounds else weight.dequantize().to(self.device))
+            return self.kernels.pack(weight if rounds else weight.dequantize().to(self.device), take)
         rounds = rounds and weight.dim() == 2 and not weight.is_meta
-        return self.kernels.pack(quantize_int8(weight) if rounds else weight)
+        return self.kernels.pack(quantize_int8(weight) if rounds else weight, take)
 
     def without_data(self, weight: Matrix) -> PackedWeight:
         """Return what a call returns, but on the meta device and without a format."""

@@ -16,6 +16,7 @@ from paceline.kernels.interface import Forward
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import Model
 from paceline.models.loader import Checkpoint, load_model
+from paceline.models.quantized import Packer
 from tests.tiny_checkpoints import write_qwen3_5_with_vision
 
 CPU = torch.device("cpu")
@@ -188,7 +189,7 @@ def test_matrices_of_the_right_dtype_stay_memory_mapped(tmp_path: Path) -> None:
         return ""
 
     def checkpoint(dtype: torch.dtype) -> Checkpoint:
-        return Checkpoint([file], dtype, CPU, lambda name, weight: ReferenceKernels().pack(weight))
+        return Checkpoint([file], dtype, CPU, Packer(ReferenceKernels(), CPU))
 
     kept = checkpoint(torch.float32).take_packed("matrix", 1 << 10, 1 << 10).data
     copied = checkpoint(torch.float32).take("vector", 1 << 20)

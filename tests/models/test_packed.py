@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import PackedWeight
+from paceline.kernels.interface import PackedWeight, Take
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models import loader
 from paceline.models.base import Model
 from paceline.models.loader import load_model
+from paceline.models.packed import Output
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -38,10 +43,10 @@ class Counting(NativeKernels):
     def packed(self) -> int:
         return len(self._packed)
 
-    def pack(self, weight: torch.Tensor | QuantizedMatrix) -> PackedWeight:
+    def pack(self, weight: torch.Tensor | QuantizedMatrix, take: Take | None = None) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix) or not weight.is_meta:
             self._packed.append(weight.shape)
-        return super().pack(weight)
+        return super().pack(weight, take)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -116,6 +121,64 @@ def test_experts_are_packed_once(
     private, first, second = (logits(model, paged_contexts, dtype) for model in models)
     assert torch.equal(private, first)
     assert torch.equal(private, second)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "qwen3_moe", "granite_moe", "gpt_oss"])
+def test_later_starts_read_no_matrix_of_the_checkpoint(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    request.getfixturevalue(f"save_{family}")()
+    read: list[str] = []
+
+    class Recording:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._file: Any = safe_open(*args, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            return tensor
+
+    monkeypatch.setattr(loader, "safe_open", Recording)
+    names = []
+    for _ in range(2):
+        load_model(tmp_path, torch.float32, Counting(), CPU, tmp_path / "packed")
+        names.append({name for name in read if "norm" not in name})
+        read.clear()
+    first, second = names
+    assert any("self_attn" in name for name in first)
+    # Vectors and the matrices of routers are in no packed file.
+    unpacked = ("bias", "sinks", "router.weight", "router.layer.weight", "mlp.gate.weight")
+    assert [name for name in second if not name.endswith(unpacked)] == []
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 100), max_size=20), piece=st.integers(1, 64), most=st.integers(1, 64))
+def test_pieces_of_a_file_are_aligned(sizes: list[int], piece: int, most: int) -> None:
+    class Raw:
+        """A file that writes no more than `most` bytes at once."""
+
+        def __init__(self) -> None:
+            self.content = b""
+            self.starts: list[int] = []
+
+        def write(self, data: memoryview) -> int:
+            self.starts.append(len(self.content))
+            self.content += bytes(data[:most])
+            return min(most, len(data))
+
+    raw, whole = Raw(), b""
+    output = Output(raw, piece)  # type: ignore[arg-type]
+    for number, size in enumerate(sizes):
+        output.write(bytes([number]) * size)
+        whole += bytes([number]) * size
+        assert output.tell() == len(whole)
+    output.flush()
+    assert raw.content == whole
+    assert most < piece or all(start % piece == 0 for start in raw.starts)
 
 
 def test_a_file_may_be_larger_than_memory(

@@ -161,17 +161,21 @@ void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, vo
     }
 }
 
-// Returns the bytes of a bf16 matrix after compression; 0 if it does not pay.
-int64_t paceline_compressed_bytes(const void* weight, int64_t out, int64_t in) {
+// Returns the most bytes that a bf16 matrix has after compression.
+int64_t paceline_most_compressed_bytes(int64_t out, int64_t in) {
     using namespace paceline;
-    const Coding coding(static_cast<const uint16_t*>(weight), out * in);
-    return coding.pays ? CompressedLayout(out, in).bytes(coding.exceptions) : 0;
+    return CompressedLayout(out, in).bytes(Coding::most_exceptions(out * in));
 }
 
-// Compresses weight [out, in], bf16 and contiguous; see program.h.
-void paceline_compress(const void* weight, int64_t out, int64_t in, void* to) {
+// Compresses weight [out, in], bf16 and contiguous; see program.h. Returns the bytes that it wrote; 0 if it wrote none,
+// because compression does not pay.
+int64_t paceline_compress(const void* weight, int64_t out, int64_t in, void* to) {
+    using namespace paceline;
     const auto* from = static_cast<const uint16_t*>(weight);
-    paceline::compress(paceline::Coding(from, out * in), from, out, in, to);
+    const Coding coding(from, out * in);
+    if (!coding.pays) return 0;
+    compress(coding, from, out, in, to);
+    return CompressedLayout(out, in).bytes(coding.exceptions);
 }
 
 // Returns whether these bytes may be used as a compressed matrix [out, in].

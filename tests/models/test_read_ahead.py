@@ -1,0 +1,71 @@
+"""Mapped files that are read before they are used."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.models import read_ahead as module
+from paceline.models.read_ahead import read_ahead, will_read
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(5 * MIB) + b"end")
+    return path
+
+
+def map_file(path: Path) -> torch.Tensor:
+    return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def mapped_bytes(path: Path) -> int:
+    """Return how much of a map of this file the process can use without a page fault."""
+    found = re.search(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_map_is_read_to_its_end(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", MIB)  # more pieces than threads
+    mapped = map_file(file)
+    assert mapped_bytes(file) == 0
+    read_ahead(mapped)
+    assert wait_for(lambda: mapped_bytes(file) >= len(mapped))
+
+
+@pytest.mark.parametrize("memory", [6 * MIB, None])
+def test_a_map_that_memory_may_not_hold_is_not_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch, memory: int | None
+) -> None:
+    calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(module, "available_memory", lambda: memory)
+    monkeypatch.setattr(module, "_advise", lambda *call: calls.append(call))
+    read_ahead(map_file(file))
+    for thread in threading.enumerate():
+        if thread.name.startswith("read-ahead"):
+            thread.join()
+    assert calls == []
+
+
+def test_any_tensor_may_be_announced(file: Path) -> None:
+    for tensor in (map_file(file), map_file(file)[5:9], map_file(file)[:0], torch.zeros(3)):
+        before = tensor.clone()
+        will_read(tensor)
+        assert torch.equal(tensor, before)
