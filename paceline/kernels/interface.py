@@ -24,7 +24,7 @@ from paceline.kernels.heads import HeadKernels
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.recurrence import RecurrentKernels
 
-Take = Callable[[int], Tensor]
+Allocate = Callable[[int], Tensor]
 """A function that returns memory of a given size: uint8 [size], aligned to a cache line, with any content."""
 
 
@@ -128,14 +128,14 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         `forward` must compute with these kernels only (views are allowed), and the same way for any number of tokens.
         """
 
-    def pack(self, weight: Tensor | QuantizedMatrix, take: Take | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
         """Pack a matrix [out, in], or those of all heads [heads, out, in], once, when a model is loaded.
 
         A matrix on the meta device stays there. Matrices of heads stay in their dtype.
         A quantized matrix and its dequantized form give the same results.
 
         Args:
-            take: gives memory for the packed matrix, if it needs any. By default, the backend takes new memory.
+            allocate: gives memory for the packed matrix, if it needs any. By default, the backend takes new memory.
 
         Raises:
             ConfigError: the backend has no kernels for the matrix.

@@ -10,7 +10,7 @@ from paceline.core.turns import Turns
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import Forward, NormKind, PackedWeight, Take
+from paceline.kernels.interface import Allocate, Forward, NormKind, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference_experts import ReferenceExperts
 from paceline.kernels.reference_recurrence import ReferenceRecurrence
@@ -32,7 +32,7 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
     def compile(self, forward: Forward) -> Forward:
         return forward
 
-    def pack(self, weight: Tensor | QuantizedMatrix, take: Take | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):
             weight = weight.dequantize()
         *heads, size_out, size_in = weight.shape

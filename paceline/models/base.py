@@ -73,7 +73,8 @@ class Weights(Protocol):
         """Return the matrices that functions make of the tensor of this name, each packed by itself.
 
         Args:
-            derive: functions that return a matrix [out, in], or the matrices of all heads [heads, out, in].
+            derive: functions that return a matrix [out, in], or the matrices of all heads [heads, out, in]. They may
+                get a tensor on the meta device.
         """
 
     def has(self, name: str, *shape: int) -> bool:

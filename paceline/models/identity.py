@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -41,20 +42,20 @@ def model_identity(folder: Path, dtype: str, quantization: Quantization = "none"
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         places = [index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1) for index in range(_SAMPLES)]
-        with path.open("rb", buffering=0) as file:
-            _read_only(file.fileno(), places)
+        with path.open("rb", buffering=_SAMPLE_BYTES) as file:
+            _announce(file.fileno(), places)
             for place in places:
                 file.seek(place)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def _read_only(file: int, places: Sequence[int]) -> None:
-    """Let the system read all samples at once, and nothing between them. By default, it may read the whole file."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+def _announce(descriptor: int, places: Sequence[int]) -> None:
+    """Let the system read all samples of a file at once, and nothing between them, if it can."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         for place in places:
-            os.posix_fadvise(file, place, _SAMPLE_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, place, _SAMPLE_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def implementation_name(folder: Path, model_impl: ModelImpl) -> str:

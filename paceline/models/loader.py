@@ -164,7 +164,7 @@ class Checkpoint:
         tensor = self.take_table(name, *shape)
         if tensor.is_meta:
             return tensor
-        # Otherwise, the system reads megabytes around the first page that is touched.
+        # Without this call, the system reads megabytes around the first page that is touched.
         will_read(tensor)
         # A vector is copied, because a view of it would keep its whole file in memory.
         return tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
@@ -209,7 +209,10 @@ class Checkpoint:
         if not self.pack.needs_content:
             return self._leave_unread(name, *shape)
         tensor = self.take_table(name, *shape)
-        return tensor if tensor.is_meta else tensor.to(self._device, self.dtype)
+        if tensor.is_meta:
+            return tensor
+        will_read(tensor)
+        return tensor.to(self._device, self.dtype)
 
     def _leave_unread(self, name: str, *shape: int) -> Tensor:
         """Take a matrix without reading it. safetensors would touch it, and the system read megabytes around it."""
@@ -247,6 +250,8 @@ class Checkpoint:
             return
         take = self.take_table if self.pack.needs_content else self._leave_unread
         for matrix in take(name, *shape.shape):
+            if not matrix.is_meta:
+                will_read(matrix)
             yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
 
     def _mxfp4_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:

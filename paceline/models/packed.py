@@ -27,7 +27,7 @@ from paceline.core.errors import ModelError
 from paceline.kernels.interface import PackedWeight
 from paceline.models.file_lock import file_lock
 from paceline.models.quantized import Matrix, Packer
-from paceline.models.read_ahead import read_ahead, will_read
+from paceline.models.read_ahead import read_ahead
 
 
 class Pack(Protocol):
@@ -48,6 +48,8 @@ _LENGTH_BYTES = 8
 _PACKING_THREADS = 2
 _MATRICES_IN_MEMORY = 2 * _PACKING_THREADS
 """Packed matrices that are being made or wait for their place in the file."""
+_KEPT_BYTES = 64 << 20
+"""Largest memory that is used again for other matrices."""
 _PIECE = 8 << 20
 """Bytes that are written at once: some large pages."""
 _MOST_FORMS = 2
@@ -123,8 +125,6 @@ class _Writing:
 
     def __call__(self, name: str, weight: Matrix) -> PackedWeight:
         if not _is_missing(weight):  # else it is a missing tensor, which the loader reports
-            if isinstance(weight, Tensor):
-                will_read(weight)
             if not self._free:
                 self._write_oldest()
             scratch = self._free.pop()
@@ -144,7 +144,7 @@ class _Writing:
         start = self._output.tell()
         self._output.write(packed.data.view(torch.uint8).numpy().data)
         self._index[name] = start, self._output.tell(), packed.format
-        self._free.append(scratch)
+        self._free.append(scratch if packed.data.nbytes <= _KEPT_BYTES else _Scratch())
 
 
 class _Scratch:
@@ -155,6 +155,7 @@ class _Scratch:
 
     def take(self, size: int) -> Tensor:
         if size > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory[:size]
 
@@ -237,9 +238,9 @@ class _PackedFile:
         try:
             self._bytes = _map(file)
             self._index = self._read_index()
-            read_ahead(self._bytes)
         except (OSError, RuntimeError, ValueError) as error:
             raise self._damaged() from error
+        read_ahead(self._bytes)
 
     def __call__(self, name: str, weight: Matrix) -> PackedWeight:
         packed = self._packer.without_data(weight)

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError, ModelError
-from paceline.kernels.interface import Kernels, PackedWeight, Take
+from paceline.kernels.interface import Allocate, Kernels, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.models.base import FusedExperts, Weights
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, BlockMatrix
+from paceline.models.read_ahead import will_read
 
 if TYPE_CHECKING:
     from paceline.models.loader import Checkpoint
 
 Matrix = Tensor | QuantizedMatrix | BlockMatrix
-"""A matrix [out, in], or those of all heads [heads, out, in]. On the meta device it is missing in the checkpoint."""
+"""A matrix [out, in], or those of all heads [heads, out, in]. On the meta device it is missing, or nobody reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,16 @@ class Packer:
         """A part of the names of files, so that each quantization of a model has its own."""
         return "" if self.quantization == "none" else f"-{self.quantization}"
 
-    def __call__(self, name: str, weight: Matrix, take: Take | None = None) -> PackedWeight:
+    def __call__(self, name: str, weight: Matrix, allocate: Allocate | None = None) -> PackedWeight:
         """Pack the matrix of this name; see `Kernels.pack`. Matrices of heads are never quantized."""
         if isinstance(weight, BlockMatrix):
-            return self.kernels.pack(weight.decode(), take)
+            return self.kernels.pack(weight.decode(), allocate)
         rounds = self.quantization == "int8"
         if isinstance(weight, QuantizedMatrix):
             # Such a matrix of a checkpoint fits in eight bits as it is.
-            return self.kernels.pack(weight if rounds else weight.dequantize().to(self.device), take)
+            return self.kernels.pack(weight if rounds else weight.dequantize().to(self.device), allocate)
         rounds = rounds and weight.dim() == 2 and not weight.is_meta
-        return self.kernels.pack(quantize_int8(weight) if rounds else weight, take)
+        return self.kernels.pack(quantize_int8(weight) if rounds else weight, allocate)
 
     def without_data(self, weight: Matrix) -> PackedWeight:
         """Return what a call returns, but on the meta device and without a format."""
@@ -137,7 +138,11 @@ class GgufWeights:
             )
         self._checkpoint.leave(name)
         try:
-            raw: Tensor = self._blocks.get_tensor(name)
+            if self._checkpoint.pack.needs_content:
+                raw: Tensor = self._blocks.get_tensor(name)
+                will_read(raw)
+            else:
+                raw = torch.empty(self._blocks.get_slice(name).get_shape(), dtype=torch.uint8, device="meta")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._file} is damaged: {error}") from error
         block = BLOCK_TYPES[type_name]

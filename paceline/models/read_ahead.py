@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -38,9 +39,10 @@ def read_ahead(mapped: Tensor) -> None:
             if not _advise(mapped.data_ptr() + start, min(_PIECE, len(mapped) - start), _POPULATE_READ):
                 return
 
-    for number in range(_THREADS):
-        # A daemon, because the system ends the call together with the process.
-        threading.Thread(target=read, name=f"read-ahead-{number}", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # the system gives no more threads
+        for number in range(_THREADS):
+            # A daemon, because the system ends the call together with the process.
+            threading.Thread(target=read, name=f"read-ahead-{number}", daemon=True).start()
 
 
 def _advise(address: int, size: int, advice: int) -> bool:

@@ -14,6 +14,7 @@ from paceline.core.errors import ModelError
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import Forward
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models import loader
 from paceline.models.base import Model
 from paceline.models.loader import Checkpoint, load_model
 from paceline.models.quantized import Packer
@@ -198,3 +199,13 @@ def test_matrices_of_the_right_dtype_stay_memory_mapped(tmp_path: Path) -> None:
     assert str(file) not in mapped_at(cast)
     assert str(file) not in mapped_at(copied)
     assert cast.dtype == torch.bfloat16
+
+
+def test_matrices_are_announced_where_the_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"matrix": torch.ones(1 << 10, 1 << 10)}, file)
+    announced: list[Tensor] = []
+    monkeypatch.setattr(loader, "will_read", announced.append)
+    checkpoint = Checkpoint([file], torch.bfloat16, CPU, Packer(ReferenceKernels(), CPU))
+    checkpoint.take_packed("matrix", 1 << 10, 1 << 10, order=range(1023, -1, -1))
+    assert [(each.dtype, each.shape) for each in announced] == [(torch.float32, (1 << 10, 1 << 10))]

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import PackedWeight, Take
+from paceline.kernels.interface import Allocate, PackedWeight
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix
@@ -43,10 +43,10 @@ class Counting(NativeKernels):
     def packed(self) -> int:
         return len(self._packed)
 
-    def pack(self, weight: torch.Tensor | QuantizedMatrix, take: Take | None = None) -> PackedWeight:
+    def pack(self, weight: torch.Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix) or not weight.is_meta:
             self._packed.append(weight.shape)
-        return super().pack(weight, take)
+        return super().pack(weight, allocate)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

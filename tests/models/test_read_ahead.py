@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import threading
 import time
@@ -64,8 +65,24 @@ def test_a_map_that_memory_may_not_hold_is_not_read(
     assert calls == []
 
 
-def test_any_tensor_may_be_announced(file: Path) -> None:
+def test_an_announcement_covers_the_tensor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(module, "_advise", lambda *call: calls.append(call))
+    part = map_file(file)[5:9]
+    will_read(part)
+    assert calls == [(part.data_ptr(), 4, mmap.MADV_WILLNEED)]
+
+
+def test_any_memory_may_be_announced(file: Path) -> None:
     for tensor in (map_file(file), map_file(file)[5:9], map_file(file)[:0], torch.zeros(3)):
         before = tensor.clone()
         will_read(tensor)
         assert torch.equal(tensor, before)
+
+
+def test_nothing_fails_if_no_thread_starts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    read_ahead(map_file(file))

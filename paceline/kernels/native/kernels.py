@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import Forward, Logits, NormKind, PackedWeight, Take
+from paceline.kernels.interface import Allocate, Forward, Logits, NormKind, PackedWeight
 from paceline.kernels.native.chooser import NativeChooser
 from paceline.kernels.native.experts import NativeExperts
 from paceline.kernels.native.library import (
@@ -64,12 +66,12 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)
 
-    def pack(self, weight: Tensor | QuantizedMatrix, take: Take | None = None) -> PackedWeight:
-        take = take or self._memory.take
+    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
+        allocate = allocate or self._memory.take
         *_, out, size_in = weight.shape
         if isinstance(weight, QuantizedMatrix):
             how = tile_format(weight, self.instruction_set)
-            tiles = take(tiles_bytes(how, out, size_in))
+            tiles = allocate(tiles_bytes(how, out, size_in))
             pack_tiles(weight, how, tiles)
             return PackedWeight(tiles, out, size_in, weight.dtype, how)
         heads = len(weight) if weight.dim() == 3 else None
@@ -78,12 +80,14 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         check(weight)
         kind, weight = TYPES[weight.dtype], weight.contiguous()
         if heads is None and self.compresses and weight.dtype == torch.bfloat16:
-            data = take(self._library.paceline_most_compressed_bytes(out, size_in))
-            size = self._library.paceline_compress(weight.data_ptr(), out, size_in, data.data_ptr())
+            coding = ctypes.create_string_buffer(self._library.paceline_coding_bytes())
+            size = self._library.paceline_choose_coding(weight.data_ptr(), out, size_in, coding)
             if size:
-                return PackedWeight(data[:size], out, size_in, weight.dtype, COMPRESSED)
+                data = allocate(size)
+                self._library.paceline_compress(coding, weight.data_ptr(), out, size_in, data.data_ptr())
+                return PackedWeight(data, out, size_in, weight.dtype, COMPRESSED)
         packed_bytes = self._library.paceline_packed_bytes(kind, out, size_in)
-        data = take((heads or 1) * packed_bytes).view(weight.dtype)
+        data = allocate((heads or 1) * packed_bytes).view(weight.dtype)
         for index, matrix in enumerate(weight.view(-1, out, size_in)):
             self._library.paceline_pack(kind, matrix.data_ptr(), out, size_in, data.data_ptr() + index * packed_bytes)
         return PackedWeight(data, out, size_in, weight.dtype, heads=heads)

@@ -255,10 +255,13 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_packed_bytes.restype = ctypes.c_int64
     library.paceline_pack.argtypes = [ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library.paceline_pack.restype = None
-    library.paceline_most_compressed_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64]
-    library.paceline_most_compressed_bytes.restype = ctypes.c_int64
-    library.paceline_compress.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    library.paceline_compress.restype = ctypes.c_int64
+    library.paceline_coding_bytes.argtypes, library.paceline_coding_bytes.restype = (), ctypes.c_int64
+    library.paceline_choose_coding.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    library.paceline_choose_coding.restype = ctypes.c_int64
+    library.paceline_compress.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    ]
+    library.paceline_compress.restype = None
     library.paceline_is_compressed.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
     library.paceline_use_large_pages.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.paceline_use_large_pages.restype = None

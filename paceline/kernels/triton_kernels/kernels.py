@@ -11,7 +11,7 @@ from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.encoding import Tower
 from paceline.kernels.experts import ExpertWeights, clamped_swiglu
-from paceline.kernels.interface import Forward, HeadNorms, NormKind, PackedWeight, Take
+from paceline.kernels.interface import Allocate, Forward, HeadNorms, NormKind, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
@@ -62,10 +62,10 @@ class TritonKernels(ReferenceKernels):
     def compile_tower(self, tower: Tower) -> Tower:
         return TowerGraphs(tower, (lambda: CalledAgain) if INTERPRETED else CudaRecorder)
 
-    def pack(self, weight: Tensor | QuantizedMatrix, take: Take | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
         if isinstance(weight, QuantizedMatrix):
             raise ConfigError("the triton kernels take no quantized weights; choose --quantization none")
-        return super().pack(weight, take)
+        return super().pack(weight, allocate)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return _invariant_linear(x, weight.data, bias) if self._batch_invariant else super().linear(x, weight, bias)

@@ -161,21 +161,21 @@ void paceline_pack(int32_t type, const void* weight, int64_t out, int64_t in, vo
     }
 }
 
-// Returns the most bytes that a bf16 matrix has after compression.
-int64_t paceline_most_compressed_bytes(int64_t out, int64_t in) {
+// Returns the size of the memory for a coding.
+int64_t paceline_coding_bytes() { return sizeof(paceline::Coding); }
+
+// Chooses the coding of weight [out, in], bf16 and contiguous. Returns the bytes of the matrix after compression; 0 if
+// it does not pay.
+int64_t paceline_choose_coding(const void* weight, int64_t out, int64_t in, void* to) {
     using namespace paceline;
-    return CompressedLayout(out, in).bytes(Coding::most_exceptions(out * in));
+    const Coding coding(static_cast<const uint16_t*>(weight), out * in);
+    std::memcpy(to, &coding, sizeof(coding));
+    return coding.pays ? CompressedLayout(out, in).bytes(coding.exceptions) : 0;
 }
 
-// Compresses weight [out, in], bf16 and contiguous; see program.h. Returns the bytes that it wrote; 0 if it wrote none,
-// because compression does not pay.
-int64_t paceline_compress(const void* weight, int64_t out, int64_t in, void* to) {
-    using namespace paceline;
-    const auto* from = static_cast<const uint16_t*>(weight);
-    const Coding coding(from, out * in);
-    if (!coding.pays) return 0;
-    compress(coding, from, out, in, to);
-    return CompressedLayout(out, in).bytes(coding.exceptions);
+// Compresses the weight of which the coding was chosen; see program.h.
+void paceline_compress(const void* coding, const void* weight, int64_t out, int64_t in, void* to) {
+    paceline::compress(*static_cast<const paceline::Coding*>(coding), static_cast<const uint16_t*>(weight), out, in, to);
 }
 
 // Returns whether these bytes may be used as a compressed matrix [out, in].

@@ -8,7 +8,7 @@ namespace paceline {
 namespace {
 
 constexpr int kCodes = 16, kNoCode = 16;
-constexpr int64_t kWeightsOfAnException = 1024;  // at most one exception in so many, because exceptions are slow
+constexpr int64_t kMostExceptions = 1024;  // at most one exception in this many weights, because exceptions are slow
 
 }  // namespace
 
@@ -27,10 +27,8 @@ Coding::Coding(const uint16_t* weight, int64_t count) : exceptions(count) {
         exceptions -= counts[best];
         counts[best] = 0;
     }
-    pays = exceptions <= most_exceptions(count);
+    pays = exceptions <= count / kMostExceptions;
 }
-
-int64_t Coding::most_exceptions(int64_t count) { return count / kWeightsOfAnException; }
 
 void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t in, void* to) {
     const CompressedLayout layout(out, in);

@@ -12,9 +12,6 @@ struct Coding {
     uint8_t codes[256];     // code of each exponent; sixteen for an exponent without one
     int64_t exceptions;     // weights whose exponent has no code
     bool pays;              // whether there are few exceptions
-
-    // Returns the most exceptions of a matrix of so many weights that pays.
-    static int64_t most_exceptions(int64_t count);
 };
 
 // Packs weight [out, in] to CompressedLayout(out, in).bytes(coding.exceptions).
