@@ -4,7 +4,8 @@
     PACELINE_ADMIN_KEY=... python -m bench.flips --url http://127.0.0.1:8000 --actions 200
 
 The first command starts a stack with `paceline serve`. The second one uses a stack that runs already, for example that
-of docker compose with the profile `planner`: then the planner starts and ends the workers.
+of docker compose with the profile `planner`: then the planner starts and ends the workers. Begin when `/fleet` of the
+gateway names the planner.
 
 The same requests are sent without any action first. Then they are sent again and again while actions of a seed happen:
 a role gets more or fewer workers, a worker drains, a worker changes between prefill and decode, two workers exchange

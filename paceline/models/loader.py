@@ -162,12 +162,10 @@ class Checkpoint:
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self.take_table(name, *shape)
-        if tensor.is_meta:
-            return tensor
         # Without this call, the system reads megabytes around the first page that is touched.
         will_read(tensor)
         # A vector is copied, because a view of it would keep its whole file in memory.
-        return tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
+        return tensor if tensor.is_meta else tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
 
     def take_table(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = _FLOATS) -> Tensor:
         place = self._find(name, shape)
@@ -206,13 +204,7 @@ class Checkpoint:
 
     def _take_matrix(self, name: str, *shape: int) -> Tensor:
         """Return a matrix for packing."""
-        if not self.pack.needs_content:
-            return self._leave_unread(name, *shape)
-        tensor = self.take_table(name, *shape)
-        if tensor.is_meta:
-            return tensor
-        will_read(tensor)
-        return tensor.to(self._device, self.dtype)
+        return self.take(name, *shape) if self.pack.needs_content else self._leave_unread(name, *shape)
 
     def _leave_unread(self, name: str, *shape: int) -> Tensor:
         """Take a matrix without reading it. safetensors would touch it, and the system read megabytes around it."""
@@ -250,8 +242,7 @@ class Checkpoint:
             return
         take = self.take_table if self.pack.needs_content else self._leave_unread
         for matrix in take(name, *shape.shape):
-            if not matrix.is_meta:
-                will_read(matrix)
+            will_read(matrix)
             yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
 
     def _mxfp4_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
@@ -265,6 +256,8 @@ class Checkpoint:
                 yield shape.parts(torch.empty(size_out, size_in, dtype=self.dtype, device="meta"))
             return
         for own, own_scales in zip(blocks, scales):
+            will_read(own)
+            will_read(own_scales)
             parts = zip(shape.parts(own), shape.parts(own_scales))
             yield [mxfp4.decode_mxfp4(*part, size_in, self.dtype) for part in parts]
 

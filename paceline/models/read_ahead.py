@@ -20,7 +20,7 @@ _PIECE = 16 << 20
 
 def will_read(data: Tensor) -> None:
     """Let the system begin to read a tensor, if it is in a mapped file."""
-    if hasattr(mmap, "MADV_WILLNEED"):
+    if hasattr(mmap, "MADV_WILLNEED") and not data.is_meta:
         _advise(data.data_ptr(), data.nbytes, mmap.MADV_WILLNEED)
 
 

@@ -89,6 +89,23 @@ def test_int8_keeps_experts_without_loss(tmp_path: Path, save_mxfp4: Any, paged_
     assert 0 < error < 0.05
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_later_starts_decode_nothing(
+    tmp_path: Path, save_mxfp4: Any, paged_contexts: Any, monkeypatch: pytest.MonkeyPatch, quantization: Any
+) -> None:
+    del save_mxfp4
+    models = []
+    for number, folder in enumerate((None, tmp_path / "packed", tmp_path / "packed")):
+        if number == 2:
+            monkeypatch.setattr("paceline.models.mxfp4.decode_mxfp4", None)
+        models.append(load_model(tmp_path, torch.bfloat16, select_kernels(CPU), CPU, folder, quantization))
+    private, first, second = (
+        paged_contexts(own, 1, 32, torch.bfloat16).step({0: list(range(3, 30))})[0] for own in models
+    )
+    assert torch.equal(private, first)
+    assert torch.equal(private, second)
+
+
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, save_mxfp4: Any) -> None:
     del save_mxfp4
     file = tmp_path / "model.safetensors"
