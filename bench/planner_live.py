@@ -101,7 +101,8 @@ def objectives(budget: int, ttft: float, itl: float, interval: float, forecast: 
         interval, forecast: seconds between two decisions, and between two forecasts.
     """
     limits = {role: RoleLimits(1, budget - 1) for role in ROLES}
-    latency = Latency(ttft, itl, 0.95)
+    # With 95 % at all times, some minutes would have less. The benchmarks judge the worst minute.
+    latency = Latency(ttft, itl, 0.99)
     return Objectives(default=latency, roles=limits, budget=budget, fast_seconds=interval, slow_seconds=forecast)
 
 
@@ -122,6 +123,9 @@ class StandInPlatform:
         self._tasks: set[asyncio.Task[None]] = set()
         self.device_seconds = 0.0
         self._counted_at = time.monotonic()
+
+    def take_over(self) -> None:
+        pass
 
     async def state(self) -> PlatformState:
         return PlatformState({role: RoleState(own := self._count(role), own, self._draining(role)) for role in ROLES})

@@ -141,7 +141,7 @@ def _convert_gguf(
 
     def make(scratch: Path) -> None:
         gguf = find_gguf(scratch)
-        report(f"converting {key}; this takes about a minute")
+        report(f"converting {key}; this can take a minute")
         # The link is in a folder of its own, because transformers also reads other files of the folder.
         source = Path("source", gguf.name)
         (scratch / "source").mkdir()

@@ -53,20 +53,21 @@ def convert_gguf(source: Path, target: Path) -> None:
     # This import is slow, and not needed to refuse a file.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
-    own = PreTrainedTokenizerFast if metadata["general.architecture"] == _GEMMA4 else AutoTokenizer
-    tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
-    if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
-        _split_digits(tokenizer)
-    if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:
-        _compose_characters(tokenizer)
-    if metadata["general.architecture"] == _GEMMA4:
-        # transformers loses that raw prompts begin with BOS. A chat template writes its own.
-        tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
-        _convert_gemma4(source, reader, metadata, tokenizer, target)
-    else:
-        _convert_elsewhere(source, reader, metadata, target)
-    tokenizer.save_pretrained(target)
+    with _only_reader(reader):
+        # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
+        own = PreTrainedTokenizerFast if metadata["general.architecture"] == _GEMMA4 else AutoTokenizer
+        tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
+        if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
+            _split_digits(tokenizer)
+        if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:
+            _compose_characters(tokenizer)
+        if metadata["general.architecture"] == _GEMMA4:
+            # transformers loses that raw prompts begin with BOS. A chat template writes its own.
+            tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
+            _convert_gemma4(source, reader, metadata, tokenizer, target)
+        else:
+            _convert_elsewhere(source, reader, metadata, target)
+        tokenizer.save_pretrained(target)
     for file in target.iterdir():
         file.chmod(0o644)  # safetensors writes private files, but users may share a cache
     read_config(target)
@@ -109,6 +110,19 @@ def _convert_gemma4(source: Path, reader: GGUFReader, metadata: dict[str, Any], 
     named = [vocabulary[token] for token in _GEMMA4_STOPS if token in vocabulary]
     generation = {"eos_token_id": sorted({*_stop_token_ids(metadata), *named})}
     (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
+
+
+@contextmanager
+def _only_reader(reader: GGUFReader) -> Iterator[None]:
+    """Let transformers use this reader. It would read the file three times more, each for 10 s if it is a Gemma."""
+    import gguf
+
+    original = gguf.GGUFReader
+    gguf.GGUFReader = lambda path: reader  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = original  # type: ignore[misc]
 
 
 def _open(source: Path) -> GGUFReader:

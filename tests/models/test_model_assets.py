@@ -143,6 +143,19 @@ class TestConversion:
             assert tokenizer.encode(text).ids == theirs.backend_tokenizer.encode(text).ids
         assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
 
+    def test_a_file_is_read_once(self, tmp_path: Path, save_qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf", save_qwen3(head_dim=128), "qwen3", "qwen2")
+        opened, original = [], gguf.GGUFReader.__init__
+
+        def init(self: gguf.GGUFReader, path: Path, *arguments: Any) -> None:
+            opened.append(path)
+            original(self, path, *arguments)
+
+        monkeypatch.setattr(gguf.GGUFReader, "__init__", init)
+        (tmp_path / "out").mkdir()
+        convert_gguf(source, tmp_path / "out")
+        assert opened == [source]
+
     def test_biases_that_would_be_lost_are_named(self, tmp_path: Path, save_qwen3: Any) -> None:
         source = write_gguf(tmp_path / "tiny.gguf", save_qwen3(attention_bias=True, head_dim=128), "qwen3", "qwen2")
         with pytest.raises(ModelError, match=r"its biases \(blk\.0\.attn_k\.bias\) would be lost"):

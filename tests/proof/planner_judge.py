@@ -113,8 +113,6 @@ def _check_edits(seen: Report, decision: Decision) -> None:
             isinstance(action, Flip) and role in (action.role, action.to) for action in decision.actions
         ):
             raise Violation(f"a flip changes the {role} workers that a person has set: {decision.line}")
-    if any(action.worker in seen.pinned_workers for action in _leaving(decision)):
-        raise Violation(f"a worker leaves that a person keeps: {decision.line}")
 
 
 def _check_limits(world: World, seen: Report, decision: Decision) -> None:
@@ -198,7 +196,7 @@ def check_rest(world: World, lines: list[str]) -> None:
     if not sum(world.load.values()) and not any(world.waiting.values()):
         for role, count in world.wanted.items():
             least = world.setup.objectives.limits(role).least
-            if role not in world.pinned and not world.pinned_workers and count > least:
+            if role not in world.pinned and count > least:
                 raise Violation(f"without requests there are still {count} {role} workers: {lines[-1]}")
     for role, pin in world.pinned.items():
         if world.wanted[role] != pin:

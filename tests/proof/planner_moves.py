@@ -62,8 +62,6 @@ def faults(world: World) -> Iterator[Move]:
             yield Move("worker never starts", _stick, (worker.name,))
         if worker.state == "ready":
             yield Move("worker dies", _kill, (worker.name,))
-            if worker.name not in world.pinned_workers:
-                yield Move("person keeps", _pin_worker, (worker.name,))
     for role, count in world.setup.pins:
         if world.pinned.get(role) != count:
             yield Move("person sets", _pin, (role, count))
@@ -166,11 +164,6 @@ def _kill(world: World, name: str) -> None:
     """The platform starts the worker again. Its requests go on elsewhere."""
     worker = _find(world, name)
     set_worker(world, worker, Worker(name, worker.role, "starting", left=STARTUP))
-
-
-def _pin_worker(world: World, name: str) -> None:
-    world.pinned_workers |= {name}
-    world.revision += 1
 
 
 def _pin(world: World, role: Role, count: int) -> None:

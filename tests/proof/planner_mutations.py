@@ -73,17 +73,6 @@ def without_a_last_worker(patch: Patch) -> None:
     patch.setattr(Outlook, "is_idle", property(lambda outlook: not outlook.waiting))
 
 
-def without_kept_workers(patch: Patch) -> None:
-    """Drain workers that a person keeps."""
-
-    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport]) -> str:
-        reason = original(guards, worker, others)
-        return "" if "a person keeps" in reason else reason
-
-    original = Guards.leaving
-    patch.setattr(Guards, "leaving", leaving)
-
-
 def without_pinned_counts(patch: Patch) -> None:
     """Size roles that a person has set."""
 

@@ -58,7 +58,6 @@ def report(world: World, later: float = 0.0) -> Report:
         traffic,
         traffic_age=world.figures_age,
         gateways_lost=world.gateways_lost,
-        pinned_workers=world.pinned_workers,
     )
 
 

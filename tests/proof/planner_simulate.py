@@ -95,7 +95,6 @@ def _calm_down(world: World) -> None:
     for role in list(world.pinned):
         del world.pinned[role]
         world.changes[role] = ()
-    world.pinned_workers = frozenset()
     world.revision += 1
 
 

@@ -86,7 +86,6 @@ class World:
     workers: tuple[Worker, ...] = ()
     wanted: dict[Role, int] = field(default_factory=dict)
     pinned: dict[Role, int] = field(default_factory=dict)
-    pinned_workers: frozenset[str] = frozenset()
     revision: int = 0
     tick: int = 0
     load: Load = field(default_factory=dict)

@@ -27,8 +27,13 @@ class Guards:
             return ""
         return self._reversal(role, self.outlook.state.role(role).shrunk, 1.0)
 
-    def shrinking(self, role: Role) -> str:
-        """Return why a role must not shrink, by a drain or by a flip; empty if it may."""
+    def shrinking(self, role: Role, is_urgent: bool = False) -> str:
+        """Return why a role must not shrink, by a drain or by a flip; empty if it may.
+
+        Args:
+            is_urgent: whether another role lacks the worker for its present load. Relapses then do not count: they
+                protect workers that no other role needs.
+        """
         report, state = self.outlook.report, self.outlook.state
         if lost := missing(report, self.outlook.objectives):
             return lost
@@ -39,7 +44,7 @@ class Guards:
         if (left := settle_seconds(report.roles[role]) - (report.at - state.since)) > 0:
             return f"it has been watched too shortly, {left:.0f} s are left"
         memory = state.role(role)
-        is_certain = self.outlook.is_idle or self._nothing_is_served()
+        is_certain = is_urgent or self.outlook.is_idle or self._nothing_is_served()
         relapses = 0 if is_certain else min(memory.relapses, _MOST_RELAPSES)
         return self._reversal(role, memory.grown, 2.0**relapses)
 
@@ -48,8 +53,6 @@ class Guards:
 
         The requests of a worker that leaves go on elsewhere. Without another worker, they would end.
         """
-        if worker.worker in self.outlook.report.pinned_workers:
-            return f"a person keeps {worker.worker}"
         if worker.state == "starting":
             return ""
         if not is_fresh(worker, self.outlook.objectives):

@@ -40,7 +40,7 @@ class RoleMemory:
     short_since: float | None = None
     """Since when fewer workers are ready than wanted."""
     targets: tuple[tuple[float, int], ...] = ()
-    """Instants and targets of recent reports. The fleet shrinks only to the largest of them."""
+    """Instants and targets of recent reports. Workers drain only down to the largest of them."""
     floor: int = 0
     """Workers that the forecast asks for."""
     boost: float = 1.0
@@ -108,7 +108,7 @@ def observe(state: PlannerState, report: Report, objectives: Objectives) -> Plan
         load=load,
         classes=classes,
         roles={
-            role: _observe_role(state.role(role), role, report, None if was_away else (before, load))
+            role: _observe_role(state.role(role), role, report, objectives, None if was_away else (before, load))
             for role in report.roles
         },
     )
@@ -129,7 +129,9 @@ def _has_requests(report: Report) -> bool:
     )
 
 
-def _observe_role(memory: RoleMemory, role: Role, report: Report, loads: tuple[Sample, Sample] | None) -> RoleMemory:
+def _observe_role(
+    memory: RoleMemory, role: Role, report: Report, objectives: Objectives, loads: tuple[Sample, Sample] | None
+) -> RoleMemory:
     """Return the memory of a role after a report.
 
     Args:
@@ -154,7 +156,7 @@ def _observe_role(memory: RoleMemory, role: Role, report: Report, loads: tuple[S
         shrunk=_last_change(memory.shrunk, before, report.at, seen, memory.wanted, -1),
         relapses=memory.relapses if grown is memory.grown else _relapses(memory, before, role, settle_seconds(seen)),
         short_since=None if ready >= seen.wanted else memory.short_since or report.at,
-        targets=tuple(each for each in memory.targets if each[0] >= report.at - settle_seconds(seen)),
+        targets=tuple(each for each in memory.targets if each[0] >= report.at - _watch_seconds(seen, objectives)),
         fit=fit,
         times=times,
     )
@@ -182,6 +184,14 @@ def _relapses(memory: RoleMemory, load: Sample | None, role: Role, settle: float
         return memory.relapses
     is_late = load.at - memory.shrunk.at > _SOON * settle
     return 0 if is_late or load.differs(memory.shrunk.load, role) else memory.relapses + 1
+
+
+def _watch_seconds(seen: RoleReport, objectives: Objectives) -> float:
+    """Return how long a worker must not have been needed before it drains.
+
+    Two forecasts have to agree: a single one that was low by chance must not cost a worker, and later a start.
+    """
+    return max(settle_seconds(seen), 2 * objectives.slow_seconds)
 
 
 def settle_seconds(seen: RoleReport) -> float:

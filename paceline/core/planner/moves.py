@@ -58,7 +58,7 @@ class Moves:
             lent = min(lack - surplus, self._lent(source, role))
             if source == role or surplus + lent <= 0 or not self._can_flip(source, role):
                 continue
-            if self._refuses(self._guards.shrinking(source), source, "shrink"):
+            if self._may_not_shrink(source, role):
                 continue
             # Nothing is served without any worker of a role, so that there is no time to watch.
             sure = self.wanted[source] - self._highest(source, _FLIP_REPORTS) if self.wanted[role] else surplus
@@ -74,7 +74,7 @@ class Moves:
             worker = self._victim(source, role)
             if worker is None:
                 return flipped
-            reason = f"{self.needs[role].reason}; {source}: {self.needs[source].reason}"
+            reason = f"{self._reason(role)}; {source}: {self.needs[source].reason}"
             self.actions.append(Flip(worker.worker, source, role, reason))
             self._staying[source].remove(worker)
             self._shrinks[source] += 1
@@ -97,10 +97,11 @@ class Moves:
         return count
 
     def _drain(self, role: Role) -> None:
-        """Drain workers that have not been needed for as long as a start and a drain take."""
-        pinned = self.outlook.report.roles[role].pinned
-        highest = self._highest(role, None) if pinned is None else pinned
-        surplus = self.wanted[role] - max(self.targets[role], highest)
+        """Drain workers that have not been needed for as long as targets are remembered."""
+        surplus = self.wanted[role] - self.targets[role]
+        # A number that a person has set counts at once, and `idle_seconds` without a request are long enough.
+        if self.outlook.report.roles[role].pinned is None and not self.outlook.is_idle:
+            surplus = self.wanted[role] - max(self.targets[role], self._highest(role, None))
         for _ in range(surplus):
             worker = self._victim(role, None)
             if worker is None:
@@ -121,7 +122,7 @@ class Moves:
             self._hold(f"{role} has {self.wanted[role]}: needs {self.needs[role].least}, but the budget has no room")
             return
         self.wanted[role] += count
-        self.actions.append(Add(role, self.wanted[role], self.needs[role].reason))
+        self.actions.append(Add(role, self.wanted[role], self._reason(role)))
 
     def _room(self, role: Role) -> int:
         """Return how many workers of a role the budget still has devices for."""
@@ -150,14 +151,14 @@ class Moves:
         )
 
     def _highest(self, role: Role, reports: float | None) -> int:
-        """Return the largest target of a role lately: of a few reports, or of a start and a drain."""
+        """Return the largest target of a role lately: of a few reports, or of all that are remembered."""
         now = self.outlook.report.at
         least = now - (reports * self.outlook.objectives.fast_seconds if reports else float("inf"))
         return max((target for at, target in self.outlook.state.role(role).targets if at >= least), default=0)
 
     def _victim(self, role: Role, to: Role | None) -> WorkerReport | None:
         """Return the worker that leaves a role with the least loss; None if none may leave now."""
-        if self._refuses(self._guards.shrinking(role), role, "shrink"):
+        if self._may_not_shrink(role, to):
             return None
         most = max(1, self.outlook.report.roles[role].wanted // _SHARE)
         if self._shrinks[role] >= most and not self.outlook.is_idle:
@@ -179,6 +180,18 @@ class Moves:
         if refusals:
             self._hold(refusals[0])
         return None
+
+    def _reason(self, role: Role) -> str:
+        """Return why a role gets workers."""
+        if (pinned := self.outlook.report.roles[role].pinned) is not None:
+            return f"a person has set {pinned}"
+        is_more = self.targets[role] > self.needs[role].least
+        return self.needs[role].reason + ", and gets devices that are left" * is_more
+
+    def _may_not_shrink(self, role: Role, to: Role | None) -> bool:
+        """Return whether no worker may leave a role, for another one or, if `to` is None, for good."""
+        is_urgent = to is not None and self.needs[to].now > self.wanted[to]
+        return self._refuses(self._guards.shrinking(role, is_urgent), role, "shrink")
 
     def _refuses(self, reason: str, role: Role, what: str) -> bool:
         if reason:

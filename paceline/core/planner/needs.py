@@ -33,6 +33,8 @@ class Need:
     least: int
     most: int
     reason: str
+    backlog: float = 0.0
+    """Workers that the requests which run or wait now need, without a reserve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,8 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
     if times is None:
         return _unmeasured(role, outlook)
     classes = outlook.now()
-    steady = _by_load(role, classes, times, outlook, memory.boost)
-    slack = _by_load(role, classes, times, outlook, memory.boost * SLACK)
+    steady = by_load(role, classes, times, outlook, memory.boost)
+    slack = by_load(role, classes, times, outlook, memory.boost * SLACK)
     busy, why = _by_queue(role, classes, times, outlook, others)
     now = max(1, math.ceil(max(steady, busy) - 1e-6))
     least = max(now, memory.floor)
@@ -105,22 +107,7 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
         work = math.fsum(each.demand.work(role) for each in classes)
         why = f"{work:,.0f} tokens/s" if role != "encode" else f"{work:,.1f} media inputs/s"
     boosted = f", x{memory.boost:.2f} for missed objectives" if memory.boost > 1.005 else ""
-    return Need(now, least, most, f"{why}{boosted} needs {least}")
-
-
-def workers_for(role: Role, need: Need, outlook: Outlook, scale: float) -> int:
-    """Return the workers that a role needs for `scale` times its present load.
-
-    For a scale of at least 1, it is at least `need.least`; below 1, it is at most that.
-
-    Args:
-        need: the need of the role for its load as it is now.
-    """
-    memory = outlook.state.role(role)
-    if memory.times is None or not need.least:
-        return need.least
-    workers = math.ceil(_by_load(role, outlook.now(), memory.times, outlook, memory.boost * scale) - 1e-6)
-    return max(workers, need.least) if scale >= 1 else min(max(workers, 1), need.least)
+    return Need(now, least, most, f"{why}{boosted} needs {least}", busy)
 
 
 def _unmeasured(role: Role, outlook: Outlook) -> Need:
@@ -133,7 +120,7 @@ def _unmeasured(role: Role, outlook: Outlook) -> Need:
     return Need(least, least, least, f"{outlook.waiting} requests wait" if waits else "step times are not known yet")
 
 
-def _by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook, scale: float) -> float:
+def by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook, scale: float) -> float:
     """Return the workers that keep the objectives under this load."""
     if role == "prefill":
         return capacity.prefill_workers(classes, times, scale)
@@ -156,7 +143,10 @@ def _by_queue(
         return items * times.seconds(times.observed_tokens, 0) / patience, f"{items} queued"
     rate = math.fsum(each.demand.rate for each in classes)
     work = math.fsum(each.demand.work("prefill") for each in classes)
-    tokens = sum(each.queued_tokens for each in workers) + (waiting * work / rate if rate else 0.0)
+    mean = work / rate if rate else 0.0
+    # A prompt that is being computed does not wait.
+    queues = (max(0.0, each.queued_tokens - mean * (each.state == "ready")) for each in workers)
+    tokens = math.fsum(queues) + waiting * mean
     per_token = times.seconds(times.observed_tokens, times.observed_tokens) / times.observed_tokens
     needed = work * per_token + tokens * per_token / _patience("prefill", classes, outlook, others)
     return needed, f"{tokens:,.0f} queued tokens"
@@ -225,10 +215,15 @@ def _places(outlook: Outlook) -> Places:
     )
 
 
+def intervals_ahead(outlook: Outlook) -> int:
+    """Return the intervals of the slow loop until a worker that is started at the next forecast is ready."""
+    starts = max((seen.startup_seconds for seen in outlook.report.roles.values()), default=0.0)
+    return math.ceil(starts / outlook.objectives.slow_seconds) + 1
+
+
 def look_ahead(outlook: Outlook) -> PlannerState:
     """Return the state after the slow loop: with new forecasts, floors and boosts."""
-    starts = max((seen.startup_seconds for seen in outlook.report.roles.values()), default=0.0)
-    ahead = math.ceil(starts / outlook.objectives.slow_seconds) + 1
+    ahead = intervals_ahead(outlook)
     state = replace(
         outlook.state,
         slow_at=outlook.report.at,
@@ -241,7 +236,7 @@ def look_ahead(outlook: Outlook) -> PlannerState:
     for role, seen in outlook.report.roles.items():
         memory = state.role(role)
         times = memory.fit.times()
-        floor = 0.0 if times is None else _by_load(role, expected, times, later, memory.boost)
+        floor = 0.0 if times is None else by_load(role, expected, times, later, memory.boost)
         boost = memory.boost * _CALM
         if role in late and _is_settled(role, outlook) and floor <= seen.wanted:
             boost = memory.boost * _BOOST

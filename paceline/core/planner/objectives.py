@@ -63,7 +63,7 @@ class Objectives:
     """Whether workers may change their role."""
     fast_seconds: float = 5.0
     """Time between two decisions from measured load."""
-    slow_seconds: float = 30.0
+    slow_seconds: float = 60.0
     """Time between two forecasts, whose answer is the floor of the fast decisions."""
     idle_seconds: float = 300.0
     """How long there must be no request before the last workers of a role may leave."""

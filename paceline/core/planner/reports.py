@@ -128,5 +128,3 @@ class Report:
     """How long ago the oldest of the gateways' figures was made. Gateways that do not answer make this large."""
     gateways_lost: int = 0
     """Number of gateways that are members and whose figures are missing."""
-    pinned_workers: frozenset[str] = frozenset()
-    """Workers that a person keeps as they are until the person releases them."""

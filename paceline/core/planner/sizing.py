@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 from paceline.core.planner.budget import devices
-from paceline.core.planner.needs import Need, Outlook, workers_for
+from paceline.core.planner.capacity import Wanted
+from paceline.core.planner.needs import Need, Outlook, by_load, intervals_ahead
 from paceline.core.planner.objectives import Objectives
-from paceline.core.planner.reports import Report, Role
+from paceline.core.planner.reports import Role
 
 _BETTER = 1.15
-"""Scarce devices are divided anew only if one of two figures becomes at least this many times as large: the smallest
-share that a role has of its present need, or the multiple of the load for which all roles have enough workers."""
-_SCALES = tuple(step / 20 for step in range(10, 31))
-"""Multiples of the load for which scarce devices are divided, one after the other."""
+"""Scarce devices are divided anew only if the smallest headroom of a role becomes at least this many times as large."""
+
+_SCALES = tuple(1.05**step for step in range(-28, 28))
+"""Multiples of a load at which headroom is looked for, from 0.26 to 3.7."""
 
 Counts = Mapping[Role, int]
 """Number of workers of every role."""
@@ -28,59 +32,82 @@ def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
         wanted = seen.wanted
         target = need.least if need.least > wanted else min(need.most, wanted)
         targets[role] = min(max(target, limits.least), limits.most) if seen.pinned is None else seen.pinned
-    if objectives.budget is None or devices(targets, objectives) <= objectives.budget:
+    if objectives.budget is None or devices(targets, objectives) < objectives.budget:
         return targets
     return _divide(targets, needs, outlook)
 
 
 def _divide(targets: Counts, needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
-    """Return targets within the budget, so that the role that lacks most lacks as little as possible.
+    """Return numbers of workers that use the whole budget, and that give all roles about the same headroom.
 
-    The present load of all roles comes first. Then all roles get what the same multiple of their loads needs, for one
-    of `_SCALES` after the other, while there are devices. Reserves for forecasts count from the multiple 1 on, and not
-    before, because devices change roles more quickly than loads change.
+    The present load comes before the forecast, because devices change roles more quickly than loads change. Numbers
+    that people have set stay, and so do the targets of roles that take no devices.
     """
     report, objectives = outlook.report, outlook.objectives
-    now = {role: need.now for role, need in needs.items()}
-    later = [{role: workers_for(role, need, outlook, scale) for role, need in needs.items()} for scale in _SCALES]
-    counts = {role: _floor(role, target, report, objectives) for role, target in targets.items()}
-    for wishes in (now, *later, targets):
-        aims = {role: min(wishes[role], target) for role, target in targets.items()}
-        while lacking := [role for role in aims if counts[role] < aims[role] and _fits(counts, role, objectives)]:
-            # Decode comes first among equals, because nothing is served without it.
-            poorest = min(lacking, key=lambda role: (counts[role] / aims[role], role != "decode"))
+
+    @cache
+    def room(role: Role, workers: int) -> _Headroom:
+        return _headroom(role, needs[role], outlook, workers)
+
+    free = [role for role, seen in report.roles.items() if seen.pinned is None and objectives.limits(role).devices]
+    counts = {
+        role: min(target, objectives.limits(role).least) if role in free else target for role, target in targets.items()
+    }
+    growing = [role for role in free if needs[role].least]
+    while growing:
+        # Decode comes first among equals, because nothing is served without it.
+        poorest = min(growing, key=lambda role: (room(role, counts[role]), role != "decode"))
+        if counts[poorest] < objectives.limits(poorest).most and _fits(counts, poorest, objectives):
             counts[poorest] += 1
+        else:
+            growing.remove(poorest)
     present = {role: report.roles[role].wanted for role in targets}
-    is_full = devices(present, objectives) == devices(counts, objectives)
-    is_allowed = all(_floor(role, target, report, objectives) <= present[role] for role, target in targets.items())
-    is_better = _share(counts, now) >= _BETTER * _share(present, now)
-    is_safer = _scale(counts, later) >= _BETTER * _scale(present, later)
-    if is_full and is_allowed and not is_better and not is_safer:
-        return present
-    return counts
+    is_allowed = all(
+        objectives.limits(role).least <= present[role] <= objectives.limits(role).most
+        if role in free
+        else present[role] == targets[role]
+        for role in targets
+    )
+    divided = [role for role in free if needs[role].least]
+    if not is_allowed or devices(present, objectives) != devices(counts, objectives) or not divided:
+        return counts
+    before, after = ([room(role, each[role]) for role in divided] for each in (present, counts))
+    is_better = min(each.present for each in after) >= _BETTER * min(each.present for each in before)
+    is_safer = min(each.forecast for each in after) >= _BETTER * min(each.forecast for each in before)
+    return counts if is_better or is_safer else present
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Headroom:
+    """Multiples of a role's load for which it has enough workers."""
+
+    present: float
+    """Multiple of the present load, at most 1. What is above 1 is a reserve."""
+    forecast: float
+    """Multiple of the larger one of the present and the forecast load."""
+
+
+def _headroom(role: Role, need: Need, outlook: Outlook, workers: int) -> _Headroom:
+    """Return the headroom of a role that has a need, with this many workers."""
+    memory = outlook.state.role(role)
+    times = memory.times
+    if times is None:
+        return _Headroom(min(1.0, workers / need.now), workers / need.least)
+
+    def largest(loads: Sequence[list[Wanted]]) -> float:
+        def needed(scale: float) -> float:
+            return max(
+                need.backlog * scale, *(by_load(role, load, times, outlook, memory.boost * scale) for load in loads)
+            )
+
+        first = bisect_left(_SCALES, True, key=lambda scale: needed(scale) > workers + 1e-6)
+        return _SCALES[first - 1] if first else _SCALES[0] * workers / needed(_SCALES[0])
+
+    now, expected = outlook.now(), outlook.expected(intervals_ahead(outlook))
+    return _Headroom(min(1.0, largest([now])), largest([now, expected]))
 
 
 def _fits(counts: Counts, role: Role, objectives: Objectives) -> bool:
     """Return whether the budget has room for one more worker of a role."""
     needed = devices(counts, objectives) + objectives.limits(role).devices
     return objectives.budget is None or needed <= objectives.budget
-
-
-def _floor(role: Role, target: int, report: Report, objectives: Objectives) -> int:
-    """Return the workers that a role has before the rest is divided: what a person has set, or the least."""
-    pinned = report.roles[role].pinned
-    return min(target, objectives.limits(role).least) if pinned is None else pinned
-
-
-def _share(counts: Counts, wishes: Counts) -> float:
-    """Return the share of its wish that the role with the smallest share has, at most 1."""
-    return min((min(1.0, counts[role] / wish) for role, wish in wishes.items() if wish), default=1.0)
-
-
-def _scale(counts: Counts, later: Sequence[Counts]) -> float:
-    """Return the largest of `_SCALES` for which all roles have enough workers.
-
-    If there is none, return the smallest one times the smallest share that a role has of its workers for it.
-    """
-    enough = [scale for scale, wishes in zip(_SCALES, later) if _share(counts, wishes) == 1.0]
-    return max(enough, default=_SCALES[0] * _share(counts, later[0]))

@@ -75,7 +75,7 @@ async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
         from paceline.services.platforms.compose import open_compose
 
         project, prefix = config.compose_project, config.compose_prefix
-        return await asyncio.to_thread(open_compose, config.docker_socket, project, teller.roles, prefix)
+        return await asyncio.to_thread(open_compose, config.docker_socket, project, teller.workers, prefix)
     from paceline.services.platforms.serve import ServePlatform
 
     if not config.supervisor_socket:

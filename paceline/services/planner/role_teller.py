@@ -11,6 +11,7 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.set_role import set_role
+from paceline.services.platforms.platform import KnownWorker
 
 
 class RoleTeller:
@@ -38,12 +39,10 @@ class RoleTeller:
         finally:
             await channel.close(None)
 
-    async def roles(self) -> dict[str, str]:
-        """Return the present role of each worker, by its id, in the order of their starts.
-
-        Raises UnavailableError if Redis does not answer.
-        """
-        return {each.worker_id: each.role for each in sorted(await self._members(), key=lambda each: each.epoch)}
+    async def workers(self) -> dict[str, KnownWorker]:
+        """Return all workers by id, in the order of their starts. Raises UnavailableError if Redis does not answer."""
+        members = sorted(await self._members(), key=lambda each: each.epoch)
+        return {each.worker_id: KnownWorker(each.role, each.state == "draining") for each in members}
 
     async def _members(self) -> list[Member]:
         try:

@@ -139,6 +139,7 @@ class PlannerService:
         self.metrics.leads = await self._lease.renew()
         if self.metrics.leads and not led:
             log.info("this planner acts")
+            self._platform.take_over()
             await self._asked.read()
             await self._pins.read()
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.planner.reports import ROLES, Role
 from paceline.services.common.tasks import end_tasks
-from paceline.services.platforms.platform import Ability, PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, KnownWorker, PlatformState, RoleState
 
 PROJECT = "com.docker.compose.project"
 SERVICE = "com.docker.compose.service"
@@ -38,11 +38,13 @@ THREADS = 256
 """Calls of the engine at the same time, at most. Each drain takes one until its container has ended."""
 
 Json = dict[str, Any]
-Roles = Callable[[], Awaitable[Mapping[str, str]]]
-"""Returns the present role of each worker, by its id, in the order of their starts. Raises UnavailableError."""
 Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
+
+
+Workers = Callable[[], Awaitable[Mapping[str, KnownWorker]]]
+"""Returns all workers by id, in the order of their starts. Raises UnavailableError."""
 
 
 class Engine(Protocol):
@@ -75,13 +77,13 @@ class Container:
 
     @staticmethod
     def of(
-        listed: Json, service_role: Role, roles: Mapping[str, str], last: Mapping[str, str], leaving: Collection[str]
+        listed: Json, service_role: Role, worker: KnownWorker | None, last: Mapping[str, str], leaving: Collection[str]
     ) -> Container:
         """Return a container as the engine lists it.
 
         Args:
             service_role: the role with which a worker in this container starts.
-            roles: see `Roles`.
+            worker: the newest worker in this container; None if Redis knows none.
             last: the roles of containers that ran or left at the last look, by id. They count while Redis does not
                 know a worker.
             leaving: ids of the containers that end after their drain.
@@ -90,12 +92,12 @@ class Container:
         number = str(labels.get(NUMBER, "0"))
         runs = listed["State"] in ("running", "restarting", "paused")
         leaves = own in leaving or listed["State"] == "removing"
-        known = [last.get(own, service_role), *(role for worker, role in roles.items() if serves_in(worker, own))]
+        role = worker.role if worker else last.get(own, service_role)
         return Container(
             own,
             labels[SERVICE],
             int(number) if number.isdigit() else 0,
-            role=known[-1] if runs or leaves else service_role,
+            role=role if runs or leaves else service_role,
             runs=runs,
             leaves=leaves,
             is_dead=listed["State"] == "dead",
@@ -107,13 +109,13 @@ def serves_in(worker_id: str, container: str) -> bool:
     return container[:12] in worker_id
 
 
-def open_compose(path: str, project: str, roles: Roles, prefix: str = "") -> ComposePlatform:
+def open_compose(path: str, project: str, workers: Workers, prefix: str = "") -> ComposePlatform:
     """Return the platform of a project.
 
     Args:
         path: Unix socket of the docker engine.
         project: name of the project; "" for the one whose container this process runs in.
-        roles: says which roles the workers have now.
+        workers: says which workers there are now.
         prefix: what stands in front of the roles in the names of the services.
 
     Raises:
@@ -134,33 +136,43 @@ def open_compose(path: str, project: str, roles: Roles, prefix: str = "") -> Com
     except DockerException as error:
         advice = "" if project else "; outside of a container, name the project with --compose-project"
         raise ConfigError(f"no docker engine answers at --docker-socket {path}: {error}{advice}") from None
-    return ComposePlatform(engine, project, roles, DockerException, prefix)
+    return ComposePlatform(engine, project, workers, DockerException, prefix)
 
 
 class ComposePlatform:
     """The workers of one fleet of a compose project. Its services have the names of the roles, behind a prefix.
 
     Args:
-        roles: says which roles the workers have now.
+        workers: says which workers there are now.
         failure: base class of the errors that `engine` raises.
     """
 
     name = "compose"
     abilities: frozenset[Ability] = frozenset({"choose"})
 
-    def __init__(self, engine: Engine, project: str, roles: Roles, failure: type[Exception], prefix: str = "") -> None:
+    def __init__(
+        self, engine: Engine, project: str, workers: Workers, failure: type[Exception], prefix: str = ""
+    ) -> None:
         self._engine = engine
         self._project = project
-        self._roles = roles
+        self._workers = workers
         self._prefix = prefix
         self._failure = failure
         self._ending: dict[str, asyncio.Task[None]] = {}
         """The drains under way, by id of the container."""
+        self._inherited: set[str] = set()
+        """Ids of the containers that an earlier planner has told to end."""
+        self._takes_over = False
+        """Whether the next look finds out which containers these are."""
         self._last: dict[str, str] = {}
         """The roles of the workers in containers that ran or left at the last look, by id of the container."""
         self._acting = asyncio.Lock()
         # asyncio's own threads are few, so that drains would keep other calls waiting.
         self._threads = ThreadPoolExecutor(THREADS, "compose")
+
+    def take_over(self) -> None:
+        """See `Platform.take_over`."""
+        self._takes_over = True
 
     async def state(self) -> PlatformState:
         """See `Platform.state`. A role without any container, even a stopped one, cannot be scaled."""
@@ -210,20 +222,40 @@ class ComposePlatform:
 
     async def _containers(self) -> list[Container]:
         """Return the containers of all roles by number."""
-        roles = await self._roles()
+        workers = await self._workers()
         # A container whose drain ends during the call may still be listed as running.
         leaving = {*self._ending}
         filters = {"label": [f"{PROJECT}={self._project}", f"{ONE_OFF}=False"]}
         listed = await self._call(lambda: self._engine.containers(all=True, filters=filters))
-        leaving |= self._ending.keys()
+        newest = {
+            each["Id"]: worker for each in listed for name, worker in workers.items() if serves_in(name, each["Id"])
+        }
+        leaving |= self._ending.keys() | self._find_inherited(listed, newest)
         services = {self._prefix + role: role for role in ROLES}
         found = [
-            Container.of(each, services[service], roles, self._last, leaving)
+            Container.of(each, services[service], newest.get(each["Id"]), self._last, leaving)
             for each in listed
             if (service := each["Labels"].get(SERVICE)) in services
         ]
         self._last = {each.id: each.role for each in found if each.runs or each.leaves}
         return sorted(found, key=lambda each: each.number)
+
+    def _find_inherited(self, listed: Sequence[Json], workers: Mapping[str, KnownWorker]) -> set[str]:
+        """Return the containers that an earlier planner has told to end, and that have not ended yet.
+
+        They are those whose workers drain when this planner takes over. A worker that serves again had drained for
+        another reason, such as a change of its role, so its container stays.
+
+        Args:
+            listed: all containers, as the engine lists them.
+            workers: the newest worker of each container, by the container's id.
+        """
+        draining = {container for container, worker in workers.items() if worker.drains}
+        if self._takes_over:
+            self._inherited, self._takes_over = draining, False
+        running = {each["Id"] for each in listed if each["State"] == "running"}
+        self._inherited &= running - (workers.keys() - draining)
+        return self._inherited
 
     async def _copy(self, original: Container, number: int) -> None:
         found = await self._call(self._engine.inspect_container, original.id)

@@ -77,6 +77,9 @@ class KubernetesPlatform:
         """Held while several objects are changed, so that no change is judged half done."""
         self._tasks: list[asyncio.Task[None]] = []
 
+    def take_over(self) -> None:
+        """See `Platform.take_over`. This platform itself knows which workers drain."""
+
     async def state(self) -> PlatformState:
         """See `Platform.state`."""
         await self._see()

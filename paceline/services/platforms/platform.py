@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from paceline.core.planner.reports import Role
 
 Ability = Literal["choose", "flip"]
 """What not every platform can do: end a worker by its id (`choose`), and give a worker another role (`flip`)."""
+
+
+class KnownWorker(NamedTuple):
+    """What Redis knows of a worker."""
+
+    role: str
+    drains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,9 @@ class Platform(Protocol):
 
     name: str
     abilities: frozenset[Ability]
+
+    def take_over(self) -> None:
+        """Note that this planner acts from now on, so that drains of the planner before it are this one's."""
 
     async def state(self) -> PlatformState:
         """Return how many workers of each role are wanted and running.

@@ -24,6 +24,9 @@ class ServePlatform:
     def __init__(self, socket: str) -> None:
         self._socket = socket
 
+    def take_over(self) -> None:
+        """See `Platform.take_over`. This platform itself knows which workers drain."""
+
     async def state(self) -> PlatformState:
         """See `Platform.state`."""
         answer = await ask_supervisor(self._socket, {})

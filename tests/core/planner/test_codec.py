@@ -20,7 +20,6 @@ REPORT = Report(
     ),
     roles={"prefill": RoleReport(1), "decode": RoleReport(1, pinned=2)},
     traffic={"chat": Traffic(5.0, arrivals=3, prompt_tokens=Distribution.of([0, 17, 4000]), oldest_wait=0.5)},
-    pinned_workers=frozenset({"d1"}),
 )
 ACTIONS = (
     Add("prefill", 3, "more"),

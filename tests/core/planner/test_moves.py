@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
 from paceline.core.planner.actions import Action, Add
-from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.load import Sample
+from paceline.core.planner.memory import Change, PlannerState, RoleMemory
 from paceline.core.planner.moves import Moves
 from paceline.core.planner.needs import Need, Outlook
 from paceline.core.planner.objectives import Objectives, RoleLimits
@@ -16,21 +18,28 @@ LIMITS: dict[Role, RoleLimits] = {"prefill": RoleLimits(1, 8), "decode": RoleLim
 NEEDS: dict[Role, Need] = {"prefill": Need(2, 2, 2, "queued tokens"), "decode": Need(3, 4, 4, "forecast")}
 """Prefill lacks a worker now. The fourth decode worker is a reserve."""
 
+LOAD = Sample(500.0, {"prefill": 1000.0, "decode": 100.0}, {"prefill": 0.0, "decode": 0.0})
 
-def choose(needs: dict[Role, Need], budget: int, decode: int = 4, kept: Iterable[str] = ()) -> list[Action]:
+
+def choose(
+    needs: dict[Role, Need], budget: int, decode: int = 4, running: int = 0, memory: RoleMemory | None = None
+) -> list[Action]:
     """Return the actions for one prefill and some decode workers, if as many are wanted as `needs` says.
 
     Args:
-        kept: names of workers that a person keeps: the decode workers are "w1", "w2" and so on.
+        memory: what is remembered of decode workers.
+        running: requests of each worker, which has places for 8.
     """
+    named: list[tuple[str, Role]] = [("w0", "prefill"), *((f"w{number}", "decode") for number in range(1, 1 + decode))]
     workers = tuple(
-        WorkerReport(f"w{number}", "decode" if number else "prefill", state_seconds=100.0, flips_to=("prefill",))
-        for number in range(1 + decode)
+        WorkerReport(name, role, state_seconds=100.0, running=running, max_seqs=8, flips_to=("prefill",))
+        for name, role in named
     )
     times = RoleReport(0, startup_seconds=60.0, drain_seconds=10.0, flip_seconds=4.0)
     roles: dict[Role, RoleReport] = {"prefill": replace(times, wanted=1), "decode": replace(times, wanted=decode)}
-    report = Report(500.0, "1", workers, roles, {}, pinned_workers=frozenset(kept))
-    outlook = Outlook(report, Objectives(roles=LIMITS, budget=budget), PlannerState(at=500.0, busy_at=500.0))
+    report = Report(500.0, "1", workers, roles, {})
+    state = PlannerState(at=500.0, busy_at=500.0, load=LOAD, roles={"decode": memory or RoleMemory()})
+    outlook = Outlook(report, Objectives(roles=LIMITS, budget=budget), state)
     moves = Moves(outlook, needs, {role: need.least for role, need in needs.items()})
     moves.choose()
     return moves.actions
@@ -51,8 +60,16 @@ def test_a_reserve_stays_if_only_the_forecast_asks_for_more() -> None:
 
 
 def test_a_start_comes_in_place_of_a_reserve_that_may_not_leave() -> None:
-    assert choose(NEEDS, budget=6, kept=["w1", "w2", "w3", "w4"]) == [Add("prefill", 2, "queued tokens")]
+    assert choose(NEEDS, budget=6, running=8) == [Add("prefill", 2, "queued tokens")]
 
 
 def test_a_role_without_any_worker_gets_the_last_device() -> None:
     assert choose(NEEDS, budget=2, decode=0) == [Add("decode", 1, "forecast")]
+
+
+@pytest.mark.parametrize(("now", "flips"), [(2, True), (1, False)])
+def test_relapses_keep_no_worker_that_another_role_lacks_now(now: int, flips: bool) -> None:
+    # Decode grew 100 s ago under the same load. A start and a drain take 70 s, which counts eightfold after 3 relapses.
+    memory = RoleMemory(grown=Change(400.0, LOAD), relapses=3)
+    needs: dict[Role, Need] = {"prefill": Need(now, 2, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
+    assert [action.kind for action in choose(needs, budget=5, memory=memory)] == ["flip"] * flips

@@ -11,10 +11,14 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.core.planner.actions import Decision, Drain, Hold
 from paceline.core.planner.codec import from_json, to_json
-from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.distribution import Distribution
+from paceline.core.planner.load import ClassLoad
+from paceline.core.planner.memory import PlannerState, RoleMemory
+from paceline.core.planner.needs import Outlook, assess
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, WorkerReport
+from paceline.core.planner.step_fit import StepTimes
 from tests.core.planner.fleets import decode_report
 
 OBJECTIVES = Objectives(
@@ -54,6 +58,39 @@ def test_a_role_grows_while_an_earlier_change_runs(planner: Planner) -> None:
     assert max(wanted(run(planner, starting, 3, first=20.0))) > 3
 
 
+@pytest.mark.parametrize(("slow_seconds", "earliest"), [(5.0, 30.0), (30.0, 60.0)])
+def test_a_worker_drains_after_a_start_and_a_drain_and_two_forecasts(slow_seconds: float, earliest: float) -> None:
+    planner = Planner(replace(OBJECTIVES, slow_seconds=slow_seconds))
+    roles = {"decode": RoleReport(2, startup_seconds=20.0, drain_seconds=10.0)}
+    run(planner, lambda at: decode_report(at, 2, 38, roles=roles), 40)
+    at, enough_since = 200.0, None
+    while planner.decide(decode_report(at := at + 5, 2, 1, roles=roles)).wanted["decode"] > 1:
+        _, target = planner.state.roles["decode"].targets[-1]
+        enough_since = (enough_since or at) if target == 1 else None
+    assert enough_since is not None
+    assert earliest <= at - enough_since <= earliest + 10
+
+
+def test_prompts_that_workers_compute_are_no_queue() -> None:
+    prompts, answers = Distribution.of([1000.0] * 20), Distribution.of([2.0] * 20)
+    memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=StepTimes(0.0, 5e-4, 0.0, 512))}
+    state = PlannerState(
+        classes={"chat": ClassLoad(20.0, 20.0, prompt_tokens=prompts, answer_tokens=answers)}, roles=memories
+    )
+
+    def needed(*queued: int, waiting: int = 0) -> float:
+        workers = tuple(WorkerReport(f"p{i}", "prefill", queued_tokens=tokens) for i, tokens in enumerate(queued))
+        traffic = {"chat": Traffic(5.0, waiting=waiting)}
+        decode = WorkerReport("d", "decode", max_seqs=8)
+        report = Report(500.0, "1", (*workers, decode), {"prefill": RoleReport(2, startup_seconds=2.0)}, traffic)
+        outlook = Outlook(report, replace(OBJECTIVES, default=Latency(ttft=2.0)), replace(state, busy_at=500.0))
+        return assess(outlook)["prefill"].backlog
+
+    assert needed(1000, 1000) == needed(0, 0) == pytest.approx(0.5)
+    assert needed(3000, 3000) == pytest.approx(0.5 + 4000 * 5e-4 / 2.0)
+    assert needed(2000, 0) == needed(1000, 1000, waiting=1) == pytest.approx(0.5 + 1000 * 5e-4 / 2.0)
+
+
 def test_zero_traffic_scales_to_zero_and_a_request_wakes_the_fleet(planner: Planner) -> None:
     decisions = run(planner, lambda at: decode_report(at, 2, 0), 14, first=20.0)
     assert decisions[-1].wanted["decode"] < 2
@@ -73,7 +110,7 @@ def test_the_fleet_shrinks_although_a_worker_never_starts(planner: Planner) -> N
 
     decisions = run(planner, stuck, 30, first=20.0)
     first = next(decision for decision in decisions if decision.wanted["decode"] < 3)
-    assert [action.worker for action in first.actions if isinstance(action, Drain)] == ["s0"]
+    assert next(action.worker for action in first.actions if isinstance(action, Drain)) == "s0"
 
 
 def test_a_worker_that_does_not_even_exist_is_given_up_first(planner: Planner) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.load import ClassLoad
+from paceline.core.planner.load import ClassLoad, Series
 from paceline.core.planner.memory import PlannerState, RoleMemory
 from paceline.core.planner.needs import Need, Outlook
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
@@ -59,7 +59,7 @@ PREFILL, DECODE = StepTimes(0.02, 3.5e-4, 0.0, 512), StepTimes(0.028, 0.004, 0.0
 @pytest.mark.parametrize(
     ("answer", "decode", "present", "expected"),
     [
-        pytest.param(22.0, Need(1, 1, 2, ""), (2, 4), (5, 1), id="all roles get room for the same multiple of load"),
+        pytest.param(18.0, Need(1, 1, 2, ""), (2, 4), (5, 1), id="all roles get room for the same multiple of load"),
         pytest.param(22.0, Need(1, 1, 2, ""), (4, 2), (4, 2), id="another division would give hardly more room"),
         pytest.param(30.0, Need(1, 2, 2, ""), (5, 1), (4, 2), id="a role without room gets some from another one"),
     ],
@@ -73,3 +73,62 @@ def test_scarce_devices_are_divided_by_load(
     workers = [WorkerReport(f"d{number}", "decode", max_seqs=64) for number in range(present[1])]
     state = PlannerState(classes={"default": load}, roles=memories)
     assert divided(need(4, 5), decode, present, 6, workers, state) == expected
+
+
+@pytest.mark.parametrize(("coming", "expected"), [(1500.0, (3, 3)), (4500.0, (5, 1))])
+def test_devices_that_the_present_load_leaves_follow_the_forecast(coming: float, expected: tuple[int, int]) -> None:
+    prompts, answers = Distribution.of([1500.0] * 20), Distribution.of([60.0] * 20)
+    forecast = {"rates": Series(2.0, 0.0, 1), "prompts": Series(coming, 0.0, 1), "answers": Series(60.0, 0.0, 1)}
+    load = ClassLoad(40.0, 20.0, prompt_tokens=prompts, answer_tokens=answers, **forecast)
+    memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=PREFILL), "decode": RoleMemory(times=DECODE)}
+    workers = [WorkerReport(f"d{number}", "decode", max_seqs=64) for number in range(3)]
+    state = PlannerState(classes={"default": load}, roles=memories)
+    assert divided(need(2, 5), need(1, 1), (3, 3), 6, workers, state) == expected
+
+
+def sized(needs: dict[Role, Need], roles: dict[Role, RoleReport], budget: int, **limits: RoleLimits) -> tuple[int, ...]:
+    """Return the targets of roles whose step times are not known yet.
+
+    Args:
+        limits: those that are not 1 to 20 workers of one device each.
+    """
+    all_limits: dict[Role, RoleLimits] = {role: limits.get(role, RoleLimits(1, 20)) for role in roles}
+    outlook = Outlook(Report(0.0, "1", (), roles, {}), Objectives(roles=all_limits, budget=budget), PlannerState())
+    return tuple(size(needs, outlook).values())
+
+
+def test_a_number_that_a_person_has_set_counts_although_the_budget_is_used_up() -> None:
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(2), "decode": RoleReport(4, pinned=5)}
+    assert sized({"prefill": need(2, 2), "decode": need(4, 4)}, roles, 6) == (1, 5)
+
+
+def test_a_role_shrinks_to_its_most_although_the_budget_is_used_up() -> None:
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(2), "decode": RoleReport(4)}
+    assert sized({"prefill": need(2, 3), "decode": need(4, 4)}, roles, 6, decode=RoleLimits(1, 3)) == (3, 3)
+
+
+def test_a_role_that_cannot_change_does_not_hinder_the_others() -> None:
+    roles: dict[Role, RoleReport] = {
+        "prefill": RoleReport(2),
+        "decode": RoleReport(4),
+        "encode": RoleReport(1, pinned=1),
+    }
+    assert sized({"prefill": need(5, 5), "decode": need(2, 2), "encode": need(3, 3)}, roles, 7) == (4, 2, 1)
+
+
+def test_workers_without_devices_take_none_and_get_none() -> None:
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(2), "decode": RoleReport(3), "encode": RoleReport(1)}
+    needs: dict[Role, Need] = {"prefill": need(3, 3), "decode": need(3, 3), "encode": need(1, 1)}
+    assert sized(needs, roles, 6, encode=RoleLimits(0, 8, 0)) == (3, 3, 1)
+
+
+def test_equal_roles_get_devices_in_a_fixed_order() -> None:
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(0), "decode": RoleReport(4), "encode": RoleReport(0)}
+    same = {role: need(4, 4) for role in roles}
+    assert sized(same, roles, 8) == (3, 3, 2)
+
+
+def test_a_role_that_lacks_most_of_its_workers_gets_devices() -> None:
+    prefill, decode = Need(50, 50, 50, "", 50.0), Need(1, 1, 2, "", 0.5)
+    memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=PREFILL), "decode": RoleMemory(times=DECODE)}
+    assert divided(prefill, decode, (4, 4), 8, state=PlannerState(roles=memories)) == (7, 1)

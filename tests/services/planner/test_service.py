@@ -40,6 +40,10 @@ class ToyPlatform:
         self.given_up = 0
         self.calls: list[tuple[Role, int, list[str]]] = []
         self.fails = False
+        self.taken_over = 0
+
+    def take_over(self) -> None:
+        self.taken_over += 1
 
     async def state(self) -> PlatformState:
         if self.fails:
@@ -121,9 +125,11 @@ async def test_only_the_holder_of_the_lease_acts_and_the_other_one_follows(bench
     await bench.tick(first, second)
     assert bench.platform.calls == [("decode", 2, [])]
     assert (first.report().leads, second.report().leads) == (True, False)
+    assert bench.platform.taken_over == 1
     await first._lease.release()
     others.next = [3]
     await bench.tick(second)
+    assert bench.platform.taken_over == 2
     assert bench.platform.decode == 3
     assert not second.report().pinned  # what the first one asked for is nobody's edit
 

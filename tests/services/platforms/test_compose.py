@@ -7,13 +7,22 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
 
 from paceline.core.errors import UnavailableError
-from paceline.services.platforms.compose import NUMBER, ONE_OFF, PROJECT, SERVICE, ComposePlatform, Json, copied_config
+from paceline.services.platforms.compose import (
+    NUMBER,
+    ONE_OFF,
+    PROJECT,
+    SERVICE,
+    ComposePlatform,
+    Json,
+    copied_config,
+)
+from paceline.services.platforms.platform import KnownWorker
 
 
 class EngineError(Exception):
@@ -100,11 +109,17 @@ async def settled(platform: ComposePlatform, wanted: int) -> None:
             await asyncio.sleep(0.001)
 
 
-def compose(engine: ToyEngine, roles: Mapping[str, str] | None = None, prefix: str = "") -> ComposePlatform:
-    """Return a platform whose workers have these roles, by id, and else those of their services."""
+def compose(
+    engine: ToyEngine, roles: Mapping[str, str] | None = None, prefix: str = "", draining: Collection[str] = ()
+) -> ComposePlatform:
+    """Return a platform whose workers have these roles, by id, and else those of their services.
 
-    async def present() -> Mapping[str, str]:
-        return roles or {}
+    Args:
+        draining: ids of the workers that drain.
+    """
+
+    async def present() -> Mapping[str, KnownWorker]:
+        return {name: KnownWorker(role, name in draining) for name, role in (roles or {}).items()}
 
     return ComposePlatform(engine, "p", present, EngineError, prefix)
 
@@ -182,6 +197,37 @@ async def test_a_worker_that_starts_again_has_the_role_of_its_service() -> None:
     (first, _), again = engine.found, "decode"
     platform = compose(engine, {f"decode-{first[:12]}-before": "prefill", f"decode-{first[:12]}-after": again})
     assert (await platform.state()).roles["decode"].wanted == 2
+
+
+async def test_a_drain_goes_on_for_the_planner_that_takes_over() -> None:
+    engine = ToyEngine(decode=2)
+    first, _ = engine.found
+    roles = {(worker := f"decode-{first[:12]}-abc123"): "decode"}
+    platform = compose(engine, roles, draining=[worker])
+    assert (await platform.state()).roles["decode"].wanted == 2  # a person may restart it
+    platform.take_over()
+    found = (await platform.state()).roles["decode"]
+    assert (found.wanted, found.draining) == (1, 1)
+    roles.clear()  # a worker that ends leaves Redis before its container ends
+    assert (await platform.state()).roles["decode"].wanted == 1
+    engine.stop(first, 45)
+    await settled(platform, 1)
+    await platform.scale("decode", 2)
+    assert [each["State"] for each in engine.found.values()] == ["running", "running"]
+
+
+async def test_a_worker_that_changes_its_role_when_a_planner_takes_over_does_not_leave() -> None:
+    engine = ToyEngine(decode=2)
+    first, _ = engine.found
+    roles = {(worker := f"decode-{first[:12]}-abc123"): "decode"}
+    draining = [worker]
+    platform = compose(engine, roles, draining=draining)
+    platform.take_over()
+    assert (await platform.state()).roles["decode"].wanted == 1
+    roles[worker] = "prefill"
+    draining.clear()
+    engine.add("prefill", 1)
+    assert {role: own.wanted for role, own in (await platform.state()).roles.items()} == {"prefill": 2, "decode": 1}
 
 
 async def test_a_name_is_not_used_again_before_its_container_is_gone() -> None:
