@@ -10,7 +10,7 @@ from paceline.core.planner.reports import Role, WorkerReport
 
 _MOST_RELAPSES = 4
 """Each relapse doubles the time before a role shrinks again, up to this number. So two planners with different memories
-cannot go on undoing each other's changes, and a fleet between two sizes comes to rest at the larger one."""
+stop undoing each other's drains, and a fleet between two sizes comes to rest at the larger one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from paceline.core.planner.actions import Action, Add, Drain, Flip
 from paceline.core.planner.budget import devices, draining_devices
 from paceline.core.planner.guards import Guards
+from paceline.core.planner.memory import settle_seconds
 from paceline.core.planner.needs import Need, Outlook
 from paceline.core.planner.reports import Role, WorkerReport
 
@@ -61,7 +63,8 @@ class Moves:
             if self._may_not_shrink(source, role):
                 continue
             # Nothing is served without any worker of a role, so that there is no time to watch.
-            sure = self.wanted[source] - self._highest(source, _FLIP_REPORTS) if self.wanted[role] else surplus
+            watched = _FLIP_REPORTS * self.outlook.objectives.fast_seconds
+            sure = self.wanted[source] - self._highest(source, watched) if self.wanted[role] else surplus
             flipped = self._flip(source, role, min(surplus, max(0, sure)) + lent)
             lack -= flipped
             soon += max(0, surplus - flipped)  # workers are lent now or not at all
@@ -97,11 +100,14 @@ class Moves:
         return count
 
     def _drain(self, role: Role) -> None:
-        """Drain workers that have not been needed for as long as targets are remembered."""
-        surplus = self.wanted[role] - self.targets[role]
-        # A number that a person has set counts at once, and `idle_seconds` without a request are long enough.
-        if self.outlook.report.roles[role].pinned is None and not self.outlook.is_idle:
-            surplus = self.wanted[role] - max(self.targets[role], self._highest(role, None))
+        """Drain workers that have not been needed for as long as targets are remembered.
+
+        A number that a person has set counts at once. Without requests, forecasts do not have to agree.
+        """
+        seen = self.outlook.report.roles[role]
+        watched = settle_seconds(seen) if self.outlook.is_idle else math.inf
+        highest = self._highest(role, watched) if seen.pinned is None else seen.pinned
+        surplus = self.wanted[role] - max(self.targets[role], highest)
         for _ in range(surplus):
             worker = self._victim(role, None)
             if worker is None:
@@ -150,11 +156,10 @@ class Moves:
             and any(role in each.flips_to for each in self._staying[source])
         )
 
-    def _highest(self, role: Role, reports: float | None) -> int:
-        """Return the largest target of a role lately: of a few reports, or of all that are remembered."""
-        now = self.outlook.report.at
-        least = now - (reports * self.outlook.objectives.fast_seconds if reports else float("inf"))
-        return max((target for at, target in self.outlook.state.role(role).targets if at >= least), default=0)
+    def _highest(self, role: Role, seconds: float) -> int:
+        """Return the largest target of a role in this time, as far as targets are remembered."""
+        first = self.outlook.report.at - seconds
+        return max((target for at, target in self.outlook.state.role(role).targets if at >= first), default=0)
 
     def _victim(self, role: Role, to: Role | None) -> WorkerReport | None:
         """Return the worker that leaves a role with the least loss; None if none may leave now."""

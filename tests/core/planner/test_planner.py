@@ -100,6 +100,13 @@ def test_zero_traffic_scales_to_zero_and_a_request_wakes_the_fleet(planner: Plan
     assert woken.wanted["decode"] >= 1
 
 
+def test_without_requests_workers_leave_after_a_start_and_a_drain(planner: Planner) -> None:
+    decisions = run(planner, lambda at: decode_report(at, 2, 0), 20, first=20.0)
+    first = next(decision for decision in decisions if decision.wanted["decode"] < 2)
+    # The last request was at 20 s. Then come 20 idle seconds, and the 40 s of a start and a drain.
+    assert 80.0 <= first.at <= 90.0
+
+
 def test_the_fleet_shrinks_although_a_worker_never_starts(planner: Planner) -> None:
     def stuck(at: float) -> Report:
         report = decode_report(at, 2, 0)
