@@ -6,7 +6,7 @@ The gateway, Redis and the planner's service are real. Workers (`bench.stand_in`
 which `paceline profile` writes, or built-in ones. The load swings from long prompts with short answers to short prompts
 with long answers and back in 12 minutes. A request is within its objectives if its first token came in time, and if the
 95th percentile of its times between tokens is within the objective. The percentile lies between two values, so that one
-late token of an answer of fewer than 20 does not count alone: the second token of every answer waits for the handoff
+token of a short answer that is a little late does not decide: the second token of every answer waits for the handoff
 and for the step that runs. The share of such requests is printed for each minute of arrival. Those of --warm-up do not
 count.
 """

@@ -190,7 +190,7 @@ class Moves:
         """Return why a role gets workers."""
         if (pinned := self.outlook.report.roles[role].pinned) is not None:
             return f"a person has set {pinned}"
-        is_more = self.targets[role] > self.needs[role].least
+        is_more = self.targets[role] > max(self.needs[role].least, self.outlook.objectives.limits(role).least)
         return self.needs[role].reason + ", and gets devices that are left" * is_more
 
     def _may_not_shrink(self, role: Role, to: Role | None) -> bool:

@@ -92,7 +92,8 @@ def _headroom(role: Role, need: Need, outlook: Outlook, workers: int) -> _Headro
     memory = outlook.state.role(role)
     times = memory.times
     if times is None:
-        return _Headroom(min(1.0, workers / need.now), workers / need.least)
+        # Nobody knows what reserve such a role needs. If it got one, its need would be the larger number afterwards.
+        return _Headroom(min(1.0, workers / need.now), _SCALES[-1] if workers >= need.least else workers / need.least)
 
     def largest(loads: Sequence[list[Wanted]]) -> float:
         def needed(scale: float) -> float:

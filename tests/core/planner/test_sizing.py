@@ -132,3 +132,16 @@ def test_a_role_that_lacks_most_of_its_workers_gets_devices() -> None:
     prefill, decode = Need(50, 50, 50, "", 50.0), Need(1, 1, 2, "", 0.5)
     memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=PREFILL), "decode": RoleMemory(times=DECODE)}
     assert divided(prefill, decode, (4, 4), 8, state=PlannerState(roles=memories)) == (7, 1)
+
+
+def test_a_role_without_known_step_times_gets_no_reserve() -> None:
+    prompts, answers = Distribution.of([1500.0] * 20), Distribution.of([60.0] * 20)
+    memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=PREFILL), "decode": RoleMemory(times=DECODE)}
+    state = PlannerState(
+        classes={"default": ClassLoad(40.0, 20.0, prompt_tokens=prompts, answer_tokens=answers)}, roles=memories
+    )
+    needs: dict[Role, Need] = {"prefill": need(2, 4), "decode": need(2, 7), "encode": need(1, 1)}
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(4), "decode": RoleReport(7), "encode": RoleReport(1)}
+    limits: dict[Role, RoleLimits] = {role: RoleLimits(1, 20) for role in roles}
+    outlook = Outlook(Report(0.0, "1", (), roles, {}), Objectives(roles=limits, budget=12, default=LATENCY), state)
+    assert size(needs, outlook)["encode"] == 1
