@@ -5,9 +5,8 @@
 
 Workers are stand-ins, whose steps take as long as a formula says (`bench.planner_fleet`). The load goes from documents
 (long prompts, short answers) to chats (short prompts, long answers) and back. A request is within its objectives if its
-first token came in time, and if 95 % of its tokens, or all but one, came in time after the one before. The figure is
-the share of such requests among those that arrived in a minute: the least of all minutes after the warm-up, and the
-share of all.
+first token came in time, and if 95 % of its tokens came in time after the one before. The figure is the share of such
+requests among those that arrived in a minute: the least of all minutes after the warm-up, and the share of all.
 
 With too few devices, no fleet keeps the objectives of a minute. So each minute in which the planner has less than 95 %
 is served again by every static division of the devices. Each begins without requests one minute earlier. "best
@@ -137,7 +136,7 @@ def is_within(request: Request, case: Case) -> bool:
     if not request.first or request.first - request.arrived > case.ttft:
         return False
     late = sum(count for gap, count in request.gaps if gap > case.itl)
-    return late <= max(1.0, 0.05 * sum(count for _, count in request.gaps))
+    return late <= 0.05 * max(1, sum(count for _, count in request.gaps))
 
 
 def best_division(case: Case, minute: int) -> tuple[str, float]:

@@ -43,7 +43,6 @@ GPU = Machine(60.0, 10.0, 4.0, 2048, 0.01, 0.00012, 0.012, 0.00025, 1e-7, 128, 2
 STAND_IN = Machine(8.0, 2.0, 2.0, 512, 0.02, 0.00035, 0.028, 0.004, 0.0, 64, 200_000, 1.0)
 """About the built-in step times of `bench.planner_live`."""
 HANDOFF = 0.02
-"""Seconds that a request's KV takes from one worker to the next."""
 COLD_SECONDS = 3.0
 
 
@@ -193,8 +192,7 @@ class Fleet:
         worker.running[request] = None
         request.decode, request.joined = worker, round(worker.steps)
         worker.base += request.prompt + request.done - request.joined
-        # The second token waits for the handoff, on average for half of the step that runs, and for its own step.
-        request.gaps.append((HANDOFF + 1.5 * self._step(worker), 1))
+        request.gaps.append((HANDOFF, 1))
         self._schedule(worker)
 
     def _take_out(self, worker: Worker, request: Request) -> None:

@@ -56,7 +56,10 @@ class PlannerOptions(Options):
         5.0, "time between two decisions of the planner from measured load, in seconds", GROUP, at_least=0.5
     )
     slow_seconds: float = option(
-        60.0, "time between two forecasts, below which measured load takes no worker away", GROUP, at_least=1
+        60.0,
+        "time between two forecasts in seconds; a worker drains only if neither of the last two needs it",
+        GROUP,
+        at_least=1,
     )
     idle_seconds: float = option(
         300.0, "the last workers of a role leave after this many seconds without a request", GROUP, at_least=1

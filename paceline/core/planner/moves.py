@@ -102,10 +102,11 @@ class Moves:
     def _drain(self, role: Role) -> None:
         """Drain workers that have not been needed for as long as targets are remembered.
 
-        A number that a person has set counts at once. Without requests, forecasts do not have to agree.
+        A number that a person has set counts at once. Forecasts do not have to agree if there are no requests, or if
+        another role lacks the worker now.
         """
         seen = self.outlook.report.roles[role]
-        watched = settle_seconds(seen) if self.outlook.is_idle else math.inf
+        watched = settle_seconds(seen) if self.outlook.is_idle or self._is_urgent(role, None) else math.inf
         highest = self._highest(role, watched) if seen.pinned is None else seen.pinned
         surplus = self.wanted[role] - max(self.targets[role], highest)
         for _ in range(surplus):
@@ -195,8 +196,16 @@ class Moves:
 
     def _may_not_shrink(self, role: Role, to: Role | None) -> bool:
         """Return whether no worker may leave a role, for another one or, if `to` is None, for good."""
-        is_urgent = to is not None and self.needs[to].now > self.wanted[to]
-        return self._refuses(self._guards.shrinking(role, is_urgent), role, "shrink")
+        return self._refuses(self._guards.shrinking(role, self._is_urgent(role, to)), role, "shrink")
+
+    def _is_urgent(self, role: Role, to: Role | None) -> bool:
+        """Return whether a worker that leaves a role is what another role lacks for its present load.
+
+        Args:
+            to: the role that the worker takes; None if it ends, so that its devices are free for any role.
+        """
+        takers = [to] if to else [other for other in self.wanted if other != role and self._room(other) <= 0]
+        return any(self.needs[taker].now > self.wanted[taker] for taker in takers)
 
     def _refuses(self, reason: str, role: Role, what: str) -> bool:
         if reason:

@@ -64,7 +64,8 @@ class Objectives:
     fast_seconds: float = 5.0
     """Time between two decisions from measured load."""
     slow_seconds: float = 60.0
-    """Time between two forecasts, whose answer is the floor of the fast decisions."""
+    """Time between two forecasts. Fast decisions keep the workers that the newest one needs. A worker drains only if
+    neither of the last two needs it."""
     idle_seconds: float = 300.0
     """How long there must be no request before the last workers of a role may leave."""
     stale_seconds: float = 15.0

@@ -61,20 +61,20 @@ def _divide(targets: Counts, needs: Mapping[Role, Need], outlook: Outlook) -> di
             counts[poorest] += 1
         else:
             growing.remove(poorest)
-    present = {role: report.roles[role].wanted for role in targets}
+    kept = {role: report.roles[role].wanted if role in free else target for role, target in targets.items()}
     is_allowed = all(
-        objectives.limits(role).least <= present[role] <= objectives.limits(role).most
-        if role in free
-        else present[role] == targets[role]
-        for role in targets
+        objectives.limits(role).least
+        <= kept[role]
+        <= (objectives.limits(role).most if needs[role].least else counts[role])
+        for role in free
     )
-    divided = [role for role in free if needs[role].least]
-    if not is_allowed or devices(present, objectives) != devices(counts, objectives) or not divided:
+    changed = [role for role in free if kept[role] != counts[role]]
+    if not is_allowed or devices(kept, objectives) != devices(counts, objectives) or not changed:
         return counts
-    before, after = ([room(role, each[role]) for role in divided] for each in (present, counts))
+    before, after = ([room(role, each[role]) for role in changed] for each in (kept, counts))
     is_better = min(each.present for each in after) >= _BETTER * min(each.present for each in before)
     is_safer = min(each.forecast for each in after) >= _BETTER * min(each.forecast for each in before)
-    return counts if is_better or is_safer else present
+    return counts if is_better or is_safer else kept
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -33,12 +33,16 @@ class Asked:
         self._given_up: dict[Role, int] = {}
         """`RoleState.given_up` when the platform was looked at last."""
 
-    async def read(self) -> None:
-        """Take over what the planner before this one has asked for; nothing if Redis has lost it. Raises RedisError."""
+    async def read(self) -> bool:
+        """Take over what the planner before this one has asked for. Raises RedisError.
+
+        Returns whether there was something; there is nothing if Redis has lost it.
+        """
         found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._key))
         self._numbers = {
             role: set(map(int, found[role.encode()].split(b","))) for role in ROLES if role.encode() in found
         }
+        return bool(self._numbers)
 
     async def note(self, before: Mapping[Role, int], after: Mapping[Role, int], pinned: Collection[Role]) -> None:
         """Remember what a planner is about to ask for. Raises RedisError.

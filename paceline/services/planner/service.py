@@ -34,6 +34,8 @@ TICK_SECONDS = 1.0
 """Time between two looks at Redis. A request that waits for the first worker wakes the planner within this time."""
 CALL_SECONDS = 60.0
 """Deadline of one call of the platform, in seconds."""
+HANDOVER_SECONDS = 2.0
+"""Time before the first decision after another planner's. Its last drains are then known from the workers' reports."""
 KEPT = 20
 """Newest decisions that `/fleet` shows. Of decisions with the same line in a row, only the last is kept."""
 
@@ -87,6 +89,8 @@ class PlannerService:
         self._past: deque[_Past] = deque(maxlen=KEPT)
         self._next = 0.0
         """When the next decision is due, on the clock."""
+        self._has_taken_over = False
+        """Whether what the planner before has asked for was read since this one got the lease."""
         self._trouble = ""
         """What did not answer at the last tick."""
 
@@ -135,13 +139,16 @@ class PlannerService:
         members = await read_members(self._client, self._cluster)
         ages = await read_ages(self._client, self._cluster, members)
         self._builder.observe(now, map(Seen, members, ages))
-        led = self._lease.is_held
         self.metrics.leads = await self._lease.renew()
-        if self.metrics.leads and not led:
+        if not self.metrics.leads:
+            self._has_taken_over = False
+        elif not self._has_taken_over:
             log.info("this planner acts")
-            self._platform.take_over()
-            await self._asked.read()
+            if await self._asked.read():
+                self._next = now + HANDOVER_SECONDS
             await self._pins.read()
+            self._platform.take_over()
+            self._has_taken_over = True
 
     async def _decide(self, now: float) -> None:
         """Make a decision and carry it out. Raises RedisError or UnavailableError."""

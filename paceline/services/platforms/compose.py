@@ -38,13 +38,11 @@ THREADS = 256
 """Calls of the engine at the same time, at most. Each drain takes one until its container has ended."""
 
 Json = dict[str, Any]
+Workers = Callable[[], Awaitable[Mapping[str, KnownWorker]]]
+"""Returns all workers by id, in the order of their starts. Raises UnavailableError."""
 Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
-
-
-Workers = Callable[[], Awaitable[Mapping[str, KnownWorker]]]
-"""Returns all workers by id, in the order of their starts. Raises UnavailableError."""
 
 
 class Engine(Protocol):

@@ -22,7 +22,12 @@ LOAD = Sample(500.0, {"prefill": 1000.0, "decode": 100.0}, {"prefill": 0.0, "dec
 
 
 def choose(
-    needs: dict[Role, Need], budget: int, decode: int = 4, running: int = 0, memory: RoleMemory | None = None
+    needs: dict[Role, Need],
+    budget: int,
+    decode: int = 4,
+    running: int = 0,
+    memory: RoleMemory | None = None,
+    flips: bool = True,
 ) -> list[Action]:
     """Return the actions for one prefill and some decode workers, if as many are wanted as `needs` says.
 
@@ -39,7 +44,7 @@ def choose(
     roles: dict[Role, RoleReport] = {"prefill": replace(times, wanted=1), "decode": replace(times, wanted=decode)}
     report = Report(500.0, "1", workers, roles, {})
     state = PlannerState(at=500.0, busy_at=500.0, load=LOAD, roles={"decode": memory or RoleMemory()})
-    outlook = Outlook(report, Objectives(roles=LIMITS, budget=budget), state)
+    outlook = Outlook(report, Objectives(roles=LIMITS, budget=budget, flips=flips), state)
     moves = Moves(outlook, needs, {role: need.least for role, need in needs.items()})
     moves.choose()
     return moves.actions
@@ -73,3 +78,14 @@ def test_relapses_keep_no_worker_that_another_role_lacks_now(now: int, flips: bo
     memory = RoleMemory(grown=Change(400.0, LOAD), relapses=3)
     needs: dict[Role, Need] = {"prefill": Need(now, 2, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
     assert [action.kind for action in choose(needs, budget=5, memory=memory)] == ["flip"] * flips
+
+
+@pytest.mark.parametrize(("now", "budget", "kinds"), [(2, 5, ["drain"]), (1, 5, []), (2, 6, ["add"])])
+def test_without_flips_a_worker_drains_early_if_another_role_lacks_its_device_now(
+    now: int, budget: int, kinds: list[str]
+) -> None:
+    # Four were needed until 80 s ago. A start and a drain take 70 s, but older targets are remembered as well.
+    targets = tuple((at, 4 if at <= 420 else 3) for at in range(400, 500, 5))
+    memory = RoleMemory(grown=Change(390.0, LOAD), relapses=3, targets=targets)
+    needs: dict[Role, Need] = {"prefill": Need(now, 2, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
+    assert [action.kind for action in choose(needs, budget, memory=memory, flips=False)] == kinds

@@ -145,3 +145,22 @@ def test_a_role_without_known_step_times_gets_no_reserve() -> None:
     limits: dict[Role, RoleLimits] = {role: RoleLimits(1, 20) for role in roles}
     outlook = Outlook(Report(0.0, "1", (), roles, {}), Objectives(roles=limits, budget=12, default=LATENCY), state)
     assert size(needs, outlook)["encode"] == 1
+
+
+def test_a_role_at_its_most_does_not_hinder_the_others() -> None:
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(5), "decode": RoleReport(3), "encode": RoleReport(4)}
+    needs: dict[Role, Need] = {"prefill": need(10, 10), "decode": need(8, 8), "encode": need(4, 4)}
+    assert sized(needs, roles, 12, decode=RoleLimits(1, 3)) == (6, 3, 3)
+
+
+@pytest.mark.parametrize("encode", [0, 1])
+def test_workers_without_devices_change_no_division(encode: int) -> None:
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(7), "decode": RoleReport(9), "encode": RoleReport(encode)}
+    needs: dict[Role, Need] = {"prefill": need(10, 10), "decode": need(10, 10), "encode": need(0, 0)}
+    assert sized(needs, roles, 16, encode=RoleLimits(0, 8, 0)) == (7, 9, 0)
+
+
+def test_a_role_without_need_gives_its_device_back() -> None:
+    roles: dict[Role, RoleReport] = {"prefill": RoleReport(11), "decode": RoleReport(8), "encode": RoleReport(1)}
+    needs: dict[Role, Need] = {"prefill": need(12, 12), "decode": need(8, 8), "encode": need(0, 0)}
+    assert sized(needs, roles, 20, encode=RoleLimits(0, 8)) == (12, 8, 0)

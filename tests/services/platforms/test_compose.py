@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import UnavailableError
-from paceline.services.platforms.compose import (
-    NUMBER,
-    ONE_OFF,
-    PROJECT,
-    SERVICE,
-    ComposePlatform,
-    Json,
-    copied_config,
-)
+from paceline.services.platforms.compose import NUMBER, ONE_OFF, PROJECT, SERVICE, ComposePlatform, Json, copied_config
 from paceline.services.platforms.platform import KnownWorker
 
 
