@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Protocol
 
 import torch
@@ -104,47 +105,60 @@ def _remove_unused(folder: Path, model: str) -> None:
 
 
 def _write(file: Path, packer: Packer, visit: Callable[[Pack], object]) -> None:
-    with _replacing(file) as output, ThreadPoolExecutor(_PACKING_THREADS) as executor:
-        writing = _Writing(output, packer, executor)
+    with _replacing(file) as output, _Writing(output, packer) as writing:
         visit(writing)
         writing.finish()
 
 
 class _Writing:
-    """A `Pack` that writes matrices to a file. Reading, packing and writing overlap."""
+    """A `Pack` that writes matrices to a file, in the order of its calls. Reading, packing and writing overlap."""
 
     needs_content = True
 
-    def __init__(self, output: Output, packer: Packer, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, output: Output, packer: Packer) -> None:
         self._output = output
         self._packer = packer
-        self._executor = executor
+        self._packers = ThreadPoolExecutor(_PACKING_THREADS, "pack")
+        self._writer = ThreadPoolExecutor(1, "write-packed")
         self._index: dict[str, _Place] = {}
-        self._packing: deque[tuple[str, _Scratch, Future[PackedWeight]]] = deque()
-        self._free = [_Scratch() for _ in range(_MATRICES_IN_MEMORY)]
+        self._written: deque[Future[None]] = deque()
+        self._free: SimpleQueue[_Scratch] = SimpleQueue()
+        for _ in range(_MATRICES_IN_MEMORY):
+            self._free.put(_Scratch())
+
+    def __enter__(self) -> _Writing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._packers.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
 
     def __call__(self, name: str, weight: Matrix) -> PackedWeight:
         if not _is_missing(weight):  # else it is a missing tensor, which the loader reports
-            if not self._free:
-                self._write_oldest()
-            scratch = self._free.pop()
-            self._packing.append((name, scratch, self._executor.submit(self._packer, name, weight, scratch.take)))
+            scratch = self._free.get()
+            while self._written and self._written[0].done():
+                self._written.popleft().result()
+            packing = self._packers.submit(self._packer, name, weight, scratch.take)
+            self._written.append(self._writer.submit(self._write, name, scratch, packing))
         return self._packer.without_data(weight)
 
     def finish(self) -> None:
-        while self._packing:
-            self._write_oldest()
+        """Write all that is not written yet, and the index."""
+        for written in self._written:
+            written.result()
         text = json.dumps(self._index).encode()
         self._output.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
 
-    def _write_oldest(self) -> None:
-        name, scratch, future = self._packing.popleft()
-        packed = future.result()
-        self._output.write(bytes(-self._output.tell() % _ALIGNMENT))
-        start = self._output.tell()
-        self._output.write(packed.data.view(torch.uint8).numpy().data)
-        self._index[name] = start, self._output.tell(), packed.format
-        self._free.append(scratch if packed.data.nbytes <= _KEPT_BYTES else _Scratch())
+    def _write(self, name: str, scratch: _Scratch, packing: Future[PackedWeight]) -> None:
+        try:
+            packed = packing.result()
+            self._output.write(bytes(-self._output.tell() % _ALIGNMENT))
+            start = self._output.tell()
+            self._output.write(packed.data.view(torch.uint8).numpy().data)
+            self._index[name] = start, self._output.tell(), packed.format
+            scratch.keep(_KEPT_BYTES)
+        finally:
+            self._free.put(scratch)
 
 
 class _Scratch:
@@ -158,6 +172,11 @@ class _Scratch:
             self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
             self._memory = torch.empty(size, dtype=torch.uint8)
         return self._memory[:size]
+
+    def keep(self, most: int) -> None:
+        """Free the memory if it is larger than `most` bytes."""
+        if len(self._memory) > most:
+            self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,65 @@
 
 #include <cstring>
 
+// Kernels that read compressed weights need AVX-512, so packing may use AVX2.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+
 namespace paceline {
 namespace {
 
 constexpr int kCodes = 16, kNoCode = 16;
 constexpr int64_t kMostExceptions = 1024;  // at most one exception in this many weights, because exceptions are slow
+
+inline uint8_t exponent_of(uint16_t weight) { return static_cast<uint8_t>(weight >> 7); }
+
+// Encodes a tile of weights whose rows are `in` apart. Those beyond `lanes` and `depth` count as 0. Returns whether all
+// exponents have a code. Plain loops, because the compiler makes vectors of them.
+bool encode(const Coding& coding, const uint16_t* from, int64_t in, int64_t lanes, int64_t depth, uint8_t* parts,
+            int64_t stride) {
+    alignas(64) uint16_t packed[kTileWeights];
+    alignas(64) uint8_t codes[kTileWeights], rest[kTileWeights];
+    if (lanes == kLanes && depth == kDepth) {
+        for (int64_t pair = 0; pair < kDepth / 2; ++pair)
+            for (int64_t lane = 0; lane < kLanes; ++lane)
+                std::memcpy(packed + pair * kDepth + lane * 2, from + lane * in + pair * 2, sizeof(uint32_t));
+    } else {
+        std::memset(packed, 0, sizeof(packed));
+        for (int64_t lane = 0; lane < lanes; ++lane)
+            for (int64_t i = 0; i < depth; ++i) packed[i / 2 * kDepth + lane * 2 + i % 2] = from[lane * in + i];
+    }
+    uint8_t missing = 0;
+    for (int64_t first = 0; first < kTileWeights; first += 64) {
+        uint8_t exponents[64], found[64];
+        for (int i = 0; i < 64; ++i) {
+            const uint16_t weight = packed[first + i];
+            exponents[i] = exponent_of(weight);
+            rest[first + i] = static_cast<uint8_t>((weight >> 8 & 0x80) | (weight & 0x7f));
+            found[i] = kNoCode;
+        }
+        for (int code = kCodes - 1; code >= 0; --code)
+            for (int i = 0; i < 64; ++i)
+                found[i] = exponents[i] == coding.exponents[code] ? static_cast<uint8_t>(code) : found[i];
+        for (int i = 0; i < 64; ++i) {
+            missing |= found[i] & kNoCode;
+            codes[first + i] = found[i] & (kNoCode - 1);
+        }
+    }
+    for (int64_t part = 0; part < kTileParts; ++part, parts += stride)
+        for (int64_t eight = 0; eight < 8; ++eight) {
+            const int64_t place = (part * 4 + eight % 2) * kDepth + eight / 2 * 8, below = place + 2 * kDepth;
+            uint64_t upper, lower;
+            std::memcpy(&upper, codes + place, 8);
+            std::memcpy(&lower, codes + below, 8);
+            upper |= lower << 4;
+            std::memcpy(parts + eight * 8, &upper, 8);
+            std::memcpy(parts + 64 + eight * 8, rest + place, 8);
+            std::memcpy(parts + 128 + eight * 8, rest + below, 8);
+        }
+    return !missing;
+}
 
 }  // namespace
 
@@ -43,31 +97,18 @@ void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t
     }
     uint32_t tile = 0;
     const auto pack_tile = [&](uint8_t* parts, int64_t stride, int64_t first_out, int64_t first_in) {
-        uint8_t codes[kTileWeights] = {}, rest[kTileWeights] = {};  // in the order of packed weights
+        const int64_t lanes = out - first_out < kLanes ? out - first_out : kLanes;
         const int64_t depth = in - first_in < kDepth ? in - first_in : kDepth;
-        for (int64_t lane = 0; lane < kLanes && first_out + lane < out; ++lane) {
-            const uint16_t* from = weight + (first_out + lane) * in + first_in;
-            for (int64_t i = 0; i < depth; ++i) {
-                const int64_t place = i / 2 * kDepth + lane * 2 + i % 2;
-                codes[place] = coding.codes[from[i] >> 7 & 0xff];
-                rest[place] = static_cast<uint8_t>((from[i] >> 8 & 0x80) | (from[i] & 0x7f));
-                if (codes[place] != kNoCode) continue;
-                *exception++ = {tile, static_cast<uint16_t>(place), from[i]};
-                codes[place] = 0;
-            }
+        const uint16_t* from = weight + first_out * in + first_in;
+        if (!encode(coding, from, in, lanes, depth, parts, stride)) {
+            for (int64_t lane = 0; lane < lanes; ++lane)
+                for (int64_t i = 0; i < depth; ++i) {
+                    const uint16_t value = from[lane * in + i];
+                    if (coding.codes[exponent_of(value)] != kNoCode) continue;
+                    *exception++ = {tile, static_cast<uint16_t>(i / 2 * kDepth + lane * 2 + i % 2), value};
+                }
         }
         ++tile;
-        for (int64_t part = 0; part < kTileParts; ++part, parts += stride)
-            for (int64_t eight = 0; eight < 8; ++eight) {
-                const int64_t place = (part * 4 + eight % 2) * kDepth + eight / 2 * 8, below = place + 2 * kDepth;
-                uint64_t upper, lower;
-                std::memcpy(&upper, codes + place, 8);
-                std::memcpy(&lower, codes + below, 8);
-                upper |= lower << 4;
-                std::memcpy(parts + eight * 8, &upper, 8);
-                std::memcpy(parts + 64 + eight * 8, rest + place, 8);
-                std::memcpy(parts + 128 + eight * 8, rest + below, 8);
-            }
     };
     for (int64_t first = 0; first < out; first += 2 * kLanes) {
         *start++ = static_cast<uint32_t>(exception - exceptions);
@@ -78,6 +119,10 @@ void compress(const Coding& coding, const uint16_t* weight, int64_t out, int64_t
     }
     *exception = {UINT32_MAX, 0, 0};
 }
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif
 
 bool is_compressed(const void* data, int64_t bytes, int64_t out, int64_t in) {
     const CompressedLayout layout(out, in);
