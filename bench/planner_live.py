@@ -110,7 +110,7 @@ class StandInPlatform:
     """The platform of stand-in workers in this process."""
 
     name = "stand-ins"
-    abilities: frozenset[Ability] = frozenset({"choose", "flip"})
+    abilities: frozenset[Ability] = frozenset({"choose", "flip", "spread"})
 
     def __init__(self, redis: str, cluster: str, model: str, times: dict[str, StepTimes]) -> None:
         self._redis = redis

@@ -305,6 +305,7 @@ class WorkReport(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    SHARES_CORES_FIELD_NUMBER: _builtins.int
     startup_seconds: _builtins.float
     """From the start of the process until the worker was ready, in seconds; 0 while it starts."""
     state_seconds: _builtins.float
@@ -315,6 +316,8 @@ class WorkReport(_message.Message):
     """Tokens that its own pool holds; 0 if it computes in its host's arena."""
     computed_tokens: _builtins.int
     """Tokens of the contexts of its requests that are computed: what is lost if it ends at once."""
+    shares_cores: _builtins.bool
+    """Whether it computes on all cores of its machine, in turns with other workers there."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLoad]:
         """Steps by load, of loads that it had in the last minute. Totals as in TrafficReport. At most 128."""
@@ -328,10 +331,11 @@ class WorkReport(_message.Message):
         kv_tokens: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
         steps: _abc.Iterable[Global___StepLoad] | None = ...,
+        shares_cores: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "kv_pressure", b"kv_pressure", "kv_tokens", b"kv_tokens", "startup_seconds", b"startup_seconds", "state_seconds", b"state_seconds", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "kv_pressure", b"kv_pressure", "kv_tokens", b"kv_tokens", "shares_cores", b"shares_cores", "startup_seconds", b"startup_seconds", "state_seconds", b"state_seconds", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

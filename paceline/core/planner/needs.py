@@ -10,7 +10,7 @@ from paceline.core.planner import capacity
 from paceline.core.planner.budget import devices, draining_devices
 from paceline.core.planner.capacity import Places, Wanted
 from paceline.core.planner.memory import PlannerState, RoleMemory, settle_seconds
-from paceline.core.planner.objectives import Objectives
+from paceline.core.planner.objectives import Objectives, RoleLimits
 from paceline.core.planner.reports import Report, Role, WorkerReport
 from paceline.core.planner.step_fit import StepTimes
 
@@ -54,6 +54,13 @@ class Outlook:
     def waiting(self) -> int:
         """Requests that wait at gateways."""
         return sum(each.waiting for each in self.report.traffic.values())
+
+    def limits(self, role: Role) -> RoleLimits:
+        """Return the limits of a role. If its workers share cores, it does not grow above one worker or its least."""
+        limits, seen = self.objectives.limits(role), self.report.roles[role]
+        if not seen.shares_cores:
+            return limits
+        return replace(limits, most=min(limits.most, max(1, limits.least, seen.wanted)))
 
     def workers(self, role: Role) -> list[WorkerReport]:
         """Return the ready workers of a role."""

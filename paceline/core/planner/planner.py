@@ -78,7 +78,10 @@ def _describe_all(needs: Mapping[Role, Need], targets: Mapping[Role, int], repor
     """Return the state of every role, for a decision that changes nothing."""
     lines = []
     for role, need in needs.items():
-        short = f", and has devices for {targets[role]}" if targets[role] < need.least else ""
+        short = ""
+        if targets[role] < need.least:
+            shares = report.roles[role].shares_cores
+            short = ", but more would share the same cores" if shares else f", and has devices for {targets[role]}"
         lines.append(f"{role} has {report.roles[role].wanted}: {need.reason}{short}")
     return lines
 

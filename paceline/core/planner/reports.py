@@ -78,6 +78,8 @@ class RoleReport:
     """From the start of a drain until the worker has ended: a high percentile, or an estimate."""
     flip_seconds: float = 5.0
     """From the start of a flip away from this role until the worker is ready in the other one."""
+    shares_cores: bool = False
+    """Whether all workers of the role compute on the same cores, so that one of them is as fast as several."""
 
 
 @dataclass(frozen=True, slots=True)

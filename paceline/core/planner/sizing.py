@@ -28,7 +28,7 @@ def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
     report, objectives = outlook.report, outlook.objectives
     targets: dict[Role, int] = {}
     for role, need in needs.items():
-        seen, limits = report.roles[role], objectives.limits(role)
+        seen, limits = report.roles[role], outlook.limits(role)
         wanted = seen.wanted
         target = need.least if need.least > wanted else min(need.most, wanted)
         targets[role] = min(max(target, limits.least), limits.most) if seen.pinned is None else seen.pinned
@@ -57,7 +57,7 @@ def _divide(targets: Counts, needs: Mapping[Role, Need], outlook: Outlook) -> di
     while growing:
         # Decode comes first among equals, because nothing is served without it.
         poorest = min(growing, key=lambda role: (room(role, counts[role]), role != "decode"))
-        if counts[poorest] < objectives.limits(poorest).most and _fits(counts, poorest, objectives):
+        if counts[poorest] < outlook.limits(poorest).most and _fits(counts, poorest, objectives):
             counts[poorest] += 1
         else:
             growing.remove(poorest)
@@ -65,7 +65,7 @@ def _divide(targets: Counts, needs: Mapping[Role, Need], outlook: Outlook) -> di
     is_allowed = all(
         objectives.limits(role).least
         <= kept[role]
-        <= (objectives.limits(role).most if needs[role].least else counts[role])
+        <= (outlook.limits(role).most if needs[role].least else counts[role])
         for role in free
     )
     changed = [role for role in free if kept[role] != counts[role]]

@@ -56,6 +56,7 @@ class EncodeWorker:
         self.layout = loaded.layout
         self.max_model_len = max_model_len(setup.config, loaded.layout, loaded.max_position, place.slots, place.slots)
         self.admission = Admission(setup.config.max_seqs)
+        self._takes_turns = place.turns is not None
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """A future that gets an exception if the engine fails."""
@@ -91,7 +92,7 @@ class EncodeWorker:
 
     def work(self) -> WorkReport:
         """Return what the planner needs to know. Encode workers have no steps and no KV of requests."""
-        return WorkReport()
+        return WorkReport(shares_cores=self._takes_turns)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the worker's metrics."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, TrafficReport, Wo
 from paceline.services.common.distributions import distribution_from_pb
 from paceline.services.common.registry import Member
 from paceline.services.planner.asked import Changes
-from paceline.services.platforms.platform import PlatformState
+from paceline.services.platforms.platform import Ability, PlatformState
 
 LOST_SECONDS = 60.0
 """How long a member that vanished without draining is reported as lost, in seconds."""
@@ -65,6 +65,8 @@ class ReportBuilder:
 
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0, flip_seconds: float = 5.0) -> None:
         self._estimates = startup_seconds, drain_seconds, flip_seconds
+        self._shares_cores = dict.fromkeys(ROLES, True)
+        """Whether the workers of a role that were seen last share cores. Before the first one, nobody knows."""
         self._known: dict[str, _Known] = {}
         self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
         self._reported_at: float | None = None
@@ -88,6 +90,10 @@ class ReportBuilder:
                 known.since = now
                 self._note_start(seen.member, known)
             known.seen, known.at = seen, now
+        for role in ROLES:
+            ready = [each for each, _ in listed.values() if (each.role, each.state) == (role, "ready")]
+            if ready:
+                self._shares_cores[role] = any(each.work.shares_cores for each in ready)
         for name in self._known.keys() - listed.keys():
             known = self._known[name]
             if known.seen.member.state == "draining":
@@ -101,14 +107,14 @@ class ReportBuilder:
         now: float,
         platform: PlatformState,
         pinned: Mapping[Role, int],
-        flips: bool,
+        abilities: Collection[Ability],
         changes: Mapping[Role, Changes] | None = None,
     ) -> Report:
         """Return the report of what `observe` has taken in. Counts are those since the report before.
 
         Args:
             pinned: numbers of workers that people have set.
-            flips: whether the platform can give a worker another role.
+            abilities: what the platform can do.
             changes: when planners have changed each role; None if nobody knows.
         """
         self._forget_ended(platform)
@@ -117,6 +123,7 @@ class ReportBuilder:
         lost = [known for known in gateways if now > known.at]
         fresh = [known.seen.age for known in gateways if now <= known.at]
         traffic = self._traffic(gateways, now)
+        flips, spreads = "flip" in abilities, "spread" in abilities
         workers = tuple(self._worker(known, now, hosts, flips) for role in platform.roles for known in self._of(role))
         self._reported_at = now
         for known in self._known.values():
@@ -126,7 +133,7 @@ class ReportBuilder:
             revision=revision_of(platform, pinned, workers),
             workers=workers,
             roles={
-                role: self._role(role, platform, pinned, (changes or {}).get(role, Changes()))
+                role: self._role(role, platform, pinned, (changes or {}).get(role, Changes()), spreads)
                 for role in platform.roles
             },
             traffic=traffic,
@@ -175,7 +182,9 @@ class ReportBuilder:
                     self._times[role].drains.append(self._seen_at - known.at)
                     del self._known[known.seen.member.worker_id]
 
-    def _role(self, role: Role, platform: PlatformState, pinned: Mapping[Role, int], changes: Changes) -> RoleReport:
+    def _role(
+        self, role: Role, platform: PlatformState, pinned: Mapping[Role, int], changes: Changes, spreads: bool
+    ) -> RoleReport:
         startup, drain, flip = self._estimates
         times = self._times[role]
         return RoleReport(
@@ -186,6 +195,7 @@ class ReportBuilder:
             startup_seconds=max(times.startups, default=startup),
             drain_seconds=max(times.drains, default=drain),
             flip_seconds=max(times.flips, default=flip),
+            shares_cores=self._shares_cores[role] and not spreads,
         )
 
     def _worker(self, known: _Known, now: float, hosts: Mapping[str, HostReport], flips: bool) -> WorkerReport:

@@ -91,6 +91,8 @@ class PlannerService:
         """When the next decision is due, on the clock."""
         self._has_taken_over = False
         """Whether what the planner before has asked for was read since this one got the lease."""
+        self._sharing: list[Role] = []
+        """Roles whose workers share cores, as the log says."""
         self._trouble = ""
         """What did not answer at the last tick."""
 
@@ -158,7 +160,8 @@ class PlannerService:
         await self._pins.read()
         pinned = dict(self._pins.now)
         changes = await self._asked.changes()
-        report = self._builder.report(now, state, pinned, "flip" in self._platform.abilities, changes)
+        report = self._builder.report(now, state, pinned, self._platform.abilities, changes)
+        self._note_sharing(report)
         decision = (self._record or self._planner).decide(report)
         self.metrics.count(decision)
         self.metrics.pinned, self.metrics.report_age = len(pinned), report.traffic_age
@@ -216,6 +219,16 @@ class PlannerService:
             await self._pins.replace(edits)
 
     # ---- what people see
+
+    def _note_sharing(self, report: Report) -> None:
+        """Say of which roles no second worker is started."""
+        present = {each.role for each in report.workers if each.state == "ready"}
+        sharing = [role for role, seen in report.roles.items() if seen.shares_cores and role in present]
+        sharing = [role for role in sharing if self._planner.objectives.limits(role).most > 1]
+        if sharing and sharing != self._sharing:
+            why = "each uses all cores, so a second one adds no speed; --threads gives each its own"
+            log.info("no second %s worker is started: %s", " or ".join(sharing), why)
+        self._sharing = sharing
 
     def _note(self, decision: Decision, acted: bool) -> None:
         is_new = not self._past or self._past[-1].line != decision.line

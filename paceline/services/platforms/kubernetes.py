@@ -62,7 +62,7 @@ class KubernetesPlatform:
     """
 
     name = "kubernetes"
-    abilities: frozenset[Ability] = frozenset({"choose", "flip"})
+    abilities: frozenset[Ability] = frozenset({"choose", "flip", "spread"})
 
     def __init__(self, api: KubernetesApi, tell: Tell) -> None:
         self._api = api

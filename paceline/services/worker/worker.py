@@ -162,6 +162,7 @@ class Worker:
             kv_pressure=(counts.held + counts.in_flight) / counts.total if counts and counts.total else 0.0,
             kv_tokens=int(counts.total * self.layout.slot_bytes / self.layout.token_bytes) if counts else 0,
             computed_tokens=self._streams.computed_tokens,
+            shares_cores=self.takes_turns,
             steps=[load_to_pb(load) for load in self.engine.stats.loads.all()],
         )
 

@@ -49,6 +49,18 @@ def test_more_load_adds_workers(planner: Planner) -> None:
     assert decisions[-1].line.startswith("add decode 2->")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_share_cores_get_no_more_beside_them(planner: Planner, workers: int) -> None:
+    def sharing(at: float) -> Report:
+        report = decode_report(at, 2, 70)
+        role = replace(report.roles["decode"], wanted=workers, shares_cores=True)
+        return replace(report, workers=report.workers[:workers], roles={"decode": role})
+
+    decisions = run(planner, sharing, 4, first=20.0)
+    assert wanted(decisions) == [workers] * 4
+    assert decisions[-1].line.endswith(", but more would share the same cores")
+
+
 def test_a_role_grows_while_an_earlier_change_runs(planner: Planner) -> None:
     def starting(at: float) -> Report:
         report = decode_report(at, 2, 40)

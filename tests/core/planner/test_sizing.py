@@ -160,6 +160,18 @@ def test_workers_without_devices_change_no_division(encode: int) -> None:
     assert sized(needs, roles, 16, encode=RoleLimits(0, 8, 0)) == (7, 9, 0)
 
 
+@pytest.mark.parametrize(("present", "least", "expected"), [(0, 0, 1), (1, 0, 1), (3, 0, 3), (1, 2, 2)])
+@pytest.mark.parametrize("budget", [None, 4])
+def test_workers_that_share_cores_do_not_grow(present: int, least: int, expected: int, budget: int | None) -> None:
+    roles: dict[Role, RoleReport] = {"decode": RoleReport(present, shares_cores=True)}
+    outlook = Outlook(
+        Report(0.0, "1", (), roles, {}),
+        Objectives(roles={"decode": RoleLimits(least, 8)}, budget=budget, default=LATENCY),
+        PlannerState(),
+    )
+    assert size({"decode": need(6, 6)}, outlook) == {"decode": expected}
+
+
 def test_a_role_without_need_gives_its_device_back() -> None:
     roles: dict[Role, RoleReport] = {"prefill": RoleReport(11), "decode": RoleReport(8), "encode": RoleReport(1)}
     needs: dict[Role, Need] = {"prefill": need(12, 12), "decode": need(8, 8), "encode": need(0, 0)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, LoadReport, StepL
 from paceline.services.common.distributions import distribution_to_pb
 from paceline.services.common.registry import Member
 from paceline.services.planner.reports import LOST_SECONDS, ReportBuilder, Seen, revision_of
-from paceline.services.platforms.platform import PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, PlatformState, RoleState
 
 ONE_EACH = PlatformState({"prefill": RoleState(1, 1), "decode": RoleState(1, 1)})
 
@@ -27,9 +28,11 @@ def worker(name: str = "decode-0", **facts: Any) -> Member:
     return Member(name, address="", host_id="host", **given)
 
 
-def report(builder: ReportBuilder, now: float, *members: Member, age: float = 0.5, flips: bool = False) -> Report:
+def report(
+    builder: ReportBuilder, now: float, *members: Member, age: float = 0.5, abilities: Collection[Ability] = ()
+) -> Report:
     builder.observe(now, [Seen(member, age) for member in members])
-    return builder.report(now, ONE_EACH, {}, flips)
+    return builder.report(now, ONE_EACH, {}, abilities)
 
 
 def test_counts_are_those_since_the_report_before() -> None:
@@ -66,14 +69,14 @@ def test_a_worker_that_vanishes_is_reported_with_its_age_until_the_platform_has_
     two = PlatformState({"decode": RoleState(2, 2)})
     builder.observe(100, [Seen(worker("decode-0"), 1), Seen(worker("decode-1"), 1)])
     builder.observe(105, [Seen(worker("decode-0"), 1)])
-    assert [(each.worker, each.age) for each in builder.report(105, two, {}, False).workers] == [
+    assert [(each.worker, each.age) for each in builder.report(105, two, {}, ()).workers] == [
         ("decode-0", 1),
         ("decode-1", 6),
     ]
     one = PlatformState({"decode": RoleState(2, 1)})
-    assert [each.worker for each in builder.report(106, one, {}, False).workers] == ["decode-0"]
+    assert [each.worker for each in builder.report(106, one, {}, ()).workers] == ["decode-0"]
     builder.observe(107, [])
-    none = builder.report(107, PlatformState({"decode": RoleState(0, 0)}), {}, False)
+    none = builder.report(107, PlatformState({"decode": RoleState(0, 0)}), {}, ())
     assert (none.workers, none.roles["decode"].drain_seconds) == ((), 5)
 
 
@@ -83,7 +86,7 @@ def test_a_worker_that_drained_is_gone_at_once_and_its_time_is_remembered() -> N
     builder.observe(101, [Seen(worker(state="draining"), 0)])
     builder.observe(113, [Seen(worker(state="draining"), 0)])
     builder.observe(114, [])
-    found = builder.report(114, ONE_EACH, {"decode": 3}, False)
+    found = builder.report(114, ONE_EACH, {"decode": 3}, ())
     assert found.workers == ()
     assert (found.roles["decode"].drain_seconds, found.roles["decode"].startup_seconds) == (12, 7)
     assert (found.roles["decode"].pinned, found.roles["prefill"].pinned) == (3, None)
@@ -94,7 +97,7 @@ def test_the_time_of_a_flip_is_remembered_for_the_role_that_the_worker_left() ->
     builder.observe(100, [Seen(worker(), 0)])
     builder.observe(101, [Seen(worker(state="draining"), 0)])
     builder.observe(109, [Seen(worker(role="prefill", epoch=2), 0)])
-    roles = builder.report(109, ONE_EACH, {}, True).roles
+    roles = builder.report(109, ONE_EACH, {}, ("flip",)).roles
     assert (roles["decode"].flip_seconds, roles["prefill"].flip_seconds) == (8, 5)
 
 
@@ -113,8 +116,22 @@ def test_steps_are_those_since_the_report_before() -> None:
 def test_workers_of_an_arena_have_the_pressure_of_their_host_and_a_share_of_its_tokens() -> None:
     host = Member("host", "kvtransfer", 1, "", "host", host=HostReport(blocks=10, used_blocks=4, kv_tokens=1000))
     members = worker("decode-0", load=LoadReport(running=2)), worker("decode-1"), host
-    first, _ = report(ReportBuilder(), 100, *members, flips=True).workers
+    first, _ = report(ReportBuilder(), 100, *members, abilities=("flip",)).workers
     assert (first.kv_pressure, first.kv_tokens, first.flips_to, first.loss) == (0.4, 500, ("prefill",), 32)
+
+
+def test_workers_share_cores_unless_each_has_its_own_or_the_platform_has_more_machines() -> None:
+    def shares(builder: ReportBuilder, now: float, *members: Member, abilities: Collection[Ability] = ()) -> bool:
+        return report(builder, now, *members, abilities=abilities).roles["decode"].shares_cores
+
+    sharing, own = worker(work=WorkReport(shares_cores=True)), worker(work=WorkReport())
+    builder = ReportBuilder()
+    assert shares(builder, 100)  # nobody knows yet
+    assert shares(builder, 101, replace(own, state="starting"))
+    assert not shares(builder, 102, own)
+    assert not shares(builder, 103)  # a fleet without workers is remembered
+    assert shares(builder, 104, sharing)
+    assert not shares(builder, 105, sharing, abilities=("spread",))
 
 
 def test_requests_that_wait_for_the_first_worker_are_noticed() -> None:
