@@ -24,14 +24,7 @@ from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, kv_groups
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import (
-    encoding_size,
-    has_native_encoders,
-    implementation,
-    is_assistant,
-    read_assistant,
-    read_config,
-)
+from paceline.models.config import encoding_size, has_native_encoders, is_assistant, read_assistant, read_config
 from paceline.models.draft import check_speculative, check_vocabularies
 from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
@@ -168,39 +161,18 @@ def load_encoders_alone(
             f"{folder.name} has no encoders that Paceline computes, so an encode worker has nothing to do; start "
             "prefill and decode workers only"
         )
-    told = native_layout(folder, dtype, speculative, quantization, model_impl)
-    if told is None:
-        raise ConfigError(
-            "an encode worker cannot know the layout of a draft model that runs in the code of transformers; start "
-            "prefill and decode workers only"
-        )
-    return LoadedEncoders(_load_encoders(folder, dtype, kernels, device, packed_dir), *told)
-
-
-def native_layout(
-    folder: Path,
-    dtype: torch.dtype,
-    speculative: SpeculativeConfig | None,
-    quantization: Quantization,
-    model_impl: ModelImpl,
-) -> tuple[KVLayout, int] | None:
-    """Return `layout` and `max_position` of the `Loaded` that `load` will return, from the models' configs alone.
-
-    Returns None if a model runs in the code of transformers, which tells the layout only after it is loaded. Raises
-    ModelError.
-    """
-    draft_folder, has_assistant = _draft(speculative)
-    folders = (folder,) if draft_folder is None or has_assistant else (folder, draft_folder)
-    if any(implementation(each, model_impl) != "native" for each in folders):
-        return None
-    config, *drafts = map(read_config, folders)
-    longest = [config.max_position, *(draft.max_position for draft in drafts)]
-    if draft_folder is not None and has_assistant:
-        longest.append(read_assistant(draft_folder).max_position)
+    config = read_config(folder)
+    draft_shapes: tuple[GroupShape, ...] = ()
     shapes, layer_groups = kv_groups(config)
-    draft_shapes = kv_groups(drafts[0])[0] if drafts else ()
+    longest = config.max_position
+    draft_folder, has_assistant = _draft(speculative)
+    if draft_folder is not None:
+        draft = read_assistant(draft_folder) if has_assistant else read_config(draft_folder)
+        longest = min(longest, draft.max_position)
+        draft_shapes = () if has_assistant else kv_groups(draft)[0]
     how = (folder, dtype, speculative, quantization, model_impl)
-    return _layout(shapes, len(layer_groups), draft_shapes, *how), min(longest)
+    layout = _layout(shapes, len(layer_groups), draft_shapes, *how)
+    return LoadedEncoders(_load_encoders(folder, dtype, kernels, device, packed_dir), layout, longest)
 
 
 def _draft(speculative: SpeculativeConfig | None) -> tuple[Path | None, bool]:

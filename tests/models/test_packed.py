@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import subprocess
@@ -303,6 +305,40 @@ def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any, dtype: torch.d
         file.write_bytes(damaged)
         with pytest.raises(ModelError, match=f"{file.name} is damaged; remove it"):
             load_model(tmp_path, dtype, Counting(), CPU, packed)
+
+
+@pytest.mark.parametrize("matrix", [1, 4, 15])
+def test_an_error_of_the_kernels_ends_the_load_and_leaves_no_file(tmp_path: Path, save_llama: Any, matrix: int) -> None:
+    class Broken(Counting):
+        def pack(self, *how: Any) -> PackedWeight:
+            packed = super().pack(*how)
+            if self.packed >= matrix:
+                raise RuntimeError("these kernels are broken")
+            return packed
+
+    save_llama()
+    with pytest.raises(RuntimeError, match="broken"):
+        load_model(tmp_path, torch.float32, Broken(), CPU, tmp_path / "packed")
+    assert not [*(tmp_path / "packed").glob("*.packed"), *(tmp_path / "packed").glob("*.tmp")]
+
+
+@pytest.mark.parametrize("write", [1, 2, 7])
+def test_if_the_disk_is_full_each_worker_packs_for_itself(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any, monkeypatch: pytest.MonkeyPatch, write: int
+) -> None:
+    save_llama()
+    expected = logits(load_model(tmp_path, torch.float32, NativeKernels(1), CPU), paged_contexts, torch.float32)
+    real, calls = Output.write, itertools.count(1)
+
+    def fail(own: Output, data: bytes | memoryview) -> None:
+        if next(calls) >= write:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(own, data)
+
+    monkeypatch.setattr(Output, "write", fail)
+    model = load_model(tmp_path, torch.float32, NativeKernels(1), CPU, tmp_path / "packed")
+    assert torch.equal(logits(model, paged_contexts, torch.float32), expected)
+    assert not [*(tmp_path / "packed").glob("*.packed"), *(tmp_path / "packed").glob("*.tmp")]
 
 
 def test_a_model_that_does_not_fit_leaves_no_file(tmp_path: Path, save_llama: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.core.planner.memory import STUCK, Change, is_fresh, missing, settle_seconds
@@ -63,7 +64,8 @@ class Guards:
             return f"{worker.worker} is the last ready {worker.role} worker"
         if worker.role == "decode" and has_work:
             places = sum(each.max_seqs - each.running for each in others)
-            memory = sum(1 - each.kv_pressure for each in others)
+            # KV in memory that is shared stays where it is.
+            memory = sum(1 - each.kv_pressure for each in others) if not worker.shares_memory else math.inf
             if worker.running + worker.waiting > places or worker.kv_pressure > memory:
                 return f"the other decode workers have no room for the requests of {worker.worker}"
         return ""

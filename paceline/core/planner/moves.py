@@ -205,7 +205,7 @@ class Moves:
             to: the role that the worker takes; None if it ends, so that its devices are free for any role.
         """
         takers = [to] if to else [other for other in self.wanted if other != role and self._room(other) <= 0]
-        return any(self.needs[taker].now > self.wanted[taker] for taker in takers)
+        return any(min(self.needs[taker].now, self.outlook.limits(taker).most) > self.wanted[taker] for taker in takers)
 
     def _refuses(self, reason: str, role: Role, what: str) -> bool:
         if reason:

@@ -176,7 +176,7 @@ def _by_running(
     context = math.fsum(capacity.mean_context(each.demand) * each.demand.work("decode") for each in active)
     latencies = [each.latency for each in active]
     most = capacity.sequences_per_worker(latencies, times, places, context / tokens if tokens else 0.0)
-    memory = math.fsum(each.kv_pressure for each in workers) / _FULL
+    memory = math.fsum(each.kv_pressure for each in workers if not each.shares_memory) / _FULL
     return max(
         (decoding / most, f"{decoding} requests at once"),
         (running / (places.max_seqs * _FULL), f"{running} requests with a place"),

@@ -51,7 +51,19 @@ class Planner:
         self.state = outlook.state
         moves = Moves(outlook, needs, targets)
         moves.choose()
-        return self._decision(report, moves.actions, moves.held or _describe_all(needs, targets, report))
+        return self._decision(report, moves.actions, moves.held or self._describe_all(needs, targets, report))
+
+    def _describe_all(self, needs: Mapping[Role, Need], targets: Mapping[Role, int], report: Report) -> list[str]:
+        """Return the state of every role, for a decision that changes nothing."""
+        lines = []
+        for role, need in needs.items():
+            short = ""
+            if targets[role] < need.least:
+                seen, most = report.roles[role], self.objectives.limits(role).most
+                is_held = seen.shares_cores and seen.pinned is None and targets[role] < most
+                short = ", but more would share the same cores" if is_held else f", and has devices for {targets[role]}"
+            lines.append(f"{role} has {report.roles[role].wanted}: {need.reason}{short}")
+        return lines
 
     def _decision(self, report: Report, actions: list[Action], held: list[str]) -> Decision:
         wanted = {role: seen.wanted for role, seen in report.roles.items()}
@@ -72,18 +84,6 @@ def _remember(state: PlannerState, report: Report, targets: dict[Role, int]) -> 
     return state.with_roles(
         {role: replace(roles[role], targets=(*roles[role].targets, (report.at, targets[role]))) for role in targets}
     )
-
-
-def _describe_all(needs: Mapping[Role, Need], targets: Mapping[Role, int], report: Report) -> list[str]:
-    """Return the state of every role, for a decision that changes nothing."""
-    lines = []
-    for role, need in needs.items():
-        short = ""
-        if targets[role] < need.least:
-            shares = report.roles[role].shares_cores
-            short = ", but more would share the same cores" if shares else f", and has devices for {targets[role]}"
-        lines.append(f"{role} has {report.roles[role].wanted}: {need.reason}{short}")
-    return lines
 
 
 def _describe(action: Action, report: Report) -> str:

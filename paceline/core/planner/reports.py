@@ -52,6 +52,8 @@ class WorkerReport:
     """Share of the worker's KV memory that running requests use, from 0 to 1."""
     kv_tokens: int = 0
     """Tokens that its KV memory holds; 0 if unknown."""
+    shares_memory: bool = False
+    """Whether a further worker would only share this memory. Then `kv_tokens` is 0: it limits no worker alone."""
     flips_to: tuple[Role, ...] = ()
     """Roles that the worker can take without a restart."""
     loss: float = 0.0
@@ -79,7 +81,7 @@ class RoleReport:
     flip_seconds: float = 5.0
     """From the start of a flip away from this role until the worker is ready in the other one."""
     shares_cores: bool = False
-    """Whether all workers of the role compute on the same cores, so that one of them is as fast as several."""
+    """Whether a further worker would only share the cores of those that are there. True if none was seen yet."""
 
 
 @dataclass(frozen=True, slots=True)

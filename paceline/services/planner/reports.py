@@ -66,7 +66,7 @@ class ReportBuilder:
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0, flip_seconds: float = 5.0) -> None:
         self._estimates = startup_seconds, drain_seconds, flip_seconds
         self._shares_cores = dict.fromkeys(ROLES, True)
-        """Whether the workers of a role that were seen last share cores. Before the first one, nobody knows."""
+        """Whether the workers of each role that were ready last take turns. Before the first one, one is enough."""
         self._known: dict[str, _Known] = {}
         self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
         self._reported_at: float | None = None
@@ -123,8 +123,9 @@ class ReportBuilder:
         lost = [known for known in gateways if now > known.at]
         fresh = [known.seen.age for known in gateways if now <= known.at]
         traffic = self._traffic(gateways, now)
-        flips, spreads = "flip" in abilities, "spread" in abilities
-        workers = tuple(self._worker(known, now, hosts, flips) for role in platform.roles for known in self._of(role))
+        workers = tuple(
+            self._worker(known, now, hosts, abilities) for role in platform.roles for known in self._of(role)
+        )
         self._reported_at = now
         for known in self._known.values():
             known.member_before = known.seen.member
@@ -133,7 +134,7 @@ class ReportBuilder:
             revision=revision_of(platform, pinned, workers),
             workers=workers,
             roles={
-                role: self._role(role, platform, pinned, (changes or {}).get(role, Changes()), spreads)
+                role: self._role(role, platform, pinned, (changes or {}).get(role, Changes()), abilities)
                 for role in platform.roles
             },
             traffic=traffic,
@@ -183,7 +184,12 @@ class ReportBuilder:
                     del self._known[known.seen.member.worker_id]
 
     def _role(
-        self, role: Role, platform: PlatformState, pinned: Mapping[Role, int], changes: Changes, spreads: bool
+        self,
+        role: Role,
+        platform: PlatformState,
+        pinned: Mapping[Role, int],
+        changes: Changes,
+        abilities: Collection[Ability],
     ) -> RoleReport:
         startup, drain, flip = self._estimates
         times = self._times[role]
@@ -195,12 +201,15 @@ class ReportBuilder:
             startup_seconds=max(times.startups, default=startup),
             drain_seconds=max(times.drains, default=drain),
             flip_seconds=max(times.flips, default=flip),
-            shares_cores=self._shares_cores[role] and not spreads,
+            shares_cores=self._shares_cores[role] and "spread" not in abilities,
         )
 
-    def _worker(self, known: _Known, now: float, hosts: Mapping[str, HostReport], flips: bool) -> WorkerReport:
+    def _worker(
+        self, known: _Known, now: float, hosts: Mapping[str, HostReport], abilities: Collection[Ability]
+    ) -> WorkerReport:
         member, age = known.seen
         pressure, tokens = self._kv(member, hosts.get(member.host_id))
+        shares_memory = not member.work.kv_tokens and "spread" not in abilities
         others: dict[str, tuple[Role, ...]] = {"prefill": ("decode",), "decode": ("prefill",)}
         before = known.member_before
         return WorkerReport(
@@ -215,8 +224,9 @@ class ReportBuilder:
             queued_tokens=member.load.queued_tokens,
             max_seqs=member.max_seqs or 1,
             kv_pressure=pressure,
-            kv_tokens=tokens,
-            flips_to=others.get(member.role, ()) if flips else (),
+            kv_tokens=0 if shares_memory else tokens,
+            shares_memory=shares_memory,
+            flips_to=others.get(member.role, ()) if "flip" in abilities else (),
             # In an arena the KV stays on the host, so only the tokens of each request's last block are lost.
             loss=member.work.computed_tokens if member.work.kv_tokens else 16.0 * member.load.running,
             steps=() if before is None or before.epoch != member.epoch else _steps_since(before.work, member.work),
@@ -226,9 +236,10 @@ class ReportBuilder:
         """Return the pressure on the memory in which a worker has its KV, and the tokens of its share of it."""
         if member.work.kv_tokens:
             return member.work.kv_pressure, member.work.kv_tokens
-        if host is None or not host.blocks:
+        if host is None or not host.blocks or member.state == "starting":
             return 0.0, 0
-        sharing = sum(known.seen.member.host_id == member.host_id for known in self._of(member.role))
+        others = (known.seen.member for known in self._of(member.role))
+        sharing = sum(each.host_id == member.host_id and each.state != "starting" for each in others)
         return host.used_blocks / host.blocks, host.kv_tokens // max(1, sharing)
 
     def _traffic(self, gateways: Iterable[_Known], now: float) -> dict[str, Traffic]:

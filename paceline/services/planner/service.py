@@ -91,8 +91,8 @@ class PlannerService:
         """When the next decision is due, on the clock."""
         self._has_taken_over = False
         """Whether what the planner before has asked for was read since this one got the lease."""
-        self._sharing: list[Role] = []
-        """Roles whose workers share cores, as the log says."""
+        self._told: set[Role] = set()
+        """Roles of which the log has said that their workers share cores."""
         self._trouble = ""
         """What did not answer at the last tick."""
 
@@ -221,14 +221,15 @@ class PlannerService:
     # ---- what people see
 
     def _note_sharing(self, report: Report) -> None:
-        """Say of which roles no second worker is started."""
+        """Say once of which roles no further worker is started."""
         present = {each.role for each in report.workers if each.state == "ready"}
-        sharing = [role for role, seen in report.roles.items() if seen.shares_cores and role in present]
-        sharing = [role for role in sharing if self._planner.objectives.limits(role).most > 1]
-        if sharing and sharing != self._sharing:
-            why = "each uses all cores, so a second one adds no speed; --threads gives each its own"
-            log.info("no second %s worker is started: %s", " or ".join(sharing), why)
-        self._sharing = sharing
+        for role, seen in report.roles.items():
+            limits = self._planner.objectives.limits(role)
+            is_held = seen.shares_cores and seen.pinned is None and max(1, limits.least) <= seen.wanted < limits.most
+            if is_held and role in present and role not in self._told:
+                self._told.add(role)
+                why = "it would share the cores of those that are there; --threads gives a worker a part of the cores"
+                log.info("no further %s worker is started: %s", role, why)
 
     def _note(self, decision: Decision, acted: bool) -> None:
         is_new = not self._past or self._past[-1].line != decision.line

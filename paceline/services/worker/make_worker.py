@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline.engine.engine import STEPS_IN_FLIGHT
-from paceline.engine.loading import Loaded, load, native_layout
-from paceline.services.common.tasks import end_tasks
+from paceline.engine.loading import Loaded, load
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 from paceline.services.worker.warm_up import warm_up
 from paceline.services.worker.worker import Worker, WorkerLimits
@@ -16,7 +15,8 @@ from paceline.services.worker.worker_setup import Place, WorkerSetup, max_model_
 async def make_worker(setup: WorkerSetup) -> Worker:
     """Load the model, join the arena and return the worker, warmed up. Raises PacelineError."""
     config = setup.config
-    loaded, place = await _load_and_join(setup)
+    loaded = await asyncio.to_thread(_load, setup)
+    place = await setup.join(loaded.layout, loaded.max_position)
     memory = _kv_memory(setup, loaded, place)
     setup.undo.callback(memory.close)
     longest = max_model_len(config, loaded.layout, loaded.max_position, place.slots, memory.slots)
@@ -27,21 +27,6 @@ async def make_worker(setup: WorkerSetup) -> Worker:
     await warm_up(worker)
     await worker.load_for(setup.role.name)
     return worker
-
-
-async def _load_and_join(setup: WorkerSetup) -> tuple[Loaded, Place]:
-    """Load the model and join the arena, at the same time if the layout is known before. A new arena takes seconds."""
-    config = setup.config
-    how = setup.compute.dtype, setup.speculative, config.quantization, config.model_impl
-    told = await asyncio.to_thread(native_layout, setup.folder, *how)
-    joining = asyncio.create_task(setup.join(*told)) if told is not None else None
-    try:
-        loaded = await asyncio.to_thread(_load, setup)
-    except BaseException:
-        if joining is not None:
-            await end_tasks(joining)
-        raise
-    return loaded, await (joining or setup.join(loaded.layout, loaded.max_position))
 
 
 def _load(setup: WorkerSetup) -> Loaded:

@@ -28,6 +28,7 @@ def choose(
     running: int = 0,
     memory: RoleMemory | None = None,
     flips: bool = True,
+    most_prefill: int = 8,
 ) -> list[Action]:
     """Return the actions for one prefill and some decode workers, if as many are wanted as `needs` says.
 
@@ -44,7 +45,8 @@ def choose(
     roles: dict[Role, RoleReport] = {"prefill": replace(times, wanted=1), "decode": replace(times, wanted=decode)}
     report = Report(500.0, "1", workers, roles, {})
     state = PlannerState(at=500.0, busy_at=500.0, load=LOAD, roles={"decode": memory or RoleMemory()})
-    outlook = Outlook(report, Objectives(roles=LIMITS, budget=budget, flips=flips), state)
+    limits: dict[Role, RoleLimits] = {**LIMITS, "prefill": RoleLimits(1, most_prefill)}
+    outlook = Outlook(report, Objectives(roles=limits, budget=budget, flips=flips), state)
     moves = Moves(outlook, needs, {role: need.least for role, need in needs.items()})
     moves.choose()
     return moves.actions
@@ -78,6 +80,14 @@ def test_relapses_keep_no_worker_that_another_role_lacks_now(now: int, flips: bo
     memory = RoleMemory(grown=Change(400.0, LOAD), relapses=3)
     needs: dict[Role, Need] = {"prefill": Need(now, 2, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
     assert [action.kind for action in choose(needs, budget=5, memory=memory)] == ["flip"] * flips
+
+
+@pytest.mark.parametrize(("most", "kinds"), [(8, ["drain"]), (1, [])])
+def test_a_role_that_may_not_grow_lacks_no_worker(most: int, kinds: list[str]) -> None:
+    memory = RoleMemory(grown=Change(400.0, LOAD), relapses=3)
+    needs: dict[Role, Need] = {"prefill": Need(2, 1, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
+    found = choose(needs, budget=5, memory=memory, flips=False, most_prefill=most)
+    assert [action.kind for action in found] == kinds
 
 
 @pytest.mark.parametrize(("now", "budget", "kinds"), [(2, 5, ["drain"]), (1, 5, []), (2, 6, ["add"])])

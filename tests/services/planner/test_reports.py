@@ -116,7 +116,7 @@ def test_steps_are_those_since_the_report_before() -> None:
 def test_workers_of_an_arena_have_the_pressure_of_their_host_and_a_share_of_its_tokens() -> None:
     host = Member("host", "kvtransfer", 1, "", "host", host=HostReport(blocks=10, used_blocks=4, kv_tokens=1000))
     members = worker("decode-0", load=LoadReport(running=2)), worker("decode-1"), host
-    first, _ = report(ReportBuilder(), 100, *members, abilities=("flip",)).workers
+    first, _ = report(ReportBuilder(), 100, *members, abilities=("flip", "spread")).workers
     assert (first.kv_pressure, first.kv_tokens, first.flips_to, first.loss) == (0.4, 500, ("prefill",), 32)
 
 
@@ -132,6 +132,20 @@ def test_workers_share_cores_unless_each_has_its_own_or_the_platform_has_more_ma
     assert not shares(builder, 103)  # a fleet without workers is remembered
     assert shares(builder, 104, sharing)
     assert not shares(builder, 105, sharing, abilities=("spread",))
+
+
+def test_the_memory_of_an_arena_is_shared_unless_the_platform_has_more_machines() -> None:
+    host = Member("host", "kvtransfer", 1, "", "host", host=HostReport(blocks=10, used_blocks=4, kv_tokens=1000))
+    pool = worker("decode-1", work=WorkReport(kv_tokens=70, kv_pressure=0.5))
+    starting = worker("decode-2", state="starting")
+    found = report(ReportBuilder(), 100, worker(), pool, starting, host).workers
+    assert [(each.kv_pressure, each.kv_tokens, each.shares_memory) for each in found] == [
+        (0.4, 0, True),
+        (0.5, 70, False),
+        (0.0, 0, True),
+    ]
+    found = report(ReportBuilder(), 100, worker(), starting, host, abilities=("spread",)).workers
+    assert [(each.kv_pressure, each.kv_tokens) for each in found] == [(0.4, 1000), (0.0, 0)]
 
 
 def test_requests_that_wait_for_the_first_worker_are_noticed() -> None:

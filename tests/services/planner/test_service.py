@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -20,9 +21,9 @@ from paceline.core.planner.objectives import Latency, Objectives, RoleLimits, cl
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 from paceline.core.request_classes import read_classes
-from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
+from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport, WorkReport
 from paceline.services.common.pins import release_pins, write_pins
-from paceline.services.common.registry import Member, Registrar, connect
+from paceline.services.common.registry import Member, Registrar, connect, write_member
 from paceline.services.planner.lease import Lease
 from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.service import PlannerService
@@ -119,6 +120,19 @@ async def test_a_decision_is_carried_out_once_and_shown(bench: Bench) -> None:
     plan = service.report()
     assert [(each.line, each.acted) for each in plan.decisions] == [("decode 3", True), ("decode 2", False)]
     assert (plan.leads, list(plan.may_be_empty)) == (True, ["decode"])
+
+
+async def test_the_log_says_once_that_workers_share_cores(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    service, _ = bench.planner()
+    await write_member(
+        bench.client, bench.cluster, Member("decode-0", "decode", 1, "", "", work=WorkReport(shares_cores=True))
+    )
+    await bench.tick(service)
+    await bench.tick(service)
+    lines = [record.message for record in caplog.records if "share the cores" in record.message]
+    assert len(lines) == 1
+    assert lines[0].startswith("no further decode worker is started: ")
 
 
 async def test_only_the_holder_of_the_lease_acts_and_the_other_one_follows(bench: Bench) -> None:

@@ -18,8 +18,9 @@ constexpr int64_t kMostExceptions = 1024;  // at most one exception in this many
 
 inline uint8_t exponent_of(uint16_t weight) { return static_cast<uint8_t>(weight >> 7); }
 
-// Encodes a tile of weights whose rows are `in` apart. Those beyond `lanes` and `depth` count as 0. Returns whether all
-// exponents have a code. Plain loops, because the compiler makes vectors of them.
+// Encodes a tile of weights whose rows are `in` apart. Returns whether all exponents have a code. Weights beyond `lanes`
+// and `depth` may get any value, because the input of a product is 0 there. Plain loops, because the compiler makes
+// vectors of them.
 bool encode(const Coding& coding, const uint16_t* from, int64_t in, int64_t lanes, int64_t depth, uint8_t* parts,
             int64_t stride) {
     alignas(64) uint16_t packed[kTileWeights];
