@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import ipaddress
+import os
 import socket
 import ssl
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
@@ -36,6 +40,9 @@ _HEAD_BYTES = 32 << 10
 _INTERIM_RESPONSES = 10
 _MAX_PIECES, _PIECE_BYTES = 1024, 64
 """If a body comes in more pieces than this, they must have this size on average: to parse pieces takes time."""
+UNPACKED_BYTES = 256 << 10
+"""Bytes that are unpacked at once. A few bytes may unpack to a thousand times as many."""
+_UNPACK_NICENESS = 10
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 
 Take: TypeAlias = Callable[[int], None]
@@ -78,8 +85,13 @@ class Fetcher:
 
     def __init__(self, guard: Guard, resolve: Resolver, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self._unpackers = concurrent.futures.ThreadPoolExecutor(1, "unpack", _yield_to_others)
         self._guard = guard
         self._resolve = resolve
+
+    def close(self) -> None:
+        """End the thread that unpacks. No file may be fetched afterwards."""
+        self._unpackers.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, url: str, seconds: float, take: Take) -> bytearray:
         """Return the file at a URL, which must arrive within a time.
@@ -162,9 +174,9 @@ class Fetcher:
             return _join(target, headers["location"])
         if response.status_code != 200:
             raise UnreachableMediaError(f"{target.host} answered with status {response.status_code}; check the URL")
-        body = _Body(self.max_bytes, headers, take)
+        body = _Body(self.max_bytes, headers, take, self._unpackers)
         while isinstance(event := await _next_event(connection, reader), h11.Data):
-            body.add(event.data)
+            await body.add(event.data)
         return body.end()
 
     @functools.cached_property
@@ -175,9 +187,12 @@ class Fetcher:
 class _Body:
     """A response's body as it arrives."""
 
-    def __init__(self, max_bytes: int, headers: dict[str, str], take: Take) -> None:
+    def __init__(
+        self, max_bytes: int, headers: dict[str, str], take: Take, unpackers: concurrent.futures.Executor
+    ) -> None:
         self._max_bytes = max_bytes
         self._take = take
+        self._unpackers = unpackers
         self._content = bytearray()
         self._received = 0
         self._pieces = 0
@@ -189,17 +204,30 @@ class _Body:
         self._inflater = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
         self._check_size(int(headers.get("content-length", "0")))
 
-    def add(self, data: bytes | bytearray) -> None:
+    async def add(self, data: bytes | bytearray) -> None:
         self._pieces += 1
         self._received += len(data)
         self._check_size(self._received)
         if self._pieces > max(_MAX_PIECES, self._received // _PIECE_BYTES):
             raise UnreachableMediaError("the server sent the file in too many small pieces")
-        if self._inflater is not None:
-            if self._inflater.eof:
-                raise zlib.error("data after the end of the compressed file")
-            data = self._inflater.decompress(data, self._max_bytes - len(self._content) + 1)
-            self._check_size(len(self._content) + len(data))
+        if self._inflater is None:
+            self._keep(data)
+        else:
+            await self._unpack(self._inflater, data)
+
+    async def _unpack(self, inflater: zlib._Decompress, data: bytes | bytearray) -> None:
+        if inflater.eof:
+            raise zlib.error("data after the end of the compressed file")
+        loop, is_complete = asyncio.get_running_loop(), False
+        while not is_complete:
+            most = min(UNPACKED_BYTES, self._max_bytes - len(self._content) + 1)
+            unpacked = await loop.run_in_executor(self._unpackers, inflater.decompress, data, most)
+            self._check_size(len(self._content) + len(unpacked))
+            self._keep(unpacked)
+            data = inflater.unconsumed_tail
+            is_complete = not data and len(unpacked) < most
+
+    def _keep(self, data: bytes | bytearray) -> None:
         self._take(len(data))
         self._content += data
 
@@ -211,6 +239,13 @@ class _Body:
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
             raise MediaError(f"the file is larger than {self._max_bytes} bytes (--max-media-size); send a smaller one")
+
+
+def _yield_to_others() -> None:
+    """Let this thread have the cores that others leave. On Linux, threads have priorities of their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _UNPACK_NICENESS)
 
 
 async def _next_event(connection: h11.Connection, reader: asyncio.StreamReader) -> object:

@@ -68,8 +68,8 @@ class MediaService:
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"--allowed-local-media-path {folder} is not a folder")
         guard = Guard(config.allowed_media_domains, config.allow_private_media)
-        fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
-        self._sources = Sources(fetcher, self._threads, folder)
+        self._fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
+        self._sources = Sources(self._fetcher, self._threads, folder)
         self.memory = MemoryBudget(parse_bytes(config.media_memory), config.media_processes)
         self.pool = DecodePool(config, self.memory)
 
@@ -109,6 +109,7 @@ class MediaService:
         """End the processes that decode. Items that are being loaded fail."""
         await self.pool.close()
         self._processing.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

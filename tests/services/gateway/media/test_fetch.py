@@ -15,7 +15,7 @@ import uvloop
 
 from paceline.core.errors import BusyError
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError
-from paceline.services.gateway.media.fetch import REDIRECTS, Fetcher, Resolver
+from paceline.services.gateway.media.fetch import REDIRECTS, UNPACKED_BYTES, Fetcher, Resolver
 from paceline.services.gateway.media.guard import Address, Guard
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.media.hostile_server import (
@@ -108,6 +108,17 @@ async def test_counts_bytes_as_they_come() -> None:
 
         with pytest.raises(BusyError):
             await fetcher().fetch(server.url(), 20.0, refuse)
+
+
+async def test_unpacks_a_large_file_in_small_parts() -> None:
+    file = bytes(2 * UNPACKED_BYTES)  # a thousandth of this arrives in one piece
+    page = answer(response(gzip.compress(file), Content_Encoding="gzip"))
+    async with serve({"/": page}) as server:
+        taken: list[int] = []
+        own = Fetcher(Guard(allow_private=True), local(), len(file))
+        assert await own.fetch(server.url(), 20.0, taken.append) == file
+        own.close()
+    assert max(taken) == UNPACKED_BYTES
 
 
 @pytest.mark.parametrize("how", TOO_MUCH)
