@@ -229,7 +229,7 @@ class PlannerService:
             if is_held and role in present and role not in self._told:
                 self._told.add(role)
                 why = "it would share the cores of those that are there; --threads gives a worker a part of the cores"
-                log.info("no further %s worker is started: %s", role, why)
+                log.warning("no further %s worker is started: %s", role, why)
 
     def _note(self, decision: Decision, acted: bool) -> None:
         is_new = not self._past or self._past[-1].line != decision.line

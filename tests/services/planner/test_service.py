@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -123,7 +122,6 @@ async def test_a_decision_is_carried_out_once_and_shown(bench: Bench) -> None:
 
 
 async def test_the_log_says_once_that_workers_share_cores(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
     service, _ = bench.planner()
     await write_member(
         bench.client, bench.cluster, Member("decode-0", "decode", 1, "", "", work=WorkReport(shares_cores=True))
