@@ -31,6 +31,16 @@ def instruction_set() -> str:
     return os.environ.get("PACELINE_ISA") or "auto"
 
 
+def visible_gpus() -> str | None:
+    """Return $CUDA_VISIBLE_DEVICES, which names the GPUs that this process may use; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def with_gpu(name: str) -> dict[str, str]:
+    """Return the environment of a child process that uses one GPU."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": name}
+
+
 def exports_traces() -> bool:
     """Return whether the standard OpenTelemetry variables name a collector."""
     return bool(os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"))

@@ -96,6 +96,16 @@ def test_nothing_is_lost(size_out: int, size_in: int, data: st.DataObject) -> No
     assert torch.equal(kernels.embed(ids, packed).view(torch.int16), quiet)
 
 
+def test_what_pads_a_matrix_needs_no_code(kernels: NativeKernels, whole: NativeKernels) -> None:
+    # Zeros pad the last tiles, and no exponent of a weight is 0.
+    exponents = torch.arange(17 * 45) % 16 + 100
+    weight = (exponents << 7 | 85).to(torch.int16).view(BF16).view(17, 45)
+    x, ids = torch.randn(5, 45).to(BF16), torch.arange(17)
+    packed = compressed(kernels, weight)
+    assert torch.equal(kernels.embed(ids, packed), weight)
+    assert torch.equal(kernels.linear(x, packed), whole.linear(x, whole.pack(weight)))
+
+
 def test_it_takes_three_quarters(kernels: NativeKernels, whole: NativeKernels) -> None:
     weight = torch.randn(1536, 576).to(BF16)
     ratio = compressed(kernels, weight).data.nbytes / whole.pack(weight).data.nbytes

@@ -38,7 +38,7 @@ class Places:
 
     max_seqs: float
     kv_tokens: float
-    """0 if unknown."""
+    """0 if unknown, or if workers share it."""
 
 
 def prefill_workers(classes: Sequence[Wanted], times: StepTimes, scale: float = 1.0) -> float:

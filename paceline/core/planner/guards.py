@@ -65,7 +65,8 @@ class Guards:
         if worker.role == "decode" and has_work:
             places = sum(each.max_seqs - each.running for each in others)
             # KV in memory that is shared stays where it is.
-            memory = sum(1 - each.kv_pressure for each in others) if not worker.shares_memory else math.inf
+            stays = worker.shares_memory and any(each.shares_memory for each in others)
+            memory = math.inf if stays else sum(1 - each.kv_pressure for each in others)
             if worker.running + worker.waiting > places or worker.kv_pressure > memory:
                 return f"the other decode workers have no room for the requests of {worker.worker}"
         return ""

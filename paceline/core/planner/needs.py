@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.planner import capacity
-from paceline.core.planner.budget import devices, draining_devices
+from paceline.core.planner.budget import devices, draining_devices, limits_of
 from paceline.core.planner.capacity import Places, Wanted
 from paceline.core.planner.memory import PlannerState, RoleMemory, settle_seconds
 from paceline.core.planner.objectives import Objectives, RoleLimits
@@ -56,11 +56,8 @@ class Outlook:
         return sum(each.waiting for each in self.report.traffic.values())
 
     def limits(self, role: Role) -> RoleLimits:
-        """Return the limits of a role. If its workers share cores, it does not grow above one worker or its least."""
-        limits, seen = self.objectives.limits(role), self.report.roles[role]
-        if not seen.shares_cores:
-            return limits
-        return replace(limits, most=min(limits.most, max(1, limits.least, seen.wanted)))
+        """Return the limits of a role now."""
+        return limits_of(role, self.report, self.objectives)
 
     def workers(self, role: Role) -> list[WorkerReport]:
         """Return the ready workers of a role."""
@@ -75,13 +72,18 @@ class Outlook:
         expected = {name: each.expected(ahead) for name, each in self.state.classes.items()}
         return [Wanted(demand, self.objectives.latency(name)) for name, demand in expected.items() if demand]
 
-    def is_decode_full(self) -> bool:
-        """Return whether the decode workers are what requests at the gateways wait for."""
+    def awaited(self) -> Role | None:
+        """Return the role whose workers requests at the gateways wait for.
+
+        Returns None if they wait for memory that a further worker would only share.
+        """
         workers = self.workers("decode")
         places = sum(each.max_seqs for each in workers)
-        running = sum(each.running for each in workers)
-        memory = math.fsum(each.kv_pressure for each in workers)
-        return running >= _FULL * places or memory >= _FULL * len(workers)
+        if sum(each.running for each in workers) >= _FULL * places:
+            return "decode"
+        if math.fsum(each.kv_pressure for each in workers) < _FULL * len(workers):
+            return "prefill"
+        return None if all(each.shares_memory for each in workers) else "decode"
 
 
 def assess(outlook: Outlook) -> dict[Role, Need]:
@@ -121,8 +123,8 @@ def _unmeasured(role: Role, outlook: Outlook) -> Need:
     """Return the need of a role before steps were measured: as many as there are, one more if requests wait."""
     wanted = outlook.report.roles[role].wanted
     ready = len(outlook.workers(role))
-    waits = outlook.waiting > 0 and (role == "decode") == outlook.is_decode_full()
-    more = ready >= wanted and waits and role != "encode"
+    waits = outlook.waiting > 0 and role == outlook.awaited()
+    more = ready >= wanted and waits
     least = max(1, wanted + more)
     return Need(least, least, least, f"{outlook.waiting} requests wait" if waits else "step times are not known yet")
 
@@ -141,7 +143,7 @@ def _by_queue(
 ) -> tuple[float, str]:
     """Return the workers that the present requests need, and why."""
     workers = [each for each in outlook.report.workers if each.role == role]
-    waiting = outlook.waiting if (role == "decode") == outlook.is_decode_full() else 0
+    waiting = outlook.waiting if role == outlook.awaited() else 0
     if role == "decode":
         return _by_running(workers, waiting, classes, times, _places(outlook), outlook)
     if role == "encode":
@@ -217,8 +219,9 @@ def _places(outlook: Outlook) -> Places:
     workers = outlook.workers("decode")
     if not workers:
         return Places(math.inf, 0.0)
+    memories = [each.kv_tokens for each in workers if each.kv_tokens]
     return Places(
-        sum(each.max_seqs for each in workers) / len(workers), sum(each.kv_tokens for each in workers) / len(workers)
+        sum(each.max_seqs for each in workers) / len(workers), sum(memories) / len(memories) if memories else 0.0
     )
 
 
@@ -263,10 +266,12 @@ def _is_settled(role: Role, outlook: Outlook) -> bool:
 def _late(outlook: Outlook) -> set[Role]:
     """Return the roles whose objectives are missed at their percentile."""
     late: set[Role] = set()
+    awaited = outlook.awaited()
     for name, each in outlook.state.classes.items():
         limits = outlook.objectives.latency(name)
-        if limits.ttft is not None and _misses(each.ttft.count, each.ttft.percentile(limits.percentile), limits.ttft):
-            late.add("decode" if outlook.is_decode_full() else "prefill")
+        ttft = limits.ttft
+        if awaited and ttft is not None and _misses(each.ttft.count, each.ttft.percentile(limits.percentile), ttft):
+            late.add(awaited)
         if limits.itl is not None and _misses(each.itl.count, each.itl.percentile(limits.percentile), limits.itl):
             late.add("decode")
     return late

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.core.planner.actions import Action, Decision, Flip, Hold
+from paceline.core.planner.budget import limits_of
 from paceline.core.planner.memory import PlannerState, observe
 from paceline.core.planner.moves import Moves
 from paceline.core.planner.needs import Need, Outlook, assess, look_ahead
@@ -59,8 +60,8 @@ class Planner:
         for role, need in needs.items():
             short = ""
             if targets[role] < need.least:
-                seen, most = report.roles[role], self.objectives.limits(role).most
-                is_held = seen.shares_cores and seen.pinned is None and targets[role] < most
+                most = limits_of(role, report, self.objectives).most
+                is_held = most == targets[role] < self.objectives.limits(role).most
                 short = ", but more would share the same cores" if is_held else f", and has devices for {targets[role]}"
             lines.append(f"{role} has {report.roles[role].wanted}: {need.reason}{short}")
         return lines

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from paceline.core.errors import UnavailableError
 from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip, Hold
+from paceline.core.planner.budget import limits_of
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 from paceline.proto.fleet_pb2 import Decided, PlanReport
@@ -161,7 +162,8 @@ class PlannerService:
         pinned = dict(self._pins.now)
         changes = await self._asked.changes()
         report = self._builder.report(now, state, pinned, self._platform.abilities, changes)
-        self._note_sharing(report)
+        if self._lease.is_held:
+            self._note_sharing(report)
         decision = (self._record or self._planner).decide(report)
         self.metrics.count(decision)
         self.metrics.pinned, self.metrics.report_age = len(pinned), report.traffic_age
@@ -221,12 +223,11 @@ class PlannerService:
     # ---- what people see
 
     def _note_sharing(self, report: Report) -> None:
-        """Say once of which roles no further worker is started."""
-        present = {each.role for each in report.workers if each.state == "ready"}
-        for role, seen in report.roles.items():
-            limits = self._planner.objectives.limits(role)
-            is_held = seen.shares_cores and seen.pinned is None and max(1, limits.least) <= seen.wanted < limits.most
-            if is_held and role in present and role not in self._told:
+        """Log once for each role that its workers share cores, and that therefore no further one is started."""
+        objectives = self._planner.objectives
+        for role in {each.role for each in report.workers if each.state == "ready"} - self._told:
+            most, wanted = limits_of(role, report, objectives).most, report.roles[role].wanted
+            if most <= wanted < objectives.limits(role).most and report.roles[role].pinned is None:
                 self._told.add(role)
                 why = "it would share the cores of those that are there; --threads gives a worker a part of the cores"
                 log.warning("no further %s worker is started: %s", role, why)

@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
@@ -47,12 +47,14 @@ class Child:
         command: Sequence[str],
         answers_on: Literal["ready-fd", "stdout", "nothing"],
         echo: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
     ) -> Child:
         """Start a process.
 
         Args:
             answers_on: where it writes a line when it is ready; "ready-fd" is a pipe that it gets as a flag.
             echo: called with each line of its other output.
+            environment: its environment; None for that of this process.
 
         Raises:
             ConfigError: the command cannot be executed.
@@ -69,6 +71,7 @@ class Child:
                 limit=_LINE_BYTES,
                 pass_fds=[writable],
                 start_new_session=True,
+                env=environment,
                 preexec_fn=_end_with_parent(),
             )
         except OSError as error:

@@ -79,7 +79,9 @@ class ModelStack:
         await start(self._kvtransfer)
         address = f"--kvtransfer-address={await self._kvtransfer.ready()}"
         self._workers = workers = WorkerFleet(
-            lambda worker: self._processes.worker(worker, self._options, address, label=self._label),
+            lambda worker: self._processes.worker(
+                worker, self._options, address, label=self._label, has_gpu=self._has_gpus
+            ),
             partial(self._processes.supervise, on_broken=self._note_broken),
             self._processes.stop,
             partial(tell_role, Credentials(read_secret(str(secret)))),
@@ -95,7 +97,7 @@ class ModelStack:
         assert self._workers is not None
         await self._workers.ready()
         if self.config.planner:
-            self._planner = self._service("planner", f"--supervisor-socket={self.socket}")
+            self._planner = self._service("planner", f"--supervisor-socket={self.socket}", *self._budget)
             await self._processes.start(self._planner, self._note_broken)
             await self._planner.ready()
 
@@ -117,6 +119,18 @@ class ModelStack:
     @property
     def _options(self) -> str:
         return f"--config={self._settings}"
+
+    @property
+    def _has_gpus(self) -> bool:
+        """Whether each worker gets a GPU. A number, as in `cuda:1`, names one for all workers."""
+        return self.config.device == "cuda" and self._processes.gpus.count > 0
+
+    @property
+    def _budget(self) -> list[str]:
+        """The planner's budget, if the user has named none: workers that share a GPU are no faster than one."""
+        if self.config.budget or not self._has_gpus:
+            return []
+        return [f"--budget={max(self._processes.gpus.count, self.config.prefill + self.config.decode)}"]
 
     def _service(self, role: str, *arguments: str) -> ManagedProcess:
         return self._processes.service(role, self._options, *arguments, label=self._label)

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from paceline.core import env
 from paceline.core.config import PREPARE_OPTIONS, ServeConfig
 from paceline.core.options import flag
 from paceline.core.progress import StatusLines
 from paceline.services.common.tasks import end_tasks
 from paceline.services.serve.child import Child
+from paceline.services.serve.gpus import GpuPlaces
 from paceline.services.serve.managed_process import ManagedProcess
 from paceline.services.serve.output import say, warn
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
@@ -38,9 +40,11 @@ class Processes:
     Args:
         command: returns the command line of a role ("prepare", "kvtransfer", "decode", …) with its arguments.
         drain_seconds: time that a process has for draining.
+        gpus: GPUs for workers, as CUDA_VISIBLE_DEVICES names them.
     """
 
-    def __init__(self, command: Callable[..., Sequence[str]], drain_seconds: float) -> None:
+    def __init__(self, command: Callable[..., Sequence[str]], drain_seconds: float, gpus: Sequence[str] = ()) -> None:
+        self.gpus = GpuPlaces(gpus)
         self._command = command
         self._drain_seconds = drain_seconds
         self._supervisions: dict[ManagedProcess, asyncio.Task[None]] = {}
@@ -67,12 +71,27 @@ class Processes:
 
         return ManagedProcess(launch, _wait_ready, warn)
 
-    def worker(self, worker: Worker, *arguments: str, label: str = "") -> ManagedProcess:
-        """Make the process of a worker, which starts in the role that the worker has then."""
+    def worker(self, worker: Worker, *arguments: str, label: str = "", has_gpu: bool = False) -> ManagedProcess:
+        """Make the process of a worker, which starts in the role that the worker has then.
 
-        def launch(address: str) -> Awaitable[Child]:
+        Args:
+            has_gpu: whether it gets a GPU, and sees no other one.
+        """
+
+        async def launch(address: str) -> Child:
             command = self._command(worker.role, *arguments, f"--worker-id={worker.name}")
-            return Child.start(label + worker.name, command, "ready-fd", warn)
+            name, gpu = label + worker.name, self.gpus.take() if has_gpu else None
+            if gpu is None:
+                return await Child.start(name, command, "ready-fd", warn)
+            if self.gpus.is_shared(gpu):
+                warn(f"{name} shares GPU {gpu}, because there are more workers than GPUs ({self.gpus.count})")
+            try:
+                child = await Child.start(name, command, "ready-fd", warn, env.with_gpu(gpu))
+            except BaseException:
+                self.gpus.give_back(gpu)
+                raise
+            child.exited.add_done_callback(lambda _: self.gpus.give_back(gpu))
+            return child
 
         return ManagedProcess(launch, _wait_ready, warn)
 

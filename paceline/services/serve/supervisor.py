@@ -15,6 +15,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import remove_stale_sockets
 from paceline.services.kvtransfer.arena import remove_stale_arenas
 from paceline.services.serve import checks, welcome
+from paceline.services.serve.gpus import visible_gpus
 from paceline.services.serve.managed_process import ManagedProcess
 from paceline.services.serve.model_stack import ModelStack
 from paceline.services.serve.output import say, warn
@@ -37,7 +38,7 @@ class Supervisor:
     def __init__(self, config: ServeConfig, command: Callable[..., Sequence[str]]) -> None:
         self._config = config
         self._models = model_configs(config)
-        self._processes = Processes(command, config.drain_seconds)
+        self._processes = Processes(command, config.drain_seconds, visible_gpus())
         self._stacks: list[ModelStack] = []
         self._redis: ManagedProcess | None = None
         self._gateway: ManagedProcess | None = None

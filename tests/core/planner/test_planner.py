@@ -61,14 +61,28 @@ def test_workers_that_share_cores_get_no_more_beside_them(planner: Planner, work
     assert decisions[-1].line.endswith(", but more would share the same cores")
 
 
+@pytest.mark.parametrize("waiting", [0, 9])
 @pytest.mark.parametrize(("shares_memory", "most"), [(True, 2), (False, 3)])
-def test_full_memory_asks_for_workers_if_they_bring_memory(planner: Planner, shares_memory: bool, most: int) -> None:
+def test_full_memory_asks_for_workers_if_they_bring_memory(
+    planner: Planner, shares_memory: bool, most: int, waiting: int
+) -> None:
     def full(at: float) -> Report:
         report = decode_report(at, 2, 10)
         workers = (replace(each, kv_pressure=0.95, shares_memory=shares_memory) for each in report.workers)
-        return replace(report, workers=tuple(workers))
+        traffic = {name: replace(each, waiting=waiting) for name, each in report.traffic.items()}
+        return replace(report, workers=tuple(workers), traffic=traffic)
 
     assert max(wanted(run(planner, full, 4, first=20.0))) == most
+
+
+@pytest.mark.parametrize(("shares_memory", "expected"), [(True, 1), (False, 2)])
+def test_kv_in_shared_memory_keeps_no_worker(planner: Planner, shares_memory: bool, expected: int) -> None:
+    def little(at: float) -> Report:
+        report = decode_report(at, 2, 1)
+        workers = (replace(each, kv_pressure=0.6, shares_memory=shares_memory) for each in report.workers)
+        return replace(report, workers=tuple(workers))
+
+    assert min(wanted(run(planner, little, 40, first=20.0))) == expected
 
 
 def test_a_role_grows_while_an_earlier_change_runs(planner: Planner) -> None:

@@ -18,9 +18,9 @@ constexpr int64_t kMostExceptions = 1024;  // at most one exception in this many
 
 inline uint8_t exponent_of(uint16_t weight) { return static_cast<uint8_t>(weight >> 7); }
 
-// Encodes a tile of weights whose rows are `in` apart. Returns whether all exponents have a code. Weights beyond `lanes`
-// and `depth` may get any value, because the input of a product is 0 there. Plain loops, because the compiler makes
-// vectors of them.
+// Encodes a tile of weights whose rows are `in` apart. Returns whether all exponents have a code. Weights beyond `depth`
+// may get any finite value, because the input of a product is 0 there. Results of lanes beyond `lanes` are dropped. These
+// are plain loops, because the compiler makes vectors of them.
 bool encode(const Coding& coding, const uint16_t* from, int64_t in, int64_t lanes, int64_t depth, uint8_t* parts,
             int64_t stride) {
     alignas(64) uint16_t packed[kTileWeights];

@@ -177,7 +177,7 @@ class Fetcher:
         body = _Body(self.max_bytes, headers, take, self._unpackers)
         while isinstance(event := await _next_event(connection, reader), h11.Data):
             await body.add(event.data)
-        return body.end()
+        return await body.end()
 
     @functools.cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -194,6 +194,8 @@ class _Body:
         self._take = take
         self._unpackers = unpackers
         self._content = bytearray()
+        self._packed = bytearray()
+        """Bytes that are not unpacked yet."""
         self._received = 0
         self._pieces = 0
         encoding = headers.get("content-encoding", "identity").strip().lower()
@@ -212,13 +214,17 @@ class _Body:
             raise UnreachableMediaError("the server sent the file in too many small pieces")
         if self._inflater is None:
             self._keep(data)
-        else:
-            await self._unpack(self._inflater, data)
+            return
+        # Small pieces are unpacked together, because each call of the thread takes time.
+        self._packed += data
+        if len(self._packed) >= _READ_BYTES:
+            await self._unpack(self._inflater)
 
-    async def _unpack(self, inflater: zlib._Decompress, data: bytes | bytearray) -> None:
-        if inflater.eof:
+    async def _unpack(self, inflater: zlib._Decompress) -> None:
+        data, self._packed = bytes(self._packed), bytearray()
+        if data and inflater.eof:
             raise zlib.error("data after the end of the compressed file")
-        loop, is_complete = asyncio.get_running_loop(), False
+        loop, is_complete = asyncio.get_running_loop(), not data
         while not is_complete:
             most = min(UNPACKED_BYTES, self._max_bytes - len(self._content) + 1)
             unpacked = await loop.run_in_executor(self._unpackers, inflater.decompress, data, most)
@@ -231,9 +237,11 @@ class _Body:
         self._take(len(data))
         self._content += data
 
-    def end(self) -> bytearray:
-        if self._inflater is not None and not self._inflater.eof:
-            raise zlib.error("the compressed file is not complete")
+    async def end(self) -> bytearray:
+        if self._inflater is not None:
+            await self._unpack(self._inflater)
+            if not self._inflater.eof:
+                raise zlib.error("the compressed file is not complete")
         return self._content
 
     def _check_size(self, size: int) -> None:
@@ -242,10 +250,11 @@ class _Body:
 
 
 def _yield_to_others() -> None:
-    """Let this thread have the cores that others leave. On Linux, threads have priorities of their own."""
+    """Lower the priority of this thread. On Linux, each thread has its own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _UNPACK_NICENESS)
+            niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + _UNPACK_NICENESS
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(niceness, 19))
 
 
 async def _next_event(connection: h11.Connection, reader: asyncio.StreamReader) -> object:

@@ -62,6 +62,10 @@ async def fetch(url: str, fetcher: Fetcher, seconds: float = 20.0) -> bytes:
     return bytes(await fetcher.fetch(url, seconds, count_nothing))
 
 
+def batched(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
 FILES: dict[str, Handler] = {
     "with its length": answer(response(FILE)),
     "in chunks": answer(
@@ -69,6 +73,11 @@ FILES: dict[str, Handler] = {
     ),
     "until the connection ends": answer(response(FILE, Content_Length="")),
     "packed": answer(response(gzip.compress(FILE), Content_Encoding="gzip")),
+    "packed, in small chunks": answer(
+        CHUNKED[:-2] + b"Content-Encoding: gzip\r\n\r\n",
+        *(b"%x\r\n%b\r\n" % (len(part), part) for part in batched(gzip.compress(FILE), 100)),
+        b"0\r\n\r\n",
+    ),
     "after an interim response": answer(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 3, response(FILE)),
     "with more behind": answer(response(FILE), b"more"),
 }

@@ -1,0 +1,55 @@
+"""The GPUs of this machine, of which `paceline serve --device cuda` gives each worker one."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.core import env
+
+_FOLDER = Path("/proc/driver/nvidia/gpus")
+"""A folder of NVIDIA's driver with an entry for each GPU."""
+
+
+def visible_gpus(folder: Path = _FOLDER) -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none if this is not known."""
+    if (named := env.visible_gpus()) is not None:
+        return [name for each in named.split(",") if (name := each.strip())]
+    try:
+        return [str(number) for number in range(len(os.listdir(folder)))]
+    except OSError:
+        return []
+
+
+class GpuPlaces:
+    """Gives each worker the GPU that the fewest workers have.
+
+    Args:
+        gpus: see `visible_gpus`.
+    """
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._workers = Counter(dict.fromkeys(gpus, 0))
+
+    @property
+    def count(self) -> int:
+        """Number of GPUs."""
+        return len(self._workers)
+
+    def take(self) -> str | None:
+        """Return the GPU of one more worker; None if no GPU is known."""
+        if not self._workers:
+            return None
+        gpu = min(self._workers, key=self._workers.__getitem__)
+        self._workers[gpu] += 1
+        return gpu
+
+    def is_shared(self, gpu: str) -> bool:
+        """Return whether a GPU has more than one worker."""
+        return self._workers[gpu] > 1
+
+    def give_back(self, gpu: str) -> None:
+        """Note that a worker has ended."""
+        self._workers[gpu] -= 1
