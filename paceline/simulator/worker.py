@@ -256,7 +256,9 @@ class Worker:
                 self._lingering += 1
                 self.rows.leave(row.sequence)
                 self._owner.ended(self, row.sequence)
-            elif row.is_here:
+        # Rows that have ended give their blocks back before others take some, or are preempted for them.
+        for row in due:
+            if row.is_here:
                 self._owner.needs_blocks(self, row)
         self._lingering *= self.kit.times.planned_steps
         self._is_ending = False

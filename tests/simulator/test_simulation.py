@@ -8,7 +8,7 @@ import random
 from typing import ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
@@ -238,8 +238,28 @@ def _chain(parts: list[int]) -> list[int]:
     return [int("1" + "".join(map(str, parts[: end + 1])), 4) for end in range(len(parts))]
 
 
+# In one step, the last request ends, and another one needs its blocks.
+ENDS_WHILE_ANOTHER_GROWS = (
+    Scenario(
+        profile(worker_times(), worker_times(step_times(decode_spread=UNEVEN, decode_context=1e-5))),
+        prefill=0,
+        decode=2,
+        host_tokens=600,
+        gateway=GatewayOptions(queue_seconds=0.5),
+        failures=(Failure(1.0, 0.5),),
+    ),
+    [
+        *[TraceRequest(0.0, 1, 1, ())] * 6,
+        *[TraceRequest(1.0, 1, 1, ())] * 4,
+        TraceRequest(1.0, 244, 61, ()),
+        TraceRequest(1.90625, 161, 11, ()),
+    ],
+)
+
+
 @settings(max_examples=30, deadline=None)
 @given(scenarios, requests_of)
+@example(*ENDS_WHILE_ANOTHER_GROWS)
 def test_every_request_ends_once_and_every_block_comes_back(scenario: Scenario, requests: list[TraceRequest]) -> None:
     simulation = Simulation(scenario, Trace(BLOCK, requests))
     result = simulation.run()
