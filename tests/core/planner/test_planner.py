@@ -61,10 +61,11 @@ def test_workers_that_share_cores_get_no_more_beside_them(planner: Planner, work
     assert decisions[-1].line.endswith(", but more would share the same cores")
 
 
-@pytest.mark.parametrize("waiting", [0, 9])
-@pytest.mark.parametrize(("shares_memory", "most"), [(True, 2), (False, 3)])
+@pytest.mark.parametrize(
+    ("shares_memory", "waiting", "most"), [(True, 0, 2), (False, 0, 3), (True, 400, 2), (False, 400, 8)]
+)
 def test_full_memory_asks_for_workers_if_they_bring_memory(
-    planner: Planner, shares_memory: bool, most: int, waiting: int
+    planner: Planner, shares_memory: bool, waiting: int, most: int
 ) -> None:
     def full(at: float) -> Report:
         report = decode_report(at, 2, 10)
