@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import cast
 
@@ -9,6 +10,7 @@ import grpc
 import grpc.aio
 
 from paceline.core.block_counts import Counts
+from paceline.core.errors import ConfigError
 from paceline.core.metrics import Sample
 from paceline.core.numerics import Numerics
 from paceline.engine.compute_thread import STEP_SECONDS
@@ -26,6 +28,8 @@ from tests.services.gateway.toy_services import ToyCompute, ToyDecode, ToyMedia,
 
 TEXT = "The quick brown fox jumps over the lazy dog, ünïcödé ✓ and back again. "
 
+PORT_SECONDS = 10.0
+"""Longest wait for a port, in seconds."""
 _NOTHING = Credentials()
 
 
@@ -94,11 +98,22 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
         worker_pb2_grpc.add_MaintenanceServicer_to_server(_ToyMaintenance(self), self._rpc.server)
         worker_pb2_grpc.add_MediaServicer_to_server(ToyMedia(self), self._rpc.server)
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(self, self._rpc.server)
+        async with asyncio.timeout(PORT_SECONDS):
+            while not self._is_bound():
+                await asyncio.sleep(0.1)
         self.port = await self._rpc.start()
         await self._rpc.set_ready(True)
         self._registrar = Registrar(redis_url, cluster, self._member)
         await self._registrar.start()
         return self
+
+    def _is_bound(self) -> bool:
+        """Take the port. A connection of another test may have the port of a worker that has ended, for a moment."""
+        try:
+            self._rpc.bind()
+        except ConfigError:
+            return False
+        return True
 
     async def stop(self) -> None:
         """Leave Redis and stop the server."""
