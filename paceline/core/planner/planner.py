@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.core.planner.actions import Action, Decision, Flip, Hold
-from paceline.core.planner.budget import limits_of
 from paceline.core.planner.memory import PlannerState, observe
 from paceline.core.planner.moves import Moves
 from paceline.core.planner.needs import Need, Outlook, assess, look_ahead
@@ -52,19 +51,7 @@ class Planner:
         self.state = outlook.state
         moves = Moves(outlook, needs, targets)
         moves.choose()
-        return self._decision(report, moves.actions, moves.held or self._describe_all(needs, targets, report))
-
-    def _describe_all(self, needs: Mapping[Role, Need], targets: Mapping[Role, int], report: Report) -> list[str]:
-        """Return the state of every role, for a decision that changes nothing."""
-        lines = []
-        for role, need in needs.items():
-            short = ""
-            if targets[role] < need.least:
-                most = limits_of(role, report, self.objectives).most
-                is_held = most == targets[role] < self.objectives.limits(role).most
-                short = ", but more would share the same cores" if is_held else f", and has devices for {targets[role]}"
-            lines.append(f"{role} has {report.roles[role].wanted}: {need.reason}{short}")
-        return lines
+        return self._decision(report, moves.actions, moves.held or _describe_all(needs, targets, outlook))
 
     def _decision(self, report: Report, actions: list[Action], held: list[str]) -> Decision:
         wanted = {role: seen.wanted for role, seen in report.roles.items()}
@@ -85,6 +72,18 @@ def _remember(state: PlannerState, report: Report, targets: dict[Role, int]) -> 
     return state.with_roles(
         {role: replace(roles[role], targets=(*roles[role].targets, (report.at, targets[role]))) for role in targets}
     )
+
+
+def _describe_all(needs: Mapping[Role, Need], targets: Mapping[Role, int], outlook: Outlook) -> list[str]:
+    """Return the state of every role, for a decision that changes nothing."""
+    lines = []
+    for role, need in needs.items():
+        short = ""
+        if targets[role] < need.least:
+            is_held = outlook.limits(role).most == targets[role] < outlook.objectives.limits(role).most
+            short = ", but more would share the same cores" if is_held else f", and has devices for {targets[role]}"
+        lines.append(f"{role} has {outlook.report.roles[role].wanted}: {need.reason}{short}")
+    return lines
 
 
 def _describe(action: Action, report: Report) -> str:

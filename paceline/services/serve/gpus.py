@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core import env
+from paceline.core.config import ServeConfig
 
 _FOLDER = Path("/proc/driver/nvidia/gpus")
 """A folder of NVIDIA's driver with an entry for each GPU."""
@@ -21,6 +22,17 @@ def visible_gpus(folder: Path = _FOLDER) -> list[str]:
         return [str(number) for number in range(len(os.listdir(folder)))]
     except OSError:
         return []
+
+
+def default_budget(config: ServeConfig, gpus: int) -> int:
+    """Return the planner's budget if the user has named none: the GPUs, and room for the workers that the user wants.
+
+    Workers that share a GPU are no faster than one, so the planner adds none for which there is no GPU.
+    """
+    devices = config.prefill_devices, config.decode_devices, config.encode_devices
+    first = config.prefill, config.decode, config.encode
+    least = config.least_prefill, config.least_decode, config.least_encode
+    return max(gpus, sum(each * max(counts) for each, *counts in zip(devices, first, least)))
 
 
 class GpuPlaces:

@@ -14,6 +14,7 @@ from paceline.models.draft import is_draft_name
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.secret import read_secret
 from paceline.services.serve import checks
+from paceline.services.serve.gpus import default_budget
 from paceline.services.serve.managed_process import ManagedProcess
 from paceline.services.serve.output import say, warn
 from paceline.services.serve.processes import Processes
@@ -97,7 +98,10 @@ class ModelStack:
         assert self._workers is not None
         await self._workers.ready()
         if self.config.planner:
-            self._planner = self._service("planner", f"--supervisor-socket={self.socket}", *self._budget)
+            options = [f"--supervisor-socket={self.socket}"]
+            if self._has_gpus and not self.config.budget:
+                options.append(f"--budget={default_budget(self.config, self._processes.gpus.count)}")
+            self._planner = self._service("planner", *options)
             await self._processes.start(self._planner, self._note_broken)
             await self._planner.ready()
 
@@ -124,13 +128,6 @@ class ModelStack:
     def _has_gpus(self) -> bool:
         """Whether each worker gets a GPU. A number, as in `cuda:1`, names one for all workers."""
         return self.config.device == "cuda" and self._processes.gpus.count > 0
-
-    @property
-    def _budget(self) -> list[str]:
-        """The planner's budget, if the user has named none: workers that share a GPU are no faster than one."""
-        if self.config.budget or not self._has_gpus:
-            return []
-        return [f"--budget={max(self._processes.gpus.count, self.config.prefill + self.config.decode)}"]
 
     def _service(self, role: str, *arguments: str) -> ManagedProcess:
         return self._processes.service(role, self._options, *arguments, label=self._label)

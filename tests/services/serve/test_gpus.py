@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.serve.gpus import GpuPlaces, visible_gpus
+from paceline.core.config import ServeConfig
+from paceline.services.serve.gpus import GpuPlaces, default_budget, visible_gpus
 from paceline.services.serve.processes import Processes
 from paceline.services.serve.worker_fleet import Worker
 
@@ -42,9 +43,27 @@ def test_the_one_with_the_fewest_workers_is_next() -> None:
     assert GpuPlaces([]).take() is None
 
 
-async def test_workers_see_their_own_only_and_a_restarted_one_gets_the_free_one(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("gpus", "options", "budget"),
+    [
+        (8, {}, 8),
+        (1, {}, 2),  # the first workers share it
+        (2, {"prefill": 2, "decode": 2, "encode": 1}, 5),
+        (2, {"least_decode": 4}, 5),
+        (4, {"prefill_devices": 2, "prefill": 2}, 5),
+    ],
+)
+def test_the_planner_has_the_gpus_and_room_for_the_workers_that_the_user_wants(
+    gpus: int, options: dict[str, int], budget: int
 ) -> None:
+    assert default_budget(ServeConfig.model_validate({"model": "m", **options}), gpus) == budget
+
+
+async def test_workers_see_their_own_only_and_a_restarted_one_gets_the_free_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # a machine with GPUs may have it
+
     def command(role: str, *arguments: str) -> Sequence[str]:
         return [sys.executable, "-c", WORKER, *arguments]
 
