@@ -74,9 +74,10 @@ async def test_workers_see_their_own_only_and_a_restarted_one_gets_the_free_one(
     try:
         assert [await worker.ready() for worker in (*workers, cpu)] == ["0", "1", "0", "all"]
         assert "decode-2 shares GPU 0" in capsys.readouterr().err
-        await processes.stop(workers[1])
-        await workers[1].start()
-        assert await workers[1].ready() == "1"
+        await processes.stop(workers[0])
+        await processes.stop(workers[2])
+        await workers[0].start()
+        assert await workers[0].ready() == "0"
     finally:
         for worker in (*workers, cpu):
             await processes.stop(worker)
