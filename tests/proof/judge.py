@@ -132,8 +132,13 @@ def check_rows(world: World, job: Job) -> None:
 
 
 def right_to(ledger: Ledger, op: Op, now: float) -> bool:
-    """Return whether the sender may do this: on a live lease that is its own, with the newest generation."""
+    """Return whether the sender may do this: on a live lease that is its own, with the newest generation.
+
+    The writer of a draining lease may seal.
+    """
     if op.kind in ("reserve", "pin", "release"):
+        return True
+    if op.kind == "seal" and any((lease.key, lease.writer) == (op.key, op.session) for lease in ledger.leases()):
         return True
     lease = next((lease for lease in ledger.leases() if lease.key[:2] == op.key[:2] and lives(lease, now)), None)
     if op.kind == "adopt" and op.session != TRANSFER:  # by the key of the reservation

@@ -65,12 +65,12 @@ class Cluster(Services):
         return httpx.AsyncClient(base_url=self.url, headers=self.admin, timeout=timeout, verify=verify)
 
     async def wait_workers(self, count: int) -> None:
-        """Wait until the gateway sees exactly `count` ready prefill and decode workers."""
+        """Wait until the gateway sees exactly `count` ready prefill, decode and encode workers."""
         async with asyncio.timeout(30):
             while True:
                 try:
                     workers = (await self.fleet())["workers"]
-                    ready = [w for w in workers if w["role"] in ("prefill", "decode") and w["state"] == "ready"]
+                    ready = [w for w in workers if w["role"] != "kvtransfer" and w["state"] == "ready"]
                     if len(ready) == count:
                         return
                 except httpx.TransportError:

@@ -86,6 +86,12 @@ class LeaseBook:
             raise StaleError(f"lease {key} is written by another worker")
         return lease
 
+    def find_draining(self, session: int, key: Key, now: float) -> Lease | None:
+        """Return the draining lease that has this key and whose writer is `session`, or None."""
+        self._alive(key, now)  # a lease whose deadline has passed unnoticed begins to drain here
+        lease = self._draining.get(key)
+        return None if lease is None or lease.writer != session else lease
+
     def find_own(self, session: int, key: Key, now: float) -> Lease:
         """Return the lease if `session` owns or writes it. Raises StaleError otherwise.
 

@@ -7,8 +7,9 @@ have drained, and a reservation that fails because blocks are missing uses up it
     reserve ──▶ RESERVED ──open──▶ FILLING ──fill──▶ FILLED ──adopt──▶ ACTIVE ──release──▶ (gone)
                    └──────────────────────release──────────────────────────────────────────▶ (gone)
 
-A lease that ends, or expires, while a worker may still touch its blocks is DRAINING. Nobody may act on such a lease.
-Its blocks are given back when that worker says that it is done, or after its session has ended.
+A lease that ends, or expires, while a worker may still touch its blocks is DRAINING. Nobody may act on such a lease,
+except that this worker may still seal what it has written. Its blocks are given back when that worker says that it is
+done, or after its session has ended.
 
 Errors: InvalidRequestError for an operation that can never work, BusyError if too few blocks are available now,
 StaleError if another worker owns the lease now, UnknownLeaseError if there is no such lease.
@@ -137,8 +138,12 @@ class Ledger:
         return self._renewed(lease, now)
 
     def seal(self, session: int, key: Key, group: int, first_block: int, hashes: Sequence[bytes], now: float) -> Lease:
-        """Publish full blocks. hashes[i] names the context up to the end of block `first_block` + i."""
-        lease = self._book.find_written(session, key, now)
+        """Publish full blocks. hashes[i] names the context up to the end of block `first_block` + i.
+
+        The lease may be draining. If the owner of a lease has just released it, the writer does not know that yet, and
+        what it has computed is worth caching.
+        """
+        lease = self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
         slots, before = block_tables.slots_to_seal(self._pool, lease, group, first_block, hashes)
         for block, (slot, digest, parent) in enumerate(zip(slots, hashes, [before, *hashes]), first_block):
             if self._pool.name(slot) is None:
@@ -147,7 +152,7 @@ class Ledger:
                 self._pool.seal(slot, *name, place)
                 if (hint := self._early_hints.take(name, now)) is not None:
                     self._pool.expect(*name, hint)
-        return self._renewed(lease, now)
+        return lease if lease.state is State.DRAINING else self._renewed(lease, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Lease:
         """Note that the prefill worker has written tokens [0, filled_tokens), whose hash is `context_hash`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from paceline.core.errors import BusyError, InvalidRequestError, StaleError
@@ -35,7 +37,7 @@ def test_blocks_of_a_cancelled_lease_wait_for_their_writer(ending: str, generati
     with pytest.raises(BusyError):
         desk.reserve("next", tokens=16)
     for act in (
-        lambda: desk.ledger.seal(PREFILL, lease.key, 0, 1, chain("ab")[1:], desk.now),
+        lambda: desk.ledger.seal(DECODE, lease.key, 0, 1, chain("ab")[1:], desk.now),
         lambda: desk.ledger.renew(PREFILL, lease.key, desk.now),
         lambda: desk.ledger.adopt(DECODE, lease.key, desk.now),
     ):
@@ -55,6 +57,23 @@ def test_blocks_of_a_cancelled_lease_wait_for_their_writer(ending: str, generati
         assert desk.counts() == (0, 0, 4, 0)
         desk.ledger.expire(desk.now + GRACE_SECONDS)
     assert desk.counts() == (3, 0, 0, 1)
+
+
+@pytest.mark.parametrize("ending", ["release", "deadline"])
+def test_what_a_writer_seals_while_its_lease_drains_is_cached(ending: str) -> None:
+    desk = Desk(4)
+    lease = desk.filling("r", "ab", 64)
+    desk.ledger.seal(PREFILL, lease.key, 0, 0, chain("a"), desk.now)
+    if ending == "release":  # by a decode worker whose request ended with the first token
+        desk.ledger.release(DECODE, Key("r", 1, 1), desk.now)
+    else:
+        desk.now += LEASE
+    sealed = desk.ledger.seal(PREFILL, lease.key, 0, 1, chain("ab")[1:], desk.now)
+    assert (sealed.state, sealed.deadline) == (State.DRAINING, math.inf)
+    assert desk.counts() == (0, 0, 4, 0)
+    desk.ledger.release(PREFILL, lease.key, desk.now)
+    assert desk.counts() == (2, 0, 0, 2)
+    assert desk.ledger.check() == []
 
 
 def test_release_of_what_is_filled_frees_at_once() -> None:
