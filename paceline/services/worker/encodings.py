@@ -50,8 +50,8 @@ class Encodings:
     the same encoding at the same time, each writes blocks of its own, and only those that were published first are
     cached afterwards.
 
-    If a lease ends early, its blocks stay as they are until the worker releases them. So a reader need not know of it.
-    A writer learns of it when it publishes.
+    If a lease ends early, its blocks stay as they are until the worker releases them, and what it has written can still
+    be published. So neither a reader nor a writer need know of it.
 
     Args:
         layout: a layout with encodings.
@@ -95,7 +95,7 @@ class Encodings:
     async def publish(self, held: HeldEncoding) -> None:
         """Let all workers find an encoding that was written.
 
-        Raises StaleError if the lease has ended, UnavailableError if kvtransfer does not answer.
+        Raises StaleError if kvtransfer does not know the lease, UnavailableError if it does not answer.
         """
         await self._kv.publish(held.key, held.names)
 

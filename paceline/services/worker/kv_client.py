@@ -198,7 +198,7 @@ class KVClient:
     async def publish(self, key: Key, hashes: Sequence[bytes]) -> None:
         """Publish all blocks of an encoding under their names. Other workers find them when this returns.
 
-        Raises StaleError if the lease has ended, UnavailableError if kvtransfer does not answer.
+        Raises StaleError if kvtransfer does not know the lease, UnavailableError if it does not answer.
         """
         self._leases.seal(key, 0, 0, hashes)
         seal = pb.Operation(seal=pb.Seal(key=key_to_pb(key), hashes=hashes), traceparent=traceparent())
