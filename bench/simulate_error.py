@@ -2,12 +2,13 @@
 
     python -m bench.simulate_error ~/.cache/paceline/smollm2-135m-instruct --out errors.json
 
-For each kind of fleet (a prefill and a decode worker; one worker for both) a stack is started with --record-trace and
-profiled. Then each load runs twice, with an empty cache at each begin. The traces that the gateway recorded are
-simulated with the profile. Measured times are those of the client. ITL is the gap between two pieces of an answer.
+For each kind of fleet (a prefill and a decode worker; one worker for both) a stack is started with --record-trace.
+In each of --rounds rounds it is profiled, and then each load runs once, with an empty cache. The traces that the
+gateway recorded are simulated with the profile of their round, because a shared machine changes its speed meanwhile.
+Measured times are those of the client. ITL is the gap between two pieces of an answer.
 
-The requests of both runs of a load are the same. So the difference between the two runs is the error that even a
-perfect simulator would have on this machine. The whole comparison takes about ten minutes.
+The requests of all runs of a load are the same. So the difference between the runs is the error that even a perfect
+simulator would have on this machine. A round takes about six minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,17 +38,15 @@ from paceline.client import GatewayClient
 from paceline.core.errors import PacelineError
 from paceline.core.step_times import Profile, read_profile
 from paceline.profiler.profile import profile
+from paceline.simulator.recorder import ClassRecord, Times
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.simulation import Simulation
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import Trace
 from paceline.simulator.trace_files import read_trace
 
 REQUEST_SECONDS = 120.0
-RUNS = 2
 SETTLE_SECONDS = 2.0
 """Time until the recorder has written its last lines, and the fleet has told its figures."""
-PAUSE_SECONDS = 60.0
-"""Simulated time from the last request of a run to the first one of the next."""
 Figures = dict[str, float]
 """Seconds, and shares, by their names."""
 Pieces = Sequence[tuple[float, bytes]]
@@ -82,32 +82,55 @@ class Comparison:
     simulated: Figures
 
 
-class RealStack:
-    """A stack of its own for one kind of fleet, with its profile."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a load, and the simulation of what was recorded."""
 
-    def __init__(self, url: str, trace: Path, learned: Profile) -> None:
+    seen: Seen
+    simulated: ClassRecord
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Compare all runs of a load with their simulations."""
+    seen = [run.seen for run in runs]
+    together = Seen(*([each for run in seen for each in getattr(run, name)] for name in ("ttft", "itl", "lines")))
+    return Comparison(together.figures(), [run.figures() for run in seen], figures_of([run.simulated for run in runs]))
+
+
+class RealStack:
+    """A stack of its own for one kind of fleet.
+
+    Args:
+        trace: the file that its gateway records.
+        folder: gets profiles and the trace of each run.
+    """
+
+    def __init__(self, url: str, trace: Path, folder: Path, aggregated: bool) -> None:
         self.url = url
-        self.profile = learned
         self._trace = trace
+        self._folder = folder
+        self._aggregated = aggregated
         self._known_bytes = trace.stat().st_size
 
-    def run(self, load: Load, folder: Path) -> Comparison:
-        """Run a load RUNS times and simulate what was recorded."""
-        runs, traces = list[Seen](), list[Trace]()
-        for number in range(RUNS):
-            httpx.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
-            self._new_lines()
-            seen = asyncio.run(_run(self.url, load))
+    def profile(self, number: int) -> Profile:
+        """Return the profile of a round, which is measured unless the folder has it already."""
+        path = self._folder / f"profile-{self._aggregated}-{number}.json"
+        if not path.exists():
+            profile(GatewayClient(self.url), path, "", scales=False)
             time.sleep(SETTLE_SECONDS)
-            lines = self._new_lines()
-            path = folder / f"{load.name} {number + 1}.jsonl"
-            path.write_bytes(lines)
-            seen.lines = [json.loads(line) for line in lines.splitlines()]
-            runs.append(seen)
-            traces.append(read_trace(path))
-        together = Seen(*([each for run in runs for each in getattr(run, name)] for name in ("ttft", "itl", "lines")))
-        simulated = simulate_all(self.profile, traces, load.aggregated)
-        return Comparison(together.figures(), [seen.figures() for seen in runs], simulated)
+        return read_profile(path)
+
+    def run(self, load: Load, number: int, learned: Profile) -> Run:
+        """Run a load in a round, and simulate what was recorded."""
+        httpx.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        self._new_lines()
+        seen = asyncio.run(_run(self.url, load))
+        time.sleep(SETTLE_SECONDS)
+        lines = self._new_lines()
+        path = self._folder / f"{load.name} {number}.jsonl"
+        path.write_bytes(lines)
+        seen.lines = [json.loads(line) for line in lines.splitlines()]
+        return Run(seen, simulate(learned, read_trace(path), load.aggregated))
 
     def _new_lines(self) -> bytes:
         """Return what the gateway has recorded since the last call."""
@@ -120,18 +143,14 @@ class RealStack:
 
 @contextmanager
 def real_stack(model: str, folder: Path, aggregated: bool) -> Iterator[RealStack]:
-    """Start a stack and profile it, unless the folder has its profile already."""
+    """Start a stack."""
     port, trace = free_port(), folder / f"trace-{aggregated}.jsonl"
     fleet = ("--prefill=0",) if aggregated else ()
     log = folder / f"serve-{aggregated}.log"
     process = Process(log, "serve", model, f"--port={port}", f"--record-trace={trace}", "--store=none", *fleet)
     try:
         process.wait_for("Ready.")
-        path = folder / f"profile-{aggregated}.json"
-        if not path.exists():
-            profile(GatewayClient(f"http://127.0.0.1:{port}"), path, "", scales=False)
-        time.sleep(SETTLE_SECONDS)
-        yield RealStack(f"http://127.0.0.1:{port}", trace, read_profile(path))
+        yield RealStack(f"http://127.0.0.1:{port}", trace, folder, aggregated)
     finally:
         process.stop()
 
@@ -204,31 +223,25 @@ def _note(pieces: Pieces, sent: float, seen: Seen) -> list[int]:
     return tokens
 
 
-def simulate_all(learned: Profile, traces: Sequence[Trace], aggregated: bool) -> Figures:
-    """Return what simulations of the traces say, all of them together, with the fleet that the stack had."""
+def simulate(learned: Profile, trace: Trace, aggregated: bool) -> ClassRecord:
+    """Return what a simulation of a trace says, with the fleet that the stack had."""
     scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated)
-    simulation = Simulation(scenario, one_after_another(traces))
+    simulation = Simulation(scenario, trace)
     simulation.run()
     (own,) = simulation.recorder.classes.values()
+    return own
+
+
+def figures_of(runs: Sequence[ClassRecord]) -> Figures:
+    """Return the figures of some simulations together."""
+    ttft, itl = [each for own in runs for each in own.ttft], Times.merged(own.itl for own in runs)
     return {
-        "TTFT p50": percentile(own.ttft, 50),
-        "TTFT p99": percentile(own.ttft, 99),
-        "ITL p50": own.itl.percentile(0.50),
-        "ITL p99": own.itl.percentile(0.99),
-        "hit rate": own.cached_tokens / own.prompt_tokens,
+        "TTFT p50": percentile(ttft, 50),
+        "TTFT p99": percentile(ttft, 99),
+        "ITL p50": itl.percentile(0.50),
+        "ITL p99": itl.percentile(0.99),
+        "hit rate": sum(own.cached_tokens for own in runs) / sum(own.prompt_tokens for own in runs),
     }
-
-
-def one_after_another(traces: Sequence[Trace]) -> Trace:
-    """Return one trace of all. The requests of one find nothing cached that those of another have computed."""
-    requests: list[TraceRequest] = []
-    begin = 0.0
-    for number, trace in enumerate(traces):
-        for request in trace:
-            blocks = [name ^ number for name in request.blocks]
-            requests.append(request._replace(arrival=begin + request.arrival, blocks=blocks))
-        begin = requests[-1].arrival + PAUSE_SECONDS
-    return Trace(traces[0].block_tokens, requests)
 
 
 def error_of(measured: float, simulated: float) -> float:
@@ -261,6 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.simulate_error", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--load", action="append", choices=LOADS, help="may be repeated; default: all")
+    parser.add_argument("--rounds", type=int, default=2, help="profiles of each stack, and runs of each load [2]")
     parser.add_argument("--seconds", type=float, default=25.0, help="time in which the requests of each run arrive")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -272,19 +286,22 @@ def main() -> int:
     options = parser.parse_args()
     ending_on_sigterm()
     loads = [make_load(name, options.seconds, options.seed) for name in options.load or LOADS]
-    found: dict[str, Comparison] = {}
+    runs = defaultdict[str, list[Run]](list)
     try:
         with tempfile.TemporaryDirectory() as temporary:
             folder = options.keep or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
             for aggregated in sorted({load.aggregated for load in loads}):
                 with real_stack(options.model, folder, aggregated) as stack:
-                    for load in (load for load in loads if load.aggregated == aggregated):
-                        found[load.name] = stack.run(load, folder)
-                        print(report({load.name: found[load.name]}), flush=True)
+                    for number in range(1, options.rounds + 1):
+                        learned = stack.profile(number)
+                        for load in (load for load in loads if load.aggregated == aggregated):
+                            runs[load.name].append(run := stack.run(load, number, learned))
+                            print(report({load.name: compare([run])}), flush=True)
     except (PacelineError, RuntimeError, TimeoutError, httpx.HTTPError) as error:
         print(f"bench.simulate_error: {error}", file=sys.stderr)
         return 1
+    found = {name: compare(own) for name, own in runs.items()}
     print(report(found))
     if options.out:
         figures = {name: dataclasses.asdict(own) for name, own in found.items()}

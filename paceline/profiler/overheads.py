@@ -7,15 +7,18 @@ sum matters to a request that runs alone.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import UnavailableError
+from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Delay
 from paceline.profiler.fit import delay_of
 from paceline.profiler.measure import Traced
+from paceline.profiler.stack import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,15 @@ class Overheads:
     decode_join: Delay
 
 
-def find_overheads(singles: Sequence[Traced], texts: Sequence[Traced], decode_step: float) -> Overheads:
+def find_overheads(
+    singles: Sequence[Traced], texts: Sequence[Traced], decode_step: float, lateness: Sequence[float] = ()
+) -> Overheads:
     """Return the overheads.
 
     Args:
         singles, texts: requests that ran alone, with token ids and with texts; at least one of the first.
         decode_step: time of a decode step with one sequence, in seconds.
+        lateness: by how much tokens came later than usual, as `find_lateness` has it.
 
     Raises UnavailableError if no request ran undisturbed.
     """
@@ -56,15 +62,42 @@ def find_overheads(singles: Sequence[Traced], texts: Sequence[Traced], decode_st
         for part, half in zip(parts, after_step)
         if part["told"] is not None
     ]
+    usual = statistics.median(around) if around else 0.0
     return Overheads(
         gateway=delay_of([part["asked"] for part in parts]).model_copy(update={"per_token": per_token}),
         admit=delay_of([part["admitted"] - part["asked"] for part in parts]),
         first_token=delay_of([half + part["client"] for part, half in zip(parts, after_step)]),
         handoff=delay_of(told),
-        token=delay_of(around),
+        token=delay_of([max(0.0, usual + late) for late in lateness] or around),
         prefill_join=delay_of(after_step),
         decode_join=delay_of(around),
     )
+
+
+def find_lateness(answers: Sequence[Answer], steps: Sequence[StepRecord]) -> list[float]:
+    """Return for each token after the first one how much later than usual the client had it, in seconds.
+
+    The clocks of the worker and of the client are not compared: usual is the median of each answer.
+
+    Args:
+        answers: answers of requests that ran alone, one after another.
+        steps: steps that began with those that decoded these answers, in order.
+
+    Returns:
+        Nothing if steps and tokens do not agree, as with drafts.
+    """
+    found: list[float] = []
+    rest = list(steps)
+    for answer in answers:
+        times = answer.token_times[1:]
+        own, rest = rest[: len(times)], rest[len(times) :]
+        follows = all(after.context_tokens == before.context_tokens + 1 for before, after in itertools.pairwise(own))
+        if len(own) < len(times) or not follows or any(step.sequences != 1 for step in own):
+            return []
+        ways = [came - step.ended for came, step in zip(times, own)]
+        usual = statistics.median(ways) if ways else 0.0
+        found += [way - usual for way in ways]
+    return found
 
 
 def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: float) -> Delay:

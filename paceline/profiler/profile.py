@@ -15,7 +15,7 @@ from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
 from paceline.profiler.fit import Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
-from paceline.profiler.overheads import find_admission, find_admit, find_overheads
+from paceline.profiler.overheads import find_admission, find_admit, find_lateness, find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack
 from paceline.profiler.turns import Arrivals, find_arrival, find_turns
 
@@ -73,7 +73,9 @@ def make_profile(
     prefill, quality = _steps_of(computing, measured)
     decode, own = _steps_of("decode", measured)
     turns = _turns(facts, measured, prefill, decode)
-    overheads = find_overheads(measured.singles, measured.texts, decode.decode_seconds(1, 0))
+    # Requests that ran alone came first, so the first steps are theirs.
+    lateness = find_lateness([answer for answer, _ in measured.singles], measured.decoding["decode"])
+    overheads = find_overheads(measured.singles, measured.texts, decode.decode_seconds(1, 0), lateness)
     shared = WorkerTimes(
         steps=decode,
         max_seqs=facts.max_seqs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 
 from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.objectives import Objectives
+from paceline.core.step_times import Delay
 from paceline.simulator.sequence import Sequence
+from paceline.simulator.series import ratios_of
 from paceline.simulator.steps import Run
 from paceline.simulator.worker import Worker
 
@@ -45,6 +48,16 @@ class Times:
         np.add.at(self._counts, np.minimum(buckets, _BUCKETS - 1), times)
         self.count += times * len(seconds)
         self.total += times * float(seconds.sum())
+
+    @staticmethod
+    def merged(parts: Iterable[Times]) -> Times:
+        """Return a histogram of all times in `parts`."""
+        whole = Times()
+        for part in parts:
+            whole._counts += part._counts
+            whole.count += part.count
+            whole.total += part.total
+        return whole
 
     def percentile(self, share: float) -> float:
         """Return the time of this share, at most 0.5 % off; 0 if there are none."""
@@ -112,16 +125,18 @@ class Recorder:
     """Collects what happens.
 
     Args:
-        token_delay: seconds from the end of a step until clients have its tokens; it shifts the last token.
+        token: time from the end of a step until clients have its tokens.
         watches: whether a planner reads the traffic.
+        seed: decides for which step this time is how long.
     """
 
-    def __init__(self, objectives: Objectives, token_delay: float = 0.0, watches: bool = False) -> None:
+    def __init__(self, objectives: Objectives, token: Delay, watches: bool = False, seed: int = 0) -> None:
         self.classes: dict[str, ClassRecord] = {}
         self.recent: dict[str, Recent] = {}
         self.preemptions = 0
         self._objectives = objectives
-        self._token_delay = token_delay
+        self._token_seconds = token.seconds
+        self._token_ratios = ratios_of(token.spread, seed)
         self._watches = watches
 
     def of(self, group: str) -> ClassRecord:
@@ -174,8 +189,10 @@ class Recorder:
         """Count the tokens that steps gave to decoding sequences."""
         if not run.rows:
             return
-        gaps = run.gaps()
-        given = run.begin + run.seconds(1) + self._token_delay
+        delays = self._token_seconds * self._token_ratios.values(run.index, run.steps + 1)
+        # The gateway sends tokens in order, so a late one brings the next one closer.
+        gaps = np.maximum(0.0, run.gaps() + np.diff(delays))
+        given = run.begin + run.seconds(1) + float(delays[1])
         joined: dict[str, int] = {}
         for sequence in run.joined:
             self._gap(sequence, given)

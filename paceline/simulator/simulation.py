@@ -30,7 +30,7 @@ class Simulation:
         if scenario.host_tokens:
             profile = profile.model_copy(update={"host_tokens": scenario.host_tokens})
         self.events = Events()
-        self.recorder = Recorder(scenario.objectives, profile.token.at(0, 0.5), watches=scenario.plans)
+        self.recorder = Recorder(scenario.objectives, profile.token, watches=scenario.plans, seed=scenario.seed)
         self._scenario = scenario
         self._block_tokens = trace.block_tokens
         self._requests = enumerate(trace)

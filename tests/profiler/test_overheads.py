@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.profiler.overheads import find_admission, find_admit, find_overheads
+from paceline.core.step_record import StepRecord
+from paceline.profiler.overheads import find_admission, find_admit, find_lateness, find_overheads
 from paceline.profiler.stack import Answer
 
 
@@ -40,6 +41,27 @@ def test_what_a_trace_tells_is_split_into_delays() -> None:
 def test_without_prefill_workers_nothing_is_handed_over() -> None:
     found = find_overheads([traced(16, handed_over=False)], [], 0.010)
     assert found.handoff.seconds == found.decode_join.seconds == found.gateway.per_token == 0
+
+
+def steps(context: int, *ended: float) -> list[StepRecord]:
+    """Return the steps that decode one answer."""
+    return [StepRecord(number, at, 0.01, 0, 0, 1, 0, context + number) for number, at in enumerate(ended)]
+
+
+def test_tokens_come_sometimes_late() -> None:
+    answers = [Answer("a", 8, (0.1, 0.111, 0.125, 0.131)), Answer("b", 8, (0.1, 0.110, 0.120))]
+    own = [*steps(9, 7.01, 7.02, 7.03), *steps(9, 8.01, 8.02)]
+    assert find_lateness(answers, [*own, *steps(30, 9.0)]) == pytest.approx([0.0, 0.004, 0.0, 0.0, 0.0])
+    found = find_overheads([traced(16), traced(64)], [], 0.010, [0.004, 0.0, -0.001, 0.0, 0.0])
+    assert [found.token.at(0, level) for level in (0.0, 0.5, 1.0)] == pytest.approx([0.001, 0.002, 0.006])
+    assert found.decode_join.at(0, 1.0) == pytest.approx(0.002)
+
+
+def test_lateness_is_unknown_if_steps_are_not_those_of_the_answers() -> None:
+    answers = [Answer("a", 8, (0.1, 0.11, 0.12)), Answer("b", 8, (0.1, 0.11, 0.12))]
+    assert find_lateness(answers, [*steps(9, 7.01, 7.02, 7.03), *steps(9, 8.01)]) == []
+    assert find_lateness(answers, [*steps(9, 7.01, 7.02), *steps(9, 8.01)]) == []
+    assert find_lateness([], []) == []
 
 
 def test_prompts_begin_later_while_others_decode() -> None:

@@ -43,6 +43,15 @@ SETUPS = {
     "asleep": Setup(_objectives(4, 0), {"prefill": 0, "decode": 0}, NOTHING, (FEW, CHATS)),
     "no_flips": Setup(_objectives(4, flips=False), {"prefill": 1, "decode": 3}, CHATS, (DOCUMENTS, NOTHING)),
     "twins": Setup(_objectives(4), {"prefill": 2, "decode": 2}, CHATS, (DOCUMENTS, FEW), twins=True),
+    "one_machine": Setup(
+        _objectives(4),
+        {"prefill": 1, "decode": 1},
+        FEW,
+        (CHATS, DOCUMENTS),
+        pins=(("decode", 2),),
+        shares_cores=("prefill", "decode"),
+        shares_memory=True,
+    ),
     "pinned": Setup(_objectives(6), {"prefill": 2, "decode": 3}, FEW, (CHATS,), pins=(("prefill", 1), ("decode", 4))),
 }
 

@@ -120,10 +120,10 @@ def _check_limits(world: World, seen: Report, decision: Decision) -> None:
     objectives = world.setup.objectives
     wanted = {role: each.wanted for role, each in seen.roles.items()}
     for role, count in decision.wanted.items():
-        limits = objectives.limits(role)
+        least, most = objectives.limits(role).least, world.most(role)
         is_free = seen.roles[role].pinned is None and count != wanted[role]
-        if is_free and not min(limits.least, wanted[role]) <= count <= max(limits.most, wanted[role]):
-            raise Violation(f"{role} must have {limits.least} to {limits.most} workers: {decision.line}")
+        if is_free and not min(least, wanted[role]) <= count <= max(most, wanted[role]):
+            raise Violation(f"{role} must have {least} to {most} workers: {decision.line}")
     if objectives.budget is None:
         return
     used = sum(count * objectives.limits(role).devices for role, count in decision.wanted.items())
@@ -193,7 +193,7 @@ def check_rest(world: World, lines: list[str]) -> None:
     served &= not any(words in recent for words in ("has devices for", "budget has no room", "have no room for"))
     # A backlog may outlast the run if there are as many decode workers as may be, and all their places are taken.
     decode = len(world.of("decode"))
-    served &= decode < world.setup.objectives.limits("decode").most or world.streams < MAX_SEQS * decode
+    served &= decode < world.most("decode") or world.streams < MAX_SEQS * decode
     if any(world.waiting.values()) and served:
         raise Violation(f"requests still wait: {world.waiting}, {lines[-1]}")
     if not sum(world.load.values()) and not any(world.waiting.values()):

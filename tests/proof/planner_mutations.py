@@ -107,6 +107,11 @@ def without_limits(patch: Patch) -> None:
     patch.setattr(planner, "size", size)
 
 
+def without_a_look_at_shared_cores(patch: Patch) -> None:
+    """Let roles grow whose workers share all cores of the only machine."""
+    patch.setattr(needs, "limits_of", lambda role, report, objectives: objectives.limits(role))
+
+
 def without_idleness(patch: Patch) -> None:
     """Keep a worker of each role although there has been no request for long."""
     patch.setattr(Outlook, "is_idle", property(lambda outlook: False))

@@ -73,6 +73,7 @@ def _describe_role(world: World, role: Role, later: float) -> RoleReport:
         STARTUP * TICK,
         DRAIN * TICK,
         FLIP * TICK,
+        shares_cores=role in world.setup.shares_cores,
     )
 
 
@@ -98,6 +99,7 @@ def _describe(world: World, worker: Worker, objectives: Objectives) -> WorkerRep
         queued_tokens=round(world.prompts / max(1, len(ready))) if worker.role == "prefill" else 0,
         max_seqs=MAX_SEQS,
         kv_pressure=running / MAX_SEQS,
+        shares_memory=world.setup.shares_memory,
         flips_to=tuple(role for role in others if role != worker.role),
         loss=float(running),
         steps=steps,

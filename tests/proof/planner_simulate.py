@@ -25,7 +25,10 @@ TICKS, REST = 60, 50
 
 
 def setup_of(seed: int) -> Setup:
-    """Return a fleet that starts with up to 17 workers, with or without encode workers, flips, twins and a budget."""
+    """Return a fleet that starts with up to 17 workers, with or without encode workers, flips, twins and a budget.
+
+    Some fleets share the cores or the memory of one machine.
+    """
     draw = random.Random(seed)
     counts: dict[Role, int] = {"prefill": draw.randint(1, 6), "decode": draw.randint(1, 8)}
     if draw.random() < 0.4:
@@ -43,7 +46,20 @@ def setup_of(seed: int) -> Setup:
     )
     loads = tuple(_draw_load(draw, counts) for _ in range(4))
     pins = tuple((role, draw.randint(0, 4)) for role in counts)
-    return Setup(objectives, counts, loads[0], loads[1:], pins=pins, twins=draw.random() < 0.3)
+    twins = draw.random() < 0.3
+    on_one_machine = draw.random() < 0.3
+    sharing = tuple(role for role in counts if on_one_machine and draw.random() < 0.7)
+    shares_memory = on_one_machine and draw.random() < 0.7
+    return Setup(
+        objectives,
+        counts,
+        loads[0],
+        loads[1:],
+        pins=pins,
+        twins=twins,
+        shares_cores=sharing,
+        shares_memory=shares_memory,
+    )
 
 
 def _draw_load(draw: random.Random, counts: dict[Role, int]) -> Load:

@@ -55,6 +55,10 @@ class Setup:
     """Numbers of workers that a person may set."""
     twins: bool = False
     """Whether a second planner always acts, too, on reports of its own."""
+    shares_cores: tuple[Role, ...] = ()
+    """Roles whose workers share all cores of the only machine, so that a second worker would add no speed."""
+    shares_memory: bool = False
+    """Whether the KV blocks of all workers are in one arena, so that another worker would add no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,13 @@ class World:
     def of(self, role: Role, state: State = "ready") -> list[Worker]:
         """Return the workers of a role in a state."""
         return [each for each in self.workers if each.role == role and each.state == state]
+
+    def most(self, role: Role) -> int:
+        """Return up to how many workers a role may grow now."""
+        limits = self.setup.objectives.limits(role)
+        if role not in self.setup.shares_cores:
+            return limits.most
+        return min(limits.most, max(1, limits.least, self.wanted[role]))
 
     @property
     def streams(self) -> int:

@@ -288,16 +288,25 @@ def test_equal_scenarios_have_equal_results_and_coalescing_does_not_change_them(
         for at in arrivals
     ]
     own = worker_times(step_times(prefill_spread=UNEVEN, decode_spread=UNEVEN, decode_context=1e-5))
-    scenario = Scenario(
-        profile(own, own), 2, 2, is_aggregated=seed % 2 > 0, failures=(Failure(chance.uniform(0.5, 1), 0.3),)
-    )
+    whole = profile(own, own, token=Delay(seconds=0.004, spread=UNEVEN))
+    scenario = Scenario(whole, 2, 2, is_aggregated=seed % 2 > 0, failures=(Failure(chance.uniform(0.5, 1), 0.3),))
     trace = Trace(BLOCK, requests)
     result = simulate(scenario, trace)
     assert simulate(scenario, trace).to_json() == result.to_json()
     (one,) = result.classes.values()
     (other,) = simulate(dataclasses.replace(scenario, is_coalesced=False), trace).classes.values()
-    assert dataclasses.asdict(one.seconds) == pytest.approx(dataclasses.asdict(other.seconds))
+    for name in ("seconds", "itl"):
+        percentiles = [dataclasses.asdict(getattr(own, name)) for own in (one, other)]
+        assert percentiles[0] == pytest.approx(percentiles[1])
     assert (one.finished, one.hit_rate, one.attempts) == (other.finished, other.hit_rate, other.attempts)
+
+
+def test_tokens_that_come_late_change_the_gaps_but_not_their_mean() -> None:
+    _, result = run([TraceRequest(0.0, 16, 2000)], profile=profile(token=Delay(seconds=0.004, spread=UNEVEN)))
+    (own,) = result.classes.values()
+    assert own.itl.p50 == pytest.approx(0.011, rel=0.03)
+    assert own.itl.p99 > 0.015
+    assert own.itl.mean == pytest.approx(0.011, rel=0.01)
 
 
 def test_the_cheapest_fleet_is_found() -> None:
