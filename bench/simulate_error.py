@@ -7,8 +7,8 @@ In each of --rounds rounds it is profiled, and then each load runs once, with an
 gateway recorded are simulated with the profile of their round, because a shared machine changes its speed meanwhile.
 Measured times are those of the client. ITL is the gap between two pieces of an answer.
 
-The requests of all runs of a load are the same. So the difference between the runs is the error that even a perfect
-simulator would have on this machine. A round takes about six minutes.
+The requests of all runs of a load are the same, so the difference between the runs shows how much the machine itself
+changes. A round takes about six minutes.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def real_stack(model: str, folder: Path, aggregated: bool) -> Iterator[RealStack
     process = Process(log, "serve", model, f"--port={port}", f"--record-trace={trace}", "--store=none", *fleet)
     try:
         process.wait_for("Ready.")
+        time.sleep(SETTLE_SECONDS)
         yield RealStack(f"http://127.0.0.1:{port}", trace, folder, aggregated)
     finally:
         process.stop()
@@ -284,6 +285,8 @@ def main() -> int:
     )
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     ending_on_sigterm()
     loads = [make_load(name, options.seconds, options.seed) for name in options.load or LOADS]
     runs = defaultdict[str, list[Run]](list)
@@ -296,8 +299,8 @@ def main() -> int:
                     for number in range(1, options.rounds + 1):
                         learned = stack.profile(number)
                         for load in (load for load in loads if load.aggregated == aggregated):
-                            runs[load.name].append(run := stack.run(load, number, learned))
-                            print(report({load.name: compare([run])}), flush=True)
+                            runs[load.name].append(stack.run(load, number, learned))
+                            print(report({load.name: compare(runs[load.name])}), flush=True)
     except (PacelineError, RuntimeError, TimeoutError, httpx.HTTPError) as error:
         print(f"bench.simulate_error: {error}", file=sys.stderr)
         return 1

@@ -252,7 +252,7 @@ class Profile(_Value):
     handoff: Delay = Delay()
     """Time from the end of the prompt's last step until the decode worker on the same host has the request."""
     token: Delay = Delay()
-    """Time from the end of a decode step until clients have its tokens. It differs from token to token."""
+    """Time from the end of a decode step until clients have its tokens."""
     transfer_seconds: Seconds = 0.01
     """Time that a transfer between hosts takes in addition to the time for its bytes."""
     transfer_bytes: float = Field(default=1e9, gt=0)

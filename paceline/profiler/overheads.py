@@ -7,9 +7,8 @@ sum matters to a request that runs alone.
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ def find_overheads(
     Args:
         singles, texts: requests that ran alone, with token ids and with texts; at least one of the first.
         decode_step: time of a decode step with one sequence, in seconds.
-        lateness: by how much tokens came later than usual, as `find_lateness` has it.
+        lateness: by how much each token came later than usual, in seconds; empty if unknown.
 
     Raises UnavailableError if no request ran undisturbed.
     """
@@ -62,13 +61,14 @@ def find_overheads(
         for part, half in zip(parts, after_step)
         if part["told"] is not None
     ]
-    usual = statistics.median(around) if around else 0.0
+    # The gaps between tokens depend only on differences of their delays, of which none is negative.
+    usual = max(statistics.median(around or [0.0]), -min(lateness, default=0.0))
     return Overheads(
         gateway=delay_of([part["asked"] for part in parts]).model_copy(update={"per_token": per_token}),
         admit=delay_of([part["admitted"] - part["asked"] for part in parts]),
         first_token=delay_of([half + part["client"] for part, half in zip(parts, after_step)]),
         handoff=delay_of(told),
-        token=delay_of([max(0.0, usual + late) for late in lateness] or around),
+        token=delay_of([usual + late for late in lateness] or around),
         prefill_join=delay_of(after_step),
         decode_join=delay_of(around),
     )
@@ -77,27 +77,37 @@ def find_overheads(
 def find_lateness(answers: Sequence[Answer], steps: Sequence[StepRecord]) -> list[float]:
     """Return for each token after the first one how much later than usual the client had it, in seconds.
 
-    The clocks of the worker and of the client are not compared: usual is the median of each answer.
+    The clocks of the worker and of the client are not compared: usual is the median of each answer. Answers whose
+    tokens do not agree with steps are left out, such as those in which the client got two tokens in one piece.
 
     Args:
         answers: answers of requests that ran alone, one after another.
-        steps: steps that began with those that decoded these answers, in order.
-
-    Returns:
-        Nothing if steps and tokens do not agree, as with drafts.
+        steps: steps of the worker that decoded them, in order. More may follow.
     """
     found: list[float] = []
-    rest = list(steps)
+    decoded = iter(_decoded(steps))
     for answer in answers:
-        times = answer.token_times[1:]
-        own, rest = rest[: len(times)], rest[len(times) :]
-        follows = all(after.context_tokens == before.context_tokens + 1 for before, after in itertools.pairwise(own))
-        if len(own) < len(times) or not follows or any(step.sequences != 1 for step in own):
-            return []
-        ways = [came - step.ended for came, step in zip(times, own)]
-        usual = statistics.median(ways) if ways else 0.0
-        found += [way - usual for way in ways]
+        # The first step attends to the prompt and to the first token.
+        own = next((each for each in decoded if each[0].context_tokens == answer.prompt_tokens + 1), [])
+        ways = [came - step.ended for came, step in zip(answer.token_times[1:], own)]
+        if ways and len(ways) == len(own) == len(answer.token_times) - 1:
+            usual = statistics.median(ways)
+            found += [way - usual for way in ways]
     return found
+
+
+def _decoded(steps: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
+    """Yield the steps of each sequence that was decoded alone."""
+    own: list[StepRecord] = []
+    for step in steps:
+        follows = own and (step.number, step.context_tokens) == (own[-1].number + 1, own[-1].context_tokens + 1)
+        if not follows and own:
+            yield own
+            own = []
+        if step.sequences == 1:
+            own.append(step)
+    if own:
+        yield own
 
 
 def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: float) -> Delay:

@@ -73,8 +73,7 @@ def make_profile(
     prefill, quality = _steps_of(computing, measured)
     decode, own = _steps_of("decode", measured)
     turns = _turns(facts, measured, prefill, decode)
-    # Requests that ran alone came first, so the first steps are theirs.
-    lateness = find_lateness([answer for answer, _ in measured.singles], measured.decoding["decode"])
+    lateness = _lateness(facts, measured)
     overheads = find_overheads(measured.singles, measured.texts, decode.decode_seconds(1, 0), lateness)
     shared = WorkerTimes(
         steps=decode,
@@ -110,6 +109,14 @@ def make_profile(
     if moved and seconds:
         made = made.model_copy(update={"transfer_bytes": moved / seconds})
     return made, {f"steps of {name}": each for name, each in (quality | own).items()}
+
+
+def _lateness(facts: Facts, measured: Measured) -> list[float]:
+    """Return by how much tokens came later than usual. Steps of several workers do not show it, so it is empty then."""
+    if facts.workers["decode"] > 1:
+        return []
+    answers = [answer for answer, _ in measured.singles]
+    return find_lateness(answers, measured.decoding["decode"])  # singles came first, so the first steps are theirs
 
 
 def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTimes) -> Turns:

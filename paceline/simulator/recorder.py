@@ -20,6 +20,7 @@ from paceline.simulator.steps import Run
 from paceline.simulator.worker import Worker
 
 MINUTE = 60.0
+_OWN_SEEDS = 1 << 20
 
 _WIDTH = math.log(1.01)
 _LEAST = math.log(1e-5)
@@ -125,9 +126,9 @@ class Recorder:
     """Collects what happens.
 
     Args:
-        token: time from the end of a step until clients have its tokens.
+        token: delay from the end of a step until clients have its tokens.
         watches: whether a planner reads the traffic.
-        seed: decides for which step this time is how long.
+        seed: decides the order of these delays.
     """
 
     def __init__(self, objectives: Objectives, token: Delay, watches: bool = False, seed: int = 0) -> None:
@@ -136,7 +137,10 @@ class Recorder:
         self.preemptions = 0
         self._objectives = objectives
         self._token_seconds = token.seconds
-        self._token_ratios = ratios_of(token.spread, seed)
+        # Series of equal seeds have equal orders: no other series may have this one, or delays would follow steps.
+        self.token_ratios = ratios_of(token.spread, seed + _OWN_SEEDS)
+        self._delivered: dict[int, float] = {}
+        """Instant at which clients had the newest token of each worker, by its number."""
         self._watches = watches
 
     def of(self, group: str) -> ClassRecord:
@@ -189,10 +193,13 @@ class Recorder:
         """Count the tokens that steps gave to decoding sequences."""
         if not run.rows:
             return
-        delays = self._token_seconds * self._token_ratios.values(run.index, run.steps + 1)
-        # The gateway sends tokens in order, so a late one brings the next one closer.
-        gaps = np.maximum(0.0, run.gaps() + np.diff(delays))
-        given = run.begin + run.seconds(1) + float(delays[1])
+        delays = self._token_seconds * self.token_ratios.values(run.index, run.steps)
+        ends = run.begin - run.waited + np.cumsum(run.gaps())
+        before = self._delivered.get(worker.number, 0.0)
+        # Tokens come in order, so a late one holds back the next ones.
+        instants = np.maximum.accumulate(np.concatenate(([before], ends + delays)))
+        gaps = np.diff(instants)
+        given, self._delivered[worker.number] = float(instants[1]), float(instants[-1])
         joined: dict[str, int] = {}
         for sequence in run.joined:
             self._gap(sequence, given)
@@ -211,7 +218,7 @@ class Recorder:
                     self.recent[group].itl.add((run.waited + run.seconds(run.steps)) / run.steps, rows * run.steps)
 
     def _gap(self, sequence: Sequence, at: float) -> None:
-        self.of(sequence.group).itl.add(at - sequence.last_token)
+        self.of(sequence.group).itl.add(max(0.0, at - sequence.last_token))
         if self._watches:
             self.recent[sequence.group].itl.add(max(0.0, at - sequence.last_token))
 

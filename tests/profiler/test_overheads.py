@@ -43,25 +43,33 @@ def test_without_prefill_workers_nothing_is_handed_over() -> None:
     assert found.handoff.seconds == found.decode_join.seconds == found.gateway.per_token == 0
 
 
-def steps(context: int, *ended: float) -> list[StepRecord]:
-    """Return the steps that decode one answer."""
-    return [StepRecord(number, at, 0.01, 0, 0, 1, 0, context + number) for number, at in enumerate(ended)]
+def steps(number: int, context: int, *ended: float, sequences: int = 1) -> list[StepRecord]:
+    """Return the steps that decode one answer, the first of which has a number and a context."""
+    return [StepRecord(number + index, at, 0.01, 0, 0, sequences, 0, context + index) for index, at in enumerate(ended)]
 
 
-def test_tokens_come_sometimes_late() -> None:
+def test_tokens_sometimes_come_late() -> None:
     answers = [Answer("a", 8, (0.1, 0.111, 0.125, 0.131)), Answer("b", 8, (0.1, 0.110, 0.120))]
-    own = [*steps(9, 7.01, 7.02, 7.03), *steps(9, 8.01, 8.02)]
-    assert find_lateness(answers, [*own, *steps(30, 9.0)]) == pytest.approx([0.0, 0.004, 0.0, 0.0, 0.0])
+    decoded = [*steps(0, 9, 7.01, 7.02, 7.03), *steps(3, 9, 8.01, 8.02)]
+    assert find_lateness(answers, [*decoded, *steps(5, 30, 9.0)]) == pytest.approx([0.0, 0.004, 0.0, 0.0, 0.0])
+
+
+def test_answers_whose_tokens_do_not_agree_with_steps_tell_no_lateness() -> None:
+    in_two_pieces, whole = Answer("a", 8, (0.1, 0.111, 0.131)), Answer("b", 16, (0.1, 0.110, 0.122, 0.130))
+    decoded = [*steps(0, 9, 7.01, 7.02, 7.03), *steps(3, 17, 8.01, 8.02, 8.03)]
+    assert find_lateness([in_two_pieces, whole], decoded) == pytest.approx([0.0, 0.002, 0.0])
+    assert find_lateness([whole], steps(0, 17, 8.01, 8.02, 8.03, sequences=2)) == []
+    assert find_lateness([whole, whole], decoded) == pytest.approx([0.0, 0.002, 0.0])
+    assert find_lateness([whole], [*steps(0, 17, 8.01, 8.02), *steps(3, 19, 8.03)]) == []
+
+
+def test_delays_of_tokens_differ_as_their_lateness_does() -> None:
     found = find_overheads([traced(16), traced(64)], [], 0.010, [0.004, 0.0, -0.001, 0.0, 0.0])
     assert [found.token.at(0, level) for level in (0.0, 0.5, 1.0)] == pytest.approx([0.001, 0.002, 0.006])
     assert found.decode_join.at(0, 1.0) == pytest.approx(0.002)
-
-
-def test_lateness_is_unknown_if_steps_are_not_those_of_the_answers() -> None:
-    answers = [Answer("a", 8, (0.1, 0.11, 0.12)), Answer("b", 8, (0.1, 0.11, 0.12))]
-    assert find_lateness(answers, [*steps(9, 7.01, 7.02, 7.03), *steps(9, 8.01)]) == []
-    assert find_lateness(answers, [*steps(9, 7.01, 7.02), *steps(9, 8.01)]) == []
-    assert find_lateness([], []) == []
+    # No handoff tells the median, so the earliest token has no delay.
+    found = find_overheads([traced(16, handed_over=False)], [], 0.010, [0.004, 0.0, -0.001, 0.0, 0.0])
+    assert [found.token.at(0, level) for level in (0.0, 0.5, 1.0)] == pytest.approx([0.0, 0.001, 0.005])
 
 
 def test_prompts_begin_later_while_others_decode() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.core.step_record import StepRecord
 from paceline.profiler.measure import Measured
 from paceline.profiler.profile import Lifetimes, make_profile
@@ -33,3 +35,18 @@ def test_a_decode_worker_that_takes_turns_plans_its_next_step_late() -> None:
     assert together.decode.planned_steps == 1
     alone, _ = make_profile(facts(1, False), measured("prefill"), Lifetimes(), (0, 0.0))
     assert (alone.decode.planned_steps, alone.turns) == (1, None)
+
+
+def test_the_delays_of_tokens_are_those_of_a_single_worker() -> None:
+    found = measured("prefill")
+    answer, trace = found.singles[0]
+    late = answer._replace(token_times=(0.1, 0.110, 0.120, 0.134))
+    found.singles[0] = late, trace
+    own = [StepRecord(number, 1 + number / 100, 0.01, 0, 0, 1, 0, 65 + number) for number in range(3)]
+    found.decoding["decode"][:0] = own
+    one, _ = make_profile(facts(1, False), found, Lifetimes(), (0, 0.0))
+    assert one.token.at(0, 1.0) - one.token.at(0, 0.5) == pytest.approx(0.004, rel=1e-3)
+    two_workers = facts(1, False)
+    two_workers.workers["decode"] = 2
+    two, _ = make_profile(two_workers, found, Lifetimes(), (0, 0.0))
+    assert two.token.at(0, 1.0) == two.token.at(0, 0.5)

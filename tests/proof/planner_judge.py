@@ -7,7 +7,7 @@ import itertools
 from paceline.core.planner.actions import Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.reports import Report, Role
 from tests.proof.planner_reports import ENCODE_SECONDS, ENCODED, step_seconds
-from tests.proof.planner_world import CHUNK, CHUNK_SECONDS, MAX_SEQS, SETTLE, TICK, World, apply
+from tests.proof.planner_world import CHUNK, CHUNK_SECONDS, SETTLE, SHARED_SEQS, TICK, World, apply
 from tests.proof.world import Violation
 
 MEASURED_TICKS = 6
@@ -120,7 +120,7 @@ def _check_limits(world: World, seen: Report, decision: Decision) -> None:
     objectives = world.setup.objectives
     wanted = {role: each.wanted for role, each in seen.roles.items()}
     for role, count in decision.wanted.items():
-        least, most = objectives.limits(role).least, world.most(role)
+        least, most = objectives.limits(role).least, world.setup.most(role, wanted[role])
         is_free = seen.roles[role].pinned is None and count != wanted[role]
         if is_free and not min(least, wanted[role]) <= count <= max(most, wanted[role]):
             raise Violation(f"{role} must have {least} to {most} workers: {decision.line}")
@@ -193,7 +193,8 @@ def check_rest(world: World, lines: list[str]) -> None:
     served &= not any(words in recent for words in ("has devices for", "budget has no room", "have no room for"))
     # A backlog may outlast the run if there are as many decode workers as may be, and all their places are taken.
     decode = len(world.of("decode"))
-    served &= decode < world.most("decode") or world.streams < MAX_SEQS * decode
+    served &= decode < world.setup.most("decode", world.wanted["decode"]) or world.streams < world.places
+    served &= not world.setup.shares_memory or world.streams < SHARED_SEQS
     if any(world.waiting.values()) and served:
         raise Violation(f"requests still wait: {world.waiting}, {lines[-1]}")
     if not sum(world.load.values()) and not any(world.waiting.values()):

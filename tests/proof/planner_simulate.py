@@ -27,7 +27,7 @@ TICKS, REST = 60, 50
 def setup_of(seed: int) -> Setup:
     """Return a fleet that starts with up to 17 workers, with or without encode workers, flips, twins and a budget.
 
-    Some fleets share the cores or the memory of one machine.
+    Some fleets are on one machine. Then workers of some roles share its cores, or all share its memory, or both.
     """
     draw = random.Random(seed)
     counts: dict[Role, int] = {"prefill": draw.randint(1, 6), "decode": draw.randint(1, 8)}
@@ -107,7 +107,11 @@ def _arrivals(rate: int, draw: random.Random) -> int:
 
 
 def _calm_down(world: World) -> None:
-    """End what would keep the fleet from resting: people release it, and stuck workers start."""
+    """End what would keep the fleet from resting: people release it, and requests that one machine cannot serve in
+    time are given up."""
+    if world.setup.shares_cores or world.setup.shares_memory:
+        world.waiting.clear()
+        world.prompts = 0.0
     for role in list(world.pinned):
         del world.pinned[role]
         world.changes[role] = ()

@@ -20,6 +20,8 @@ STARTUP, DRAIN, FLIP = 2, 2, 1
 """Ticks that these take, if nothing goes wrong."""
 SETTLE = (STARTUP + DRAIN) * TICK
 MAX_SEQS = 20
+SHARED_SEQS = 30
+"""Requests for which a shared arena has memory, however many workers use it."""
 CHUNK, CHUNK_SECONDS = 1000, 0.25
 
 
@@ -59,6 +61,11 @@ class Setup:
     """Roles whose workers share all cores of the only machine, so that a second worker would add no speed."""
     shares_memory: bool = False
     """Whether the KV blocks of all workers are in one arena, so that another worker would add no memory."""
+
+    def most(self, role: Role, wanted: int) -> int:
+        """Return up to how many workers a role may grow if so many are wanted now."""
+        limits = self.objectives.limits(role)
+        return min(limits.most, max(1, limits.least, wanted)) if role in self.shares_cores else limits.most
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +132,16 @@ class World:
         """Return the workers of a role in a state."""
         return [each for each in self.workers if each.role == role and each.state == state]
 
-    def most(self, role: Role) -> int:
-        """Return up to how many workers a role may grow now."""
-        limits = self.setup.objectives.limits(role)
-        if role not in self.setup.shares_cores:
-            return limits.most
-        return min(limits.most, max(1, limits.least, self.wanted[role]))
-
     @property
     def streams(self) -> int:
         """Requests that have begun to decode."""
         return sum(count for count, _ in self.running)
+
+    @property
+    def places(self) -> int:
+        """Requests for which the decode workers have places and memory."""
+        places = MAX_SEQS * len(self.of("decode"))
+        return min(places, SHARED_SEQS) if self.setup.shares_memory else places
 
 
 def make_world(setup: Setup) -> World:
@@ -176,7 +182,7 @@ def pass_tick(world: World) -> None:
 
 def _admit(world: World) -> None:
     """Give places to waiting requests, and their prompts to prefill workers."""
-    room = MAX_SEQS * len(world.of("decode")) - world.streams
+    room = world.places - world.streams
     for name, count in sorted(world.waiting.items()):
         admitted = min(count, max(0, room)) if world.of("prefill") or not world.wanted.get("prefill") else 0
         room -= admitted

@@ -128,7 +128,7 @@ async def two_hosts(plan: Plan, folder: Path, lease_seconds: float = 10.0) -> As
         ]
         cluster.start_gateway()
         cluster.wait_ready(*names)
-        await cluster.wait_workers(plan.prefill + plan.decode)
+        await cluster.wait_workers(plan.prefill + plan.decode + plan.encode)
         keeping = asyncio.create_task(cluster.keep())
         try:
             yield cluster

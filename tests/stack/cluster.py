@@ -21,6 +21,7 @@ from tests.stack.processes import HAND_OVER, SETTLE_SECONDS, is_settled
 
 PROMPT = "Once upon a time there was a"
 TOKENS = 96
+COMPUTING = ("prefill", "decode", "encode")
 
 
 class Cluster(Services):
@@ -70,7 +71,7 @@ class Cluster(Services):
             while True:
                 try:
                     workers = (await self.fleet())["workers"]
-                    ready = [w for w in workers if w["role"] != "kvtransfer" and w["state"] == "ready"]
+                    ready = [w for w in workers if w["role"] in COMPUTING and w["state"] == "ready"]
                     if len(ready) == count:
                         return
                 except httpx.TransportError:

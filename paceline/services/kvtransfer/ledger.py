@@ -7,9 +7,9 @@ have drained, and a reservation that fails because blocks are missing uses up it
     reserve ──▶ RESERVED ──open──▶ FILLING ──fill──▶ FILLED ──adopt──▶ ACTIVE ──release──▶ (gone)
                    └──────────────────────release──────────────────────────────────────────▶ (gone)
 
-A lease that ends, or expires, while a worker may still touch its blocks is DRAINING. Nobody may act on such a lease,
-except that this worker may still seal what it has written. Its blocks are given back when that worker says that it is
-done, or after its session has ended.
+A lease that ends, or expires, while a worker may still touch its blocks is DRAINING. This worker may still seal blocks
+of it that it has written; nobody may do anything else with it. Its blocks are given back when that worker says that it
+is done, or after its session has ended.
 
 Errors: InvalidRequestError for an operation that can never work, BusyError if too few blocks are available now,
 StaleError if another worker owns the lease now, UnknownLeaseError if there is no such lease.
@@ -140,8 +140,7 @@ class Ledger:
     def seal(self, session: int, key: Key, group: int, first_block: int, hashes: Sequence[bytes], now: float) -> Lease:
         """Publish full blocks. hashes[i] names the context up to the end of block `first_block` + i.
 
-        The lease may be draining. If the owner of a lease has just released it, the writer does not know that yet, and
-        what it has computed is worth caching.
+        The lease may be draining, because its writer may not know yet that it was released or has expired.
         """
         lease = self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
         slots, before = block_tables.slots_to_seal(self._pool, lease, group, first_block, hashes)

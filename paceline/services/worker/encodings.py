@@ -50,8 +50,8 @@ class Encodings:
     the same encoding at the same time, each writes blocks of its own, and only those that were published first are
     cached afterwards.
 
-    If a lease ends early, its blocks stay as they are until the worker releases them, and what it has written can still
-    be published. So neither a reader nor a writer need know of it.
+    If a lease ends early, its blocks stay as they are until the worker releases them, and what the worker has written
+    can still be published. So neither readers nor writers have to know.
 
     Args:
         layout: a layout with encodings.
