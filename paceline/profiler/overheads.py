@@ -75,10 +75,11 @@ def find_overheads(
 
 
 def find_lateness(answers: Sequence[Answer], steps: Sequence[StepRecord]) -> list[float]:
-    """Return for each token after the first one how much later than usual the client had it, in seconds.
+    """Return for the tokens in the second half of each answer how much later than usual the client had them, in seconds.
 
-    The clocks of the worker and of the client are not compared: usual is the median of each answer. Answers whose
-    tokens do not agree with steps are left out, such as those in which the client got two tokens in one piece.
+    The first tokens after a handoff are late more often, and are only a small part of an answer that is longer than
+    these. The clocks of the worker and of the client are not compared: usual is the median of each answer. Answers
+    whose tokens do not agree with steps are left out, such as those in which the client got two tokens in one piece.
 
     Args:
         answers: answers of requests that ran alone, one after another.
@@ -91,8 +92,9 @@ def find_lateness(answers: Sequence[Answer], steps: Sequence[StepRecord]) -> lis
         own = next((each for each in decoded if each[0].context_tokens == answer.prompt_tokens + 1), [])
         ways = [came - step.ended for came, step in zip(answer.token_times[1:], own)]
         if ways and len(ways) == len(own) == len(answer.token_times) - 1:
-            usual = statistics.median(ways)
-            found += [way - usual for way in ways]
+            late = ways[len(ways) // 2 :]
+            usual = statistics.median(late)
+            found += [way - usual for way in late]
     return found
 
 

@@ -49,17 +49,17 @@ def steps(number: int, context: int, *ended: float, sequences: int = 1) -> list[
 
 
 def test_tokens_sometimes_come_late() -> None:
-    answers = [Answer("a", 8, (0.1, 0.111, 0.125, 0.131)), Answer("b", 8, (0.1, 0.110, 0.120))]
-    decoded = [*steps(0, 9, 7.01, 7.02, 7.03), *steps(3, 9, 8.01, 8.02)]
-    assert find_lateness(answers, [*decoded, *steps(5, 30, 9.0)]) == pytest.approx([0.0, 0.004, 0.0, 0.0, 0.0])
+    answers = [Answer("a", 8, (0.1, 0.119, 0.120, 0.130, 0.144, 0.150)), Answer("b", 8, (0.1, 0.110, 0.120))]
+    decoded = [*steps(0, 9, 7.01, 7.02, 7.03, 7.04, 7.05), *steps(5, 9, 8.01, 8.02)]
+    assert find_lateness(answers, [*decoded, *steps(7, 30, 9.0)]) == pytest.approx([0.0, 0.004, 0.0, 0.0])
 
 
 def test_answers_whose_tokens_do_not_agree_with_steps_tell_no_lateness() -> None:
     in_two_pieces, whole = Answer("a", 8, (0.1, 0.111, 0.131)), Answer("b", 16, (0.1, 0.110, 0.122, 0.130))
     decoded = [*steps(0, 9, 7.01, 7.02, 7.03), *steps(3, 17, 8.01, 8.02, 8.03)]
-    assert find_lateness([in_two_pieces, whole], decoded) == pytest.approx([0.0, 0.002, 0.0])
+    assert find_lateness([in_two_pieces, whole], decoded) == pytest.approx([0.001, -0.001])
     assert find_lateness([whole], steps(0, 17, 8.01, 8.02, 8.03, sequences=2)) == []
-    assert find_lateness([whole, whole], decoded) == pytest.approx([0.0, 0.002, 0.0])
+    assert find_lateness([whole, whole], decoded) == pytest.approx([0.001, -0.001])
     assert find_lateness([whole], [*steps(0, 17, 8.01, 8.02), *steps(3, 19, 8.03)]) == []
 
 

@@ -45,7 +45,7 @@ def test_the_delays_of_tokens_are_those_of_a_single_worker() -> None:
     own = [StepRecord(number, 1 + number / 100, 0.01, 0, 0, 1, 0, 65 + number) for number in range(3)]
     found.decoding["decode"][:0] = own
     one, _ = make_profile(facts(1, False), found, Lifetimes(), (0, 0.0))
-    assert one.token.at(0, 1.0) - one.token.at(0, 0.5) == pytest.approx(0.004, rel=1e-3)
+    assert one.token.at(0, 1.0) - one.token.at(0, 0.5) == pytest.approx(0.002, rel=1e-3)
     two_workers = facts(1, False)
     two_workers.workers["decode"] = 2
     two, _ = make_profile(two_workers, found, Lifetimes(), (0, 0.0))
