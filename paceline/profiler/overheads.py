@@ -75,7 +75,7 @@ def find_overheads(
 
 
 def find_lateness(answers: Sequence[Answer], steps: Sequence[StepRecord]) -> list[float]:
-    """Return for the tokens in the second half of each answer how much later than usual the client had them, in seconds.
+    """Return by how many seconds the tokens in the second half of each answer came later than usual to the client.
 
     The first tokens after a handoff are late more often, and are only a small part of an answer that is longer than
     these. The clocks of the worker and of the client are not compared: usual is the median of each answer. Answers
