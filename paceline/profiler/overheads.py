@@ -92,9 +92,9 @@ def find_lateness(answers: Sequence[Answer], steps: Sequence[StepRecord]) -> lis
         own = next((each for each in decoded if each[0].context_tokens == answer.prompt_tokens + 1), [])
         ways = [came - step.ended for came, step in zip(answer.token_times[1:], own)]
         if ways and len(ways) == len(own) == len(answer.token_times) - 1:
-            late = ways[len(ways) // 2 :]
-            usual = statistics.median(late)
-            found += [way - usual for way in late]
+            later = ways[len(ways) // 2 :]
+            usual = statistics.median(later)
+            found += [way - usual for way in later]
     return found
 
 

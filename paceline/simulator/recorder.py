@@ -21,6 +21,7 @@ from paceline.simulator.worker import Worker
 
 MINUTE = 60.0
 _OWN_SEEDS = 1 << 20
+"""Added to a scenario's seed, so that no other series has the seed of the tokens' delays."""
 
 _WIDTH = math.log(1.01)
 _LEAST = math.log(1e-5)
@@ -137,7 +138,7 @@ class Recorder:
         self.preemptions = 0
         self._objectives = objectives
         self._token_seconds = token.seconds
-        # Series of equal seeds have equal orders: no other series may have this one, or delays would follow steps.
+        # Series of equal seeds have equal orders, so with the seed of the steps, delays would follow their times.
         self.token_ratios = ratios_of(token.spread, seed + _OWN_SEEDS)
         self._delivered: dict[int, float] = {}
         """Instant at which clients had the newest token of each worker, by its number."""

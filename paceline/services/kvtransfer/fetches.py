@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from paceline.core.errors import PacelineError, StaleError, TransferError, UnavailableError
+from paceline.core.errors import PacelineError, TransferError, UnavailableError
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
 from paceline.core.metrics import Family, Sample
 from paceline.core.types import Key
@@ -30,7 +30,7 @@ from paceline.services.common.wire_version import WireVersions, mismatch
 from paceline.services.kvtransfer.arrivals import Arrivals, check_names
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.exports import digest_of
-from paceline.services.kvtransfer.lease import TRANSFER, Lease, State, prefix_key
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.paths import Paths
 from paceline.services.kvtransfer.transport import ArenaMemory
@@ -238,9 +238,7 @@ class Fetches:
         for _, run in itertools.groupby(named, lambda entry: (entry[1].group, entry[1].index - entry[0])):
             first, *others = (block for _, block in run)
             hashes = [block.hash for block in (first, *others)]
-            lease = self._ledger.seal(TRANSFER, key, first.group, first.index, hashes, self._clock())
-            if lease.state is State.DRAINING:
-                raise StaleError(f"lease {key} ended while its blocks came")
+            self._ledger.seal(TRANSFER, key, first.group, first.index, hashes, self._clock())
 
 
 async def _next(call: Call, expected: str) -> pb.ExportEvent:
