@@ -5,20 +5,22 @@ from __future__ import annotations
 import pytest
 
 from bench.simulate_error import Comparison, figures_of, report, simulate
-from paceline.core.step_times import Delay
+from paceline.core.step_times import Curve, Delay
 from paceline.simulator.trace import Trace, TraceRequest
-from tests.simulator.tiny import profile
+from tests.simulator.tiny import profile, step_times, worker_times
 
 
 def test_each_run_is_simulated_with_its_own_profile_and_an_empty_cache() -> None:
     trace = Trace(16, [TraceRequest(0.0, 48, 2, [7, 8]), TraceRequest(5.0, 48, 2, [7, 8])])
-    runs = [simulate(profile(gateway=Delay(seconds=seconds)), trace, aggregated=False) for seconds in (0.1, 0.3)]
+    slower = worker_times(step_times(decode=Curve(points=((1, 0.022),))))
+    profiles = [profile(gateway=Delay(seconds=0.1)), profile(decode=slower, gateway=Delay(seconds=0.3))]
+    runs = [simulate(own, trace, aggregated=False) for own in profiles]
     found = figures_of(runs)
     assert found["hit rate"] == pytest.approx(2 * 32 / (4 * 48))
     # 48 tokens take 48 ms, and the 16 that are not cached take 16 ms.
     assert list(runs[0].ttft) == pytest.approx([0.148, 0.116])
     assert found["TTFT p50"] == pytest.approx((0.148 + 0.316) / 2)
-    assert found["ITL p50"] == pytest.approx(0.011, rel=0.01)
+    assert (found["ITL p50"], found["ITL p99"]) == pytest.approx((0.011, 0.022), rel=0.01)
 
 
 def test_the_report_says_how_far_runs_and_simulation_are_apart() -> None:
