@@ -251,9 +251,10 @@ def test_each_model_has_a_fleet_of_its_own(start: Start, models_file: str) -> No
 def test_a_model_that_can_be_served_no_more_leaves_the_others_alone(start: Start, models_file: str) -> None:
     stack = start({"kvtransfer": "serve once"}, model="", models_file=models_file)
     stack.read_until("Ctrl-C stops")
+    own = [psutil.Process(pid) for name, pid in stack.pids().items() if name.startswith("a/")]
     os.kill(stack.pids()["a/kvtransfer"], signal.SIGKILL)
     stack.read_until("a is served no more, and the other models are")
-    psutil.wait_procs([psutil.Process(stack.pids()["a/decode-0"])], timeout=WAIT)
+    psutil.wait_procs(own, timeout=WAIT)
     alive = {name for name, pid in stack.pids().items() if psutil.pid_exists(pid)}
     assert alive == {"b/c/kvtransfer", "b/c/prefill-0", "b/c/decode-0", "b/c/decode-1", "redis", "gateway"}
     os.kill(stack.pids()["b/c/kvtransfer"], signal.SIGKILL)
