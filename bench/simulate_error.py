@@ -8,7 +8,7 @@ gateway recorded are simulated with the profile of their round, because a shared
 Measured times are those of the client. ITL is the gap between two pieces of an answer.
 
 The requests of all runs of a load are the same, so the difference between the runs shows how much the machine itself
-changes. A round takes about six minutes.
+changes. A round takes about nine minutes.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class RealStack:
         path = self._folder / f"{load.name} {number}.jsonl"
         path.write_bytes(lines)
         seen.lines = [json.loads(line) for line in lines.splitlines()]
-        return Run(seen, simulate(learned, read_trace(path), load.aggregated))
+        return Run(seen, simulate(learned, read_trace(path), load.aggregated, number))
 
     def _new_lines(self) -> bytes:
         """Return what the gateway has recorded since the last call."""
@@ -224,9 +224,12 @@ def _note(pieces: Pieces, sent: float, seen: Seen) -> list[int]:
     return tokens
 
 
-def simulate(learned: Profile, trace: Trace, aggregated: bool) -> ClassRecord:
-    """Return what a simulation of a trace says, with the fleet that the stack had."""
-    scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated)
+def simulate(learned: Profile, trace: Trace, aggregated: bool, seed: int) -> ClassRecord:
+    """Return what a simulation of a trace says, with the fleet that the stack had.
+
+    Runs need seeds of their own. Otherwise the same request of each run has the same rare delay.
+    """
+    scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated, seed=seed)
     simulation = Simulation(scenario, trace)
     simulation.run()
     (own,) = simulation.recorder.classes.values()
@@ -276,7 +279,7 @@ def main() -> int:
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--load", action="append", choices=LOADS, help="may be repeated; default: all")
     parser.add_argument("--rounds", type=int, default=2, help="profiles of each stack, and runs of each load [2]")
-    parser.add_argument("--seconds", type=float, default=25.0, help="time in which the requests of each run arrive")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time in which the requests of each run arrive")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--keep",

@@ -205,7 +205,8 @@ class Turns(_Value):
     late: Delay = Delay()
     """Time from the end of prefill's turn until the next decode step begins."""
     admit: Delay = Delay()
-    """How much later a prompt is on its worker while decode workers of the same cores have work."""
+    """How much longer everything around the steps of a prompt takes while decode workers of the same cores have
+    work."""
     admission: Seconds = 0.0
     """Seconds of an admission that are work on these cores. It takes as much longer for each other admission at the
     same time."""

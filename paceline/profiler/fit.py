@@ -15,6 +15,8 @@ from paceline.core.step_times import Curve, Delay, Spread, StepTimes
 
 HELD_OUT = 4
 """Every fourth step is held out of the fit, to say how good it is."""
+LEAST_STEPS = 3
+"""Least number of steps of one size from which its time is known."""
 MOST_LEVELS = 201
 _ROUNDS = 12
 """Rounds in which the weights of a robust fit settle."""
@@ -52,7 +54,7 @@ class Fit:
 def fit(work: Sequence[float], other: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fit seconds = curve(work) + slope * other, by least absolute relative errors. Nothing is negative.
 
-    The curve has a point at each amount of work that was measured at least three times.
+    The curve has a point at each amount of work that was measured at least LEAST_STEPS times.
 
     Args:
         work, other, seconds: one value for each step; at least one step.
@@ -60,7 +62,8 @@ def fit(work: Sequence[float], other: Sequence[float], seconds: Sequence[float])
     x, z, y = (np.asarray(values, float) for values in (work, other, seconds))
     held = np.arange(len(y)) % HELD_OUT == HELD_OUT - 1
     values, counts = np.unique(x[~held], return_counts=True)
-    knots = values[counts >= 3] if (counts >= 3).any() else values
+    often = counts >= LEAST_STEPS
+    knots = values[often] if often.any() else values
     columns = np.column_stack([_hats(x, knots), z])
     found = _robust(columns[~held], y[~held])
     fitted = columns @ found

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,7 @@ class Measured:
     beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of prompts that were computed while a fixed number of requests were answered."""
     crowded: list[Traced] = field(default_factory=list)
-    """The requests of these prompts, with their traces."""
+    """The requests of these prompts, with their traces, if all of the others were being answered meanwhile."""
 
 
 def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:
@@ -180,8 +180,17 @@ def _beside(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[
             crowded: list[Traced] = []
             while not running.done() and len(crowded) < _MOST_BESIDE:
                 crowded.append(_single(stack, stack.prompt(lengths[len(crowded) % 2]), 1))
-            running.result()
-            found.crowded += crowded[1:]  # the first one came together with these requests
+            found.crowded += while_answered(crowded, running.result())
         for role, rows in stack.new_steps().items():
             found.beside[role] += rows
             found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]
+
+
+def while_answered(crowded: Iterable[Traced], others: Sequence[Answer]) -> list[Traced]:
+    """Return the requests that came, and got their first token, while all others were between their first and last.
+
+    A prompt that came earlier also waited for the prompts of the others.
+    """
+    begin = max(answer.sent + answer.token_times[0] for answer in others)
+    end = min(answer.sent + answer.token_times[-1] for answer in others)
+    return [(own, trace) for own, trace in crowded if begin <= own.sent and own.sent + own.token_times[0] <= end]

@@ -113,7 +113,7 @@ def _decoded(steps: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
 
 
 def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: float) -> Delay:
-    """Return how much later prompts are on their workers while decode workers use the same cores.
+    """Return how much later first tokens come while decode workers use the same cores, apart from longer steps.
 
     A prompt also waits for its turn, which the simulator counts apart: on average for half of a decode step.
 
@@ -121,7 +121,10 @@ def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: 
         alone, crowded: requests that ran alone, and those whose prompts came while others were answered.
         decode_step: time of such a decode step, in seconds.
     """
-    around, more = ([part["first"] - part["steps"] for part in map(_parts, own) if part] for own in (alone, crowded))
+    around, more = (
+        [part["first"] + part["client"] - part["steps"] for part in map(_parts, own) if part]
+        for own in (alone, crowded)
+    )
     if not around or not more:
         return Delay()
     usual = statistics.median(around) + decode_step / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
-from paceline.profiler.fit import Quality, fit_steps, with_gaps
+from paceline.profiler.fit import LEAST_STEPS, Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
 from paceline.profiler.overheads import find_admission, find_admit, find_lateness, find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack
@@ -147,18 +148,25 @@ def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turn
 
 
 def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:
-    """Return the step times of a role. What its own workers did not compute is taken from the others."""
+    """Return the step times of a role. Steps of sizes that its own workers did not compute are taken from the others.
+
+    For example, decode workers compute short prompts, and prefill workers the others.
+    """
 
     def rows(steps: dict[str, list[StepRecord]]) -> list[StepRecord]:
-        own = steps[role]
-        distinct = {row.prompt_tokens or row.sequences for row in own}
-        other = steps["prefill" if role == "decode" else "decode"]
-        return with_gaps(own if len(distinct) > 2 or not other else other)
+        own, others = with_gaps(steps[role]), with_gaps(steps["prefill" if role == "decode" else "decode"])
+        computed = Counter(map(_size, own))
+        return own + [row for row in others if computed[_size(row)] < LEAST_STEPS]
 
     prompts, decoding = rows(measured.prompts), rows(measured.decoding)
     if not prompts or not decoding:
         raise UnavailableError("the workers do not tell their steps; are they of this release?")
     return fit_steps(prompts, decoding, measured.mixed[role])
+
+
+def _size(row: StepRecord) -> int:
+    """Return the prompt tokens of a step, or the sequences of a step without any."""
+    return row.prompt_tokens or row.sequences
 
 
 def _lifetimes(stack: ProfiledStack) -> Lifetimes:

@@ -32,6 +32,8 @@ class Answer(NamedTuple):
     prompt_tokens: int
     token_times: tuple[float, ...]
     """When each piece of the answer came."""
+    sent: float = 0.0
+    """Instant of sending the request, of the profiler's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class ProfiledStack:
                 usage = event.get("usage") or usage
                 if any(choice.get("token_ids") for choice in event["choices"]):
                     times.append(came - sent)
-        return Answer(name, usage["prompt_tokens"], tuple(times))
+        return Answer(name, usage["prompt_tokens"], tuple(times), sent)
 
     def ask_together(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
         """Send requests at the same time and wait for all answers."""

@@ -14,7 +14,7 @@ def test_each_run_is_simulated_with_its_own_profile_and_an_empty_cache() -> None
     trace = Trace(16, [TraceRequest(0.0, 48, 2, [7, 8]), TraceRequest(5.0, 48, 2, [7, 8])])
     slower = worker_times(step_times(decode=Curve(points=((1, 0.022),))))
     profiles = [profile(gateway=Delay(seconds=0.1)), profile(decode=slower, gateway=Delay(seconds=0.3))]
-    runs = [simulate(own, trace, aggregated=False) for own in profiles]
+    runs = [simulate(own, trace, aggregated=False, seed=1) for own in profiles]
     found = figures_of(runs)
     assert found["hit rate"] == pytest.approx(2 * 32 / (4 * 48))
     # 48 tokens take 48 ms, and the 16 that are not cached take 16 ms.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.step_record import StepRecord
+from paceline.core.step_times import StepTimes
 from paceline.profiler.measure import Measured
 from paceline.profiler.profile import Lifetimes, make_profile
 from paceline.profiler.stack import Facts
@@ -50,3 +51,30 @@ def test_the_delays_of_tokens_are_those_of_a_single_worker() -> None:
     two_workers.workers["decode"] = 2
     two, _ = make_profile(two_workers, found, Lifetimes(), (0, 0.0))
     assert two.token.at(0, 1.0) == two.token.at(0, 0.5)
+
+
+def seconds(times: StepTimes, *tokens: int) -> list[float]:
+    """Return how long prompts of these lengths take in a step of their own."""
+    return [times.prefill_seconds(count, count * count / 2) for count in tokens]
+
+
+def test_short_prompts_are_those_of_decode_workers_and_long_ones_of_prefill_workers() -> None:
+    found = measured("prefill")
+    for number in range(8):
+        tokens = 16 * (1 + number // 4)
+        pairs = tokens * (tokens + 1) // 2
+        found.prompts["decode"].append(StepRecord(2 * number, number, tokens / 2000, tokens, pairs, 0, 0, 0))
+    made, _ = make_profile(facts(1, False), found, Lifetimes(), (0, 0.0))
+    assert seconds(made.prefill.steps, 16, 32, 64, 192) == pytest.approx([0.008, 0.016, 0.064, 0.192])
+    assert seconds(made.decode.steps, 16, 32, 64, 192) == pytest.approx([0.008, 0.016, 0.064, 0.192])
+
+
+def test_a_role_has_its_own_times_of_the_sizes_that_it_computed() -> None:
+    found = measured("prefill")
+    pairs = 64 * 65 // 2
+    found.prompts["decode"] += [StepRecord(2 * number, number, 0.1, 64, pairs, 0, 0, 0) for number in range(4)]
+    # Two steps do not say how long such steps take.
+    found.prompts["decode"] += [StepRecord(8 + 2 * number, 4 + number, 0.9, 128, 8256, 0, 0, 0) for number in range(2)]
+    made, _ = make_profile(facts(1, False), found, Lifetimes(), (0, 0.0))
+    assert seconds(made.prefill.steps, 64, 128) == pytest.approx([0.064, 0.128])
+    assert seconds(made.decode.steps, 64, 128) == pytest.approx([0.1, 0.128], rel=0.01)
