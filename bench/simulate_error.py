@@ -4,8 +4,9 @@
 
 For each kind of fleet (a prefill and a decode worker; one worker for both) a stack is started with --record-trace.
 In each of --rounds rounds it is profiled, and then each load runs once, with an empty cache. The traces that the
-gateway recorded are simulated with the profile of their round, because a shared machine changes its speed meanwhile.
-Measured times are those of the client. ITL is the gap between two pieces of an answer.
+gateway recorded are simulated with the profile of their round, because a shared machine changes its speed meanwhile,
+and with SEEDS seeds, of which the tables show the median figures. Measured times are those of the client. ITL is the
+gap between two pieces of an answer.
 
 The requests of all runs of a load are the same, so the difference between the runs shows how much the machine itself
 changes. A round takes about nine minutes.
@@ -18,6 +19,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import statistics
 import sys
 import tempfile
 import time
@@ -45,6 +47,8 @@ from paceline.simulator.trace import Trace
 from paceline.simulator.trace_files import read_trace
 
 REQUEST_SECONDS = 120.0
+SEEDS = 9
+"""Simulations of each run. One alone has rare delays at other requests than the real stack."""
 SETTLE_SECONDS = 2.0
 """Time until the recorder has written its last lines, and the fleet has told its figures."""
 Figures = dict[str, float]
@@ -80,21 +84,24 @@ class Comparison:
     """Of all runs together."""
     runs: list[Figures]
     simulated: Figures
+    """Medians over the seeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a load, and the simulation of what was recorded."""
+    """One run of a load, and the simulations of what was recorded, one for each seed."""
 
     seen: Seen
-    simulated: ClassRecord
+    simulated: list[ClassRecord]
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
     """Compare all runs of a load with their simulations."""
     seen = [run.seen for run in runs]
     together = Seen(*([each for run in seen for each in getattr(run, name)] for name in ("ttft", "itl", "lines")))
-    return Comparison(together.figures(), [run.figures() for run in seen], figures_of([run.simulated for run in runs]))
+    by_seed = [figures_of(own) for own in zip(*(run.simulated for run in runs), strict=True)]
+    simulated = {name: statistics.median(own[name] for own in by_seed) for name in by_seed[0]}
+    return Comparison(together.figures(), [run.figures() for run in seen], simulated)
 
 
 class RealStack:
@@ -130,7 +137,9 @@ class RealStack:
         path = self._folder / f"{load.name} {number}.jsonl"
         path.write_bytes(lines)
         seen.lines = [json.loads(line) for line in lines.splitlines()]
-        return Run(seen, simulate(learned, read_trace(path), load.aggregated, number))
+        # Runs with the same seeds would have the same rare delays, at the same requests.
+        seeds = range(SEEDS * number, SEEDS * (number + 1))
+        return Run(seen, [simulate(learned, read_trace(path), load.aggregated, seed) for seed in seeds])
 
     def _new_lines(self) -> bytes:
         """Return what the gateway has recorded since the last call."""
@@ -225,10 +234,7 @@ def _note(pieces: Pieces, sent: float, seen: Seen) -> list[int]:
 
 
 def simulate(learned: Profile, trace: Trace, aggregated: bool, seed: int) -> ClassRecord:
-    """Return what a simulation of a trace says, with the fleet that the stack had.
-
-    Runs need seeds of their own. Otherwise the same request of each run has the same rare delay.
-    """
+    """Return what a simulation of a trace says, with the fleet that the stack had."""
     scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated, seed=seed)
     simulation = Simulation(scenario, trace)
     simulation.run()

@@ -74,14 +74,14 @@ def _bursts(source: _Source, seconds: float) -> list[Talk]:
     return [Talk(at, (Turn(source.tokens(64, 192), source.randint(24, 64)),)) for at in times]
 
 
-_mixed = _single(0.8, (32, 700), (24, 96))
+_mixed = _single(1.2, (32, 700), (24, 96))
 
 _LOADS: dict[str, Callable[[_Source, float], list[Talk]]] = {
     "short chats": _single(1.2, (40, 200), (32, 96)),
     "long prompts": _single(0.35, (800, 1800), (8, 24)),
     "conversations": _conversations,
     "bursts": _bursts,
-    "long answers": _single(0.3, (24, 64), (150, 350)),
+    "long answers": _single(0.5, (24, 64), (150, 350)),
     "mixed, aggregated": _mixed,
 }
 LOADS = tuple(_LOADS)

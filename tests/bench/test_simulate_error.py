@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from bench.simulate_error import Comparison, figures_of, report, simulate
+from bench.simulate_error import Comparison, Run, Seen, compare, figures_of, report, simulate
 from paceline.core.step_times import Curve, Delay
+from paceline.simulator.recorder import ClassRecord
 from paceline.simulator.trace import Trace, TraceRequest
 from tests.simulator.tiny import profile, step_times, worker_times
 
@@ -21,6 +24,16 @@ def test_each_run_is_simulated_with_its_own_profile_and_an_empty_cache() -> None
     assert list(runs[0].ttft) == pytest.approx([0.148, 0.116])
     assert found["TTFT p50"] == pytest.approx((0.148 + 0.316) / 2)
     assert (found["ITL p50"], found["ITL p99"]) == pytest.approx((0.011, 0.022), rel=0.01)
+
+
+def test_the_figures_of_a_simulation_are_medians_over_its_seeds() -> None:
+    def own(ttft: float) -> ClassRecord:
+        return ClassRecord(prompt_tokens=10, ttft=array("d", [ttft]))
+
+    seen = Seen([0.1], [0.01], [{"cached_tokens": 0, "input_length": 10}])
+    runs = [Run(seen, [own(0.1), own(0.2), own(0.9)]), Run(seen, [own(0.3), own(0.2), own(0.1)])]
+    assert compare(runs).simulated["TTFT p50"] == pytest.approx(0.2)
+    assert compare(runs).simulated["TTFT p99"] == pytest.approx(0.298)
 
 
 def test_the_report_says_how_far_runs_and_simulation_are_apart() -> None:
