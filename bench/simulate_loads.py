@@ -81,7 +81,7 @@ _LOADS: dict[str, Callable[[_Source, float], list[Talk]]] = {
     "long prompts": _single(0.35, (800, 1800), (8, 24)),
     "conversations": _conversations,
     "bursts": _bursts,
-    "long answers": _single(0.5, (24, 64), (150, 350)),
+    "long answers": _single(0.8, (24, 64), (150, 350)),
     "mixed, aggregated": _mixed,
 }
 LOADS = tuple(_LOADS)
