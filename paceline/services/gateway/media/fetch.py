@@ -17,6 +17,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
@@ -34,14 +35,21 @@ REDIRECTS = 5
 """Most redirects that are followed."""
 _ADDRESSES = 4
 """Most addresses of a server that are tried."""
-_READ_BYTES = 16 << 10
-"""Bytes that are parsed at once. Other requests wait meanwhile."""
+_READ_BYTES = 64 << 10
+"""Bytes that are read at once."""
+_PACKED_BYTES = 32 << 10
+"""Bytes that are unpacked at once, but for the last ones. Each call of the thread takes time."""
+BYTES_PER_SECOND = 256 << 20
+"""Most bytes of all files together that are read in a second, or made by unpacking. At this rate, reading takes about a
+third of this thread's time, in which other requests wait."""
+_PAUSE_SECONDS = 0.001
+"""Shortest pause. Files that come faster than the rate are read without a pause for this long."""
 _HEAD_BYTES = 32 << 10
 _INTERIM_RESPONSES = 10
 _MAX_PIECES, _PIECE_BYTES = 1024, 64
 """If a body comes in more pieces than this, they must have this size on average: to parse pieces takes time."""
 UNPACKED_BYTES = 256 << 10
-"""Bytes that are unpacked at once. A few bytes may unpack to a thousand times as many."""
+"""Most bytes that unpacking makes at once. A few bytes may unpack to a thousand times as many."""
 _UNPACK_NICENESS = 10
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 
@@ -86,6 +94,7 @@ class Fetcher:
     def __init__(self, guard: Guard, resolve: Resolver, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._unpackers = concurrent.futures.ThreadPoolExecutor(1, "unpack", _yield_to_others)
+        self._pace = Pace()
         self._guard = guard
         self._resolve = resolve
 
@@ -174,7 +183,7 @@ class Fetcher:
             return _join(target, headers["location"])
         if response.status_code != 200:
             raise UnreachableMediaError(f"{target.host} answered with status {response.status_code}; check the URL")
-        body = _Body(self.max_bytes, headers, take, self._unpackers)
+        body = _Body(self.max_bytes, headers, take, self._unpackers, self._pace)
         while isinstance(event := await _next_event(connection, reader), h11.Data):
             await body.add(event.data)
         return await body.end()
@@ -184,15 +193,31 @@ class Fetcher:
         return ssl.create_default_context()
 
 
+class Pace:
+    """Slows down the tasks that share it, so that together they handle at most BYTES_PER_SECOND."""
+
+    def __init__(self) -> None:
+        self._due = 0.0
+        """When all bytes that were counted may have been handled, on time.monotonic()."""
+
+    async def count(self, handled: int) -> None:
+        """Count bytes that were handled, and wait if there were too many. Other tasks run meanwhile in any case."""
+        now = time.monotonic()
+        self._due = max(self._due, now) + handled / BYTES_PER_SECOND
+        pause = self._due - now
+        await asyncio.sleep(pause if pause >= _PAUSE_SECONDS else 0)
+
+
 class _Body:
     """A response's body as it arrives."""
 
     def __init__(
-        self, max_bytes: int, headers: dict[str, str], take: Take, unpackers: concurrent.futures.Executor
+        self, max_bytes: int, headers: dict[str, str], take: Take, unpackers: concurrent.futures.Executor, pace: Pace
     ) -> None:
         self._max_bytes = max_bytes
         self._take = take
         self._unpackers = unpackers
+        self._pace = pace
         self._content = bytearray()
         self._packed = bytearray()
         """Bytes that are not unpacked yet."""
@@ -212,24 +237,25 @@ class _Body:
         self._check_size(self._received)
         if self._pieces > max(_MAX_PIECES, self._received // _PIECE_BYTES):
             raise UnreachableMediaError("the server sent the file in too many small pieces")
+        await self._pace.count(len(data))
         if self._inflater is None:
             self._keep(data)
             return
-        # Small pieces are unpacked together, because each call of the thread takes time.
         self._packed += data
-        if len(self._packed) >= _READ_BYTES:
+        if len(self._packed) >= _PACKED_BYTES:
             await self._unpack(self._inflater)
 
     async def _unpack(self, inflater: zlib._Decompress) -> None:
         data, self._packed = bytes(self._packed), bytearray()
-        if data and inflater.eof:
-            raise zlib.error("data after the end of the compressed file")
         loop, is_complete = asyncio.get_running_loop(), not data
         while not is_complete:
             most = min(UNPACKED_BYTES, self._max_bytes - len(self._content) + 1)
             unpacked = await loop.run_in_executor(self._unpackers, inflater.decompress, data, most)
             self._check_size(len(self._content) + len(unpacked))
             self._keep(unpacked)
+            await self._pace.count(len(unpacked))
+            if inflater.unused_data:
+                raise zlib.error("data after the end of the compressed file")
             data = inflater.unconsumed_tail
             is_complete = not data and len(unpacked) < most
 

@@ -71,6 +71,7 @@ BROKEN: dict[str, Handler] = {
     "length that is no number": answer(response(FILE, Content_Length="-5")),
     "tiny chunks": repeat(CHUNKED, b"1\r\nx\r\n" * 1000),
     "half a packed file": answer(response(gzip.compress(FILE)[:-20], Content_Encoding="gzip")),
+    "a little more behind a packed file": answer(response(gzip.compress(FILE) + b"more", Content_Encoding="gzip")),
     "more behind a packed file": repeat(PACKED + gzip.compress(FILE), FILE),
     "not packed": answer(response(FILE, Content_Encoding="gzip")),
     "missing": answer(response(b"no", "404 Not Found")),
