@@ -6,7 +6,8 @@ The stack has a random model that reads images, videos and audio. It runs in a n
 user namespaces (see `bench.hostile_network`). Hostile requests come at a steady rate from another process, which yields
 to the stack. Streams of text run beside, first without the attack, then during it. An answer is wrong if its status is
 not one that the item deserves, or an error does not say which item is at fault. Some broken items may be accepted, such
-as a file without its end, and then cost as much as good ones; `--refused-only` leaves them out.
+as a file without its end, and then cost as much as good ones; `--refused-only` leaves them out. With
+`--cheapest` each item is a URL that is refused at once, which shows what the requests alone cost.
 
 The tables show all answers, the ITL of the streams, the CPU time of each process during the attack, and its anonymous
 memory: before the attack, at most during it (looked at every second), and afterwards. A gateway may hold up to
@@ -50,6 +51,7 @@ from tests.services.gateway.media.samples import data_url, image_file
 STREAMS, STREAM_TOKENS = 4, 200
 REQUEST_SECONDS = 120.0
 NICENESS = 5
+CHEAPEST = Attack("cheapest", "image", "x:bad", frozenset({400}))
 GOOD = {"type": "image_url", "image_url": {"url": data_url(image_file())}}
 
 
@@ -65,15 +67,17 @@ class Answers:
     """Of all requests together, from sending to the answer."""
 
 
-def attack(url: str, count: int, rate: float, seed: int, refused_only: bool) -> Answers:
+def attack(url: str, count: int, rate: float, seed: int, refused_only: bool, cheapest: bool) -> Answers:
     """Send `count` hostile requests at a rate per second. Runs in a process of its own.
 
     Args:
         refused_only: whether to leave out items that a stack may accept.
+        cheapest: whether to send CHEAPEST instead.
     """
     os.nice(NICENESS)
     attacks = Attacks(seed, URLS)
-    chosen = (own for own in iter(attacks.next, None) if not (refused_only and 200 in own.answers))
+    made = itertools.repeat(CHEAPEST) if cheapest else iter(attacks.next, None)
+    chosen = (own for own in made if not (refused_only and 200 in own.answers))
     return asyncio.run(_attack(url, itertools.islice(chosen, count), rate, seed))
 
 
@@ -177,8 +181,10 @@ async def measure(stack: Process, url: str, options: argparse.Namespace, vocab: 
                 end = time.monotonic() + options.quiet_seconds
                 await streams(name, lambda: time.monotonic() > end)
 
+            kinds = options.refused_only, options.cheapest
+
             async def attacked(count: int, name: str) -> Answers:
-                job = attackers.submit(attack, url, count, options.rate, next(seeds), options.refused_only)
+                job = attackers.submit(attack, url, count, options.rate, next(seeds), *kinds)
                 await streams(name, job.done)
                 return job.result()
 
@@ -232,6 +238,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="hostile requests [%(default)s]")
     parser.add_argument("--rate", type=float, default=20.0, help="hostile requests in a second [%(default)s]")
     parser.add_argument("--refused-only", action="store_true", help="leave out items that may be accepted")
+    parser.add_argument("--cheapest", action="store_true", help="send only URLs that are refused at once")
     parser.add_argument("--warm-up", type=int, default=200, help="hostile requests before anything is measured")
     parser.add_argument("--quiet-seconds", type=float, default=30.0, help="time of the streams alone [%(default)s]")
     parser.add_argument("--seed", type=int, default=1)

@@ -4,12 +4,12 @@
 
 For each kind of fleet (a prefill and a decode worker; one worker for both) a stack is started with --record-trace.
 In each of --rounds rounds it is profiled, and then each load runs once, with an empty cache. The traces that the
-gateway recorded are simulated with the profile of their round, because a shared machine changes its speed meanwhile,
-and with SEEDS seeds, of which the tables show the median figures. Measured times are those of the client. ITL is the
-gap between two pieces of an answer.
+gateway recorded are simulated with the profile of their round, because a shared machine changes its speed meanwhile.
+Each trace is simulated with SEEDS seeds, and the tables show the medians of their figures. Measured times are those of
+the client. ITL is the gap between two pieces of an answer.
 
 The requests of all runs of a load are the same, so the difference between the runs shows how much the machine itself
-changes. A round takes about nine minutes.
+changes. A round takes about seven minutes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from paceline.simulator.trace_files import read_trace
 
 REQUEST_SECONDS = 120.0
 SEEDS = 9
-"""Simulations of each run. One alone has rare delays at other requests than the real stack."""
+"""Simulations of each run. Which requests get the rare delays depends on the seed."""
 SETTLE_SECONDS = 2.0
 """Time until the recorder has written its last lines, and the fleet has told its figures."""
 Figures = dict[str, float]

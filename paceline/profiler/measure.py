@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,7 @@ class Measured:
     beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of prompts that were computed while a fixed number of requests were answered."""
     crowded: list[Traced] = field(default_factory=list)
-    """The requests of these prompts, with their traces, if all of the others were being answered meanwhile."""
+    """Those of these prompts, with their traces, beside which all of this number of requests were being answered."""
 
 
 def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:
@@ -186,11 +186,16 @@ def _beside(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[
             found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]
 
 
-def while_answered(crowded: Iterable[Traced], others: Sequence[Answer]) -> list[Traced]:
+def while_answered(crowded: Iterable[Traced], others: Iterable[Answer]) -> list[Traced]:
     """Return the requests that came, and got their first token, while all others were between their first and last.
 
-    A prompt that came earlier also waited for the prompts of the others.
+    A prompt that came earlier also waited for the prompts of the others, and a later one was not beside all of them.
     """
-    begin = max(answer.sent + answer.token_times[0] for answer in others)
-    end = min(answer.sent + answer.token_times[-1] for answer in others)
-    return [(own, trace) for own, trace in crowded if begin <= own.sent and own.sent + own.token_times[0] <= end]
+    answered = [other for other in others if other.token_times]
+    begin = max((other.sent + other.token_times[0] for other in answered), default=0.0)
+    end = min((other.sent + other.token_times[-1] for other in answered), default=0.0)
+    return [
+        (own, trace)
+        for own, trace in crowded
+        if own.token_times and begin <= own.sent and own.sent + own.token_times[0] <= end
+    ]

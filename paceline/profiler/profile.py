@@ -148,15 +148,16 @@ def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turn
 
 
 def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:
-    """Return the step times of a role. Steps of sizes that its own workers did not compute are taken from the others.
+    """Return the step times of a role. Of sizes that its workers seldom computed, the other role's steps count, too.
 
-    For example, decode workers compute short prompts, and prefill workers the others.
+    For example, decode workers compute short prompts, and prefill workers long ones.
     """
 
     def rows(steps: dict[str, list[StepRecord]]) -> list[StepRecord]:
         own, others = with_gaps(steps[role]), with_gaps(steps["prefill" if role == "decode" else "decode"])
         computed = Counter(map(_size, own))
-        return own + [row for row in others if computed[_size(row)] < LEAST_STEPS]
+        # The fit does without one step of four.
+        return own + [row for row in others if computed[_size(row)] <= LEAST_STEPS]
 
     prompts, decoding = rows(measured.prompts), rows(measured.decoding)
     if not prompts or not decoding:
@@ -165,8 +166,8 @@ def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quali
 
 
 def _size(row: StepRecord) -> int:
-    """Return the prompt tokens of a step, or the sequences of a step without any."""
-    return row.prompt_tokens or row.sequences
+    """Return the prompt tokens of a step, or the rows of a step without any."""
+    return row.prompt_tokens or row.sequences + row.drafts
 
 
 def _lifetimes(stack: ProfiledStack) -> Lifetimes:

@@ -26,14 +26,14 @@ _IDS = range(20, 250)
 
 
 class Answer(NamedTuple):
-    """One answered request. Times are in seconds from sending the request."""
+    """One answered request."""
 
     request_id: str
     prompt_tokens: int
     token_times: tuple[float, ...]
-    """When each piece of the answer came."""
-    sent: float = 0.0
-    """Instant of sending the request, of the profiler's clock."""
+    """When each piece of the answer came, in seconds from sending the request."""
+    sent: float
+    """Instant of sending the request, on time.perf_counter()."""
 
 
 @dataclass(frozen=True, slots=True)

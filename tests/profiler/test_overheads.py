@@ -12,10 +12,10 @@ from paceline.profiler.stack import Answer
 
 
 def traced(
-    tokens: int, asked: float = 2.0, handed_over: bool = True, attempts: int = 1
+    tokens: int, asked: float = 2.0, handed_over: bool = True, attempts: int = 1, client: float = 5.0
 ) -> tuple[Answer, dict[str, Any]]:
     """Return a request that is admitted 3 ms after it is asked for, computed in 40 ms, and gives its first token 44 ms
-    later. The client sees it 5 ms later."""
+    later. The client sees it `client` ms later."""
     attempt = {
         "admission": {"asked_ms": asked, "at_ms": asked + 3},
         "prefill": {"steps_ms": 40.0},
@@ -24,7 +24,7 @@ def traced(
         "decode": {"first_token_ms": asked + 62} if handed_over else None,
     }
     trace = {"parts": [{"prompt_tokens": tokens, "attempts": [attempt] * attempts}]}
-    return Answer("name", tokens, ((asked + 52) / 1000,)), trace
+    return Answer("name", tokens, ((asked + 47 + client) / 1000,), 0.0), trace
 
 
 def test_what_a_trace_tells_is_split_into_delays() -> None:
@@ -49,13 +49,13 @@ def steps(number: int, context: int, *ended: float, sequences: int = 1) -> list[
 
 
 def test_tokens_sometimes_come_late() -> None:
-    answers = [Answer("a", 8, (0.1, 0.119, 0.120, 0.130, 0.144, 0.150)), Answer("b", 8, (0.1, 0.110, 0.120))]
+    answers = [Answer("a", 8, (0.1, 0.119, 0.120, 0.130, 0.144, 0.150), 0.0), Answer("b", 8, (0.1, 0.110, 0.120), 0.0)]
     decoded = [*steps(0, 9, 7.01, 7.02, 7.03, 7.04, 7.05), *steps(5, 9, 8.01, 8.02)]
     assert find_lateness(answers, [*decoded, *steps(7, 30, 9.0)]) == pytest.approx([0.0, 0.004, 0.0, 0.0])
 
 
 def test_answers_whose_tokens_do_not_agree_with_steps_tell_no_lateness() -> None:
-    in_two_pieces, whole = Answer("a", 8, (0.1, 0.111, 0.131)), Answer("b", 16, (0.1, 0.110, 0.122, 0.130))
+    in_two_pieces, whole = Answer("a", 8, (0.1, 0.111, 0.131), 0.0), Answer("b", 16, (0.1, 0.110, 0.122, 0.130), 0.0)
     decoded = [*steps(0, 9, 7.01, 7.02, 7.03), *steps(3, 17, 8.01, 8.02, 8.03)]
     assert find_lateness([in_two_pieces, whole], decoded) == pytest.approx([0.001, -0.001])
     assert find_lateness([whole], steps(0, 17, 8.01, 8.02, 8.03, sequences=2)) == []
@@ -73,9 +73,9 @@ def test_delays_of_tokens_differ_as_their_lateness_does() -> None:
 
 
 def test_prompts_begin_later_while_others_decode() -> None:
-    alone, crowded = [traced(64)] * 3, [traced(64, asked=asked) for asked in (5.0, 26.0, 36.0)]
+    alone, crowded = [traced(64)] * 3, [traced(64, asked=asked, client=9.0) for asked in (1.0, 22.0, 32.0)]
     found = find_admit(alone, crowded, 0.010)
-    # 24 ms later, of which 5 ms are the wait for the turn
+    # The gateway has it 20 ms later, and the client another 4 ms, of which 5 ms are the wait for the turn.
     assert found.at(0, 0.5) == pytest.approx(0.019)
     assert (found.at(0, 0.0), found.at(0, 1.0)) == pytest.approx((0.0, 0.029), rel=1e-4)
     assert find_admit(alone, [], 0.010).seconds == 0

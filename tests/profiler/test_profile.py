@@ -73,8 +73,8 @@ def test_a_role_has_its_own_times_of_the_sizes_that_it_computed() -> None:
     found = measured("prefill")
     pairs = 64 * 65 // 2
     found.prompts["decode"] += [StepRecord(2 * number, number, 0.1, 64, pairs, 0, 0, 0) for number in range(4)]
-    # Two steps do not say how long such steps take.
-    found.prompts["decode"] += [StepRecord(8 + 2 * number, 4 + number, 0.9, 128, 8256, 0, 0, 0) for number in range(2)]
+    # Three steps do not say how long such steps take.
+    found.prompts["decode"] += [StepRecord(8 + 2 * number, 4 + number, 0.9, 128, 8256, 0, 0, 0) for number in range(3)]
     made, _ = make_profile(facts(1, False), found, Lifetimes(), (0, 0.0))
     assert seconds(made.prefill.steps, 64, 128) == pytest.approx([0.064, 0.128])
     assert seconds(made.decode.steps, 64, 128) == pytest.approx([0.1, 0.128], rel=0.01)

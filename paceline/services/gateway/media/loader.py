@@ -18,8 +18,9 @@ from paceline.core.errors import BusyError, ConfigError
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.answer import Facts
+from paceline.services.gateway.media.body import Take
 from paceline.services.gateway.media.budget import MemoryBudget, RequestBudget
-from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver, Take
+from paceline.services.gateway.media.fetch import Fetcher, Resolver, SystemResolver
 from paceline.services.gateway.media.guard import Guard
 from paceline.services.gateway.media.items import SAMPLING_RATE, Fit, FrameSampling, ItemKind
 from paceline.services.gateway.media.metrics import MediaMetrics

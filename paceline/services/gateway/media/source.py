@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError
-from paceline.services.gateway.media.fetch import Fetcher, Take
+from paceline.services.gateway.media.body import Take
+from paceline.services.gateway.media.fetch import Fetcher
 
 _BASE64_CHARACTERS = 1 << 20
 """Characters of base64 that are decoded at once; other requests wait meanwhile. A multiple of 4."""
