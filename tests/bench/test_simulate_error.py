@@ -31,7 +31,7 @@ def test_the_figures_of_a_simulation_are_medians_over_its_seeds() -> None:
         return ClassRecord(prompt_tokens=10, ttft=array("d", [ttft]))
 
     seen = Seen([0.1], [0.01], [{"cached_tokens": 0, "input_length": 10}])
-    runs = [Run(seen, [own(0.1), own(0.2), own(0.9)]), Run(seen, [own(0.3), own(0.2), own(0.1)])]
+    runs = [Run(seen, [own(0.9), own(0.1), own(0.2)]), Run(seen, [own(0.1), own(0.3), own(0.2)])]
     assert compare(runs).simulated["TTFT p50"] == pytest.approx(0.2)
     assert compare(runs).simulated["TTFT p99"] == pytest.approx(0.298)
 

@@ -141,10 +141,15 @@ async def test_all_files_together_count_as_they_come_and_as_they_are_unpacked(
         def __init__(self) -> None:
             super().__init__()
             paces.append(self)
-            self.counted = 0
+            self.counted = self.unrested = 0
 
         def count(self, handled: int) -> None:
             self.counted += handled
+            self.unrested += handled
+
+        async def rest(self) -> None:
+            await super().rest()
+            self.unrested = 0
 
     monkeypatch.setattr("paceline.services.gateway.media.fetch.Pace", Counting)
     packed = gzip.compress(FILE)
@@ -156,6 +161,7 @@ async def test_all_files_together_count_as_they_come_and_as_they_are_unpacked(
         own.close()
     (pace,) = paces
     handled = len(sent) + len(FILE) * is_packed
+    assert pace.unrested <= 10 * PIECE_COST  # a rest follows each read
     assert 2 * (handled + PIECE_COST) <= pace.counted <= 2 * (handled + 10 * PIECE_COST)
 
 
