@@ -6,8 +6,8 @@ The stack has a random model that reads images, videos and audio. It runs in a n
 user namespaces (see `bench.hostile_network`). Hostile requests come at a steady rate from another process, which yields
 to the stack. Streams of text run beside, first without the attack, then during it. An answer is wrong if its status is
 not one that the item deserves, or an error does not say which item is at fault. Some broken items may be accepted, such
-as a file without its end, and then cost as much as good ones; `--refused-only` leaves them out. With
-`--cheapest` each item is a URL that is refused at once, which shows what the requests alone cost.
+as a file without its end, and then cost as much as good ones; `--refused-only` leaves them out. With `--cheapest` each
+item is a URL that is refused at once, which shows what the requests alone cost.
 
 The tables show all answers, the ITL of the streams, the CPU time of each process during the attack, and its anonymous
 memory: before the attack, at most during it (looked at every second), and afterwards. A gateway may hold up to

@@ -70,12 +70,13 @@ class Fetcher:
 
     Args:
         max_bytes: the size of the largest file.
+        pace: slows down all files together.
     """
 
-    def __init__(self, guard: Guard, resolve: Resolver, max_bytes: int) -> None:
+    def __init__(self, guard: Guard, resolve: Resolver, max_bytes: int, pace: Pace | None = None) -> None:
         self.max_bytes = max_bytes
         self._unpackers = concurrent.futures.ThreadPoolExecutor(1, "unpack", yield_to_others)
-        self._pace = Pace()
+        self._pace = pace or Pace()
         self._guard = guard
         self._resolve = resolve
 

@@ -131,35 +131,31 @@ async def test_unpacks_a_large_file_in_small_parts() -> None:
     assert max(taken) == UNPACKED_BYTES
 
 
+class NotedPace(Pace):
+    """Notes what is counted, and does not slow down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = self.unrested = 0
+
+    def count(self, handled: int) -> None:
+        self.counted += handled
+        self.unrested += handled
+
+    async def rest(self) -> None:
+        await super().rest()
+        self.unrested = 0
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
-async def test_all_files_together_count_as_they_come_and_as_they_are_unpacked(
-    is_packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paces: list[Counting] = []
-
-    class Counting(Pace):
-        def __init__(self) -> None:
-            super().__init__()
-            paces.append(self)
-            self.counted = self.unrested = 0
-
-        def count(self, handled: int) -> None:
-            self.counted += handled
-            self.unrested += handled
-
-        async def rest(self) -> None:
-            await super().rest()
-            self.unrested = 0
-
-    monkeypatch.setattr("paceline.services.gateway.media.fetch.Pace", Counting)
-    packed = gzip.compress(FILE)
+async def test_files_have_one_pace_that_counts_what_comes_and_what_is_unpacked(is_packed: bool) -> None:
+    pace, packed = NotedPace(), gzip.compress(FILE)
+    own = Fetcher(Guard(allow_private=True), local(), MAX_BYTES, pace)
     sent = response(packed, Content_Encoding="gzip") if is_packed else response(FILE)
     async with serve({"/": answer(sent)}) as server:
-        own = fetcher()
         for _ in range(2):
             await own.fetch(server.url(), 20.0, count_nothing)
-        own.close()
-    (pace,) = paces
+    own.close()
     handled = len(sent) + len(FILE) * is_packed
     assert pace.unrested <= 10 * PIECE_COST  # a rest follows each read
     assert 2 * (handled + PIECE_COST) <= pace.counted <= 2 * (handled + 10 * PIECE_COST)
