@@ -84,6 +84,9 @@ class Weights(Protocol):
             shape: the shape that it must have; empty for any.
         """
 
+    def is_one_matrix(self, name: str, other: str) -> bool:
+        """Return whether the checkpoint has one of two matrices only, or has both with the same values."""
+
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""
 

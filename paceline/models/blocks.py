@@ -209,10 +209,14 @@ class Embedding:
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, place: str = "model") -> None:
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.take_packed(f"{place}.embed_tokens.weight", *shape)
-        head = "language_model.lm_head" if place == "language_model.model" else "lm_head"
-        tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else weights.take_packed(f"{head}.weight", *shape)
+        embedding = f"{place}.embed_tokens.weight"
+        head = "language_model.lm_head.weight" if place == "language_model.model" else "lm_head.weight"
+        # Like transformers: a checkpoint that has two different matrices is right, and its config is not.
+        tied = config.tie_word_embeddings and weights.is_one_matrix(embedding, head)
+        if tied and not weights.has(embedding) and weights.has(head):
+            embedding = head
+        self._embedding = weights.take_packed(embedding, *shape)
+        self._head = self._embedding if tied else weights.take_packed(head, *shape)
         self._softcap = config.logit_softcap
         self._divisor = config.logits_divisor
         self._kernels = kernels

@@ -29,7 +29,7 @@ class Rope:
     original_max_position: int = 0
     """Longest context that the model was first trained on, for the kinds "llama3" and "yarn"."""
     rotated_dims: int = 0
-    """Dimensions of a head that are rotated, from the first; 0 if all are."""
+    """Dimensions of a head that are rotated, from the first. 0 is all of them, but none with "proportional"."""
     interleaved: bool = False
     """Whether dimensions 2i and 2i + 1 turn together, rather than i and i + rotated / 2."""
     beta_fast: float = 32.0

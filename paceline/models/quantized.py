@@ -18,10 +18,10 @@ from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.models.base import FusedExperts, Weights
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, BlockMatrix
-from paceline.models.read_ahead import will_read
+from paceline.models.read_ahead import Lookahead, will_read
 
 if TYPE_CHECKING:
-    from paceline.models.loader import Checkpoint
+    from paceline.models.checkpoint import Checkpoint
 
 Matrix = Tensor | QuantizedMatrix | BlockMatrix
 """A matrix [out, in], or those of all heads [heads, out, in]. On the meta device it is missing, or nobody reads it."""
@@ -95,12 +95,13 @@ class GgufWeights:
         self._checkpoint = checkpoint
         self._file = file
         self.take, self.take_table = checkpoint.take, checkpoint.take_table
-        self.has = checkpoint.has
+        self.has, self.is_one_matrix = checkpoint.has, checkpoint.is_one_matrix
         # No architecture that we convert has such matrices.
         self.take_packed_derived = checkpoint.take_packed_derived
         try:
             self._blocks: Any = safe_open(file, framework="pt", device="cpu")
             self._types = _types(self._blocks)
+            self._lookahead = Lookahead([file])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged: {error}") from error
 
@@ -139,6 +140,7 @@ class GgufWeights:
         self._checkpoint.leave(name)
         try:
             if self._checkpoint.pack.needs_content:
+                self._lookahead.take(name)
                 raw: Tensor = self._blocks.get_tensor(name)
                 will_read(raw)
             else:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import mmap
+import os
 import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -16,6 +20,56 @@ _POPULATE_READ = 22
 _THREADS = 2
 """Threads that read a map. One of them waits for each page, so it has a fraction of a disk's rate."""
 _PIECE = 16 << 20
+_WINDOW = 128 << 20
+"""Bytes of a checkpoint that the system reads at the same time. Disks, above all those behind a network or a
+hypervisor, read much at once several times as fast as one piece after another."""
+
+
+class Lookahead:
+    """Lets the system read the tensors of a checkpoint before they are taken, in the order of its files.
+
+    Args:
+        files: safetensors files with complete headers.
+        window: bytes that are read at the same time. A larger tensor is left out, because it may be a table of which
+            few rows are needed.
+    """
+
+    def __init__(self, files: Iterable[Path], window: int = _WINDOW) -> None:
+        self._window = window
+        self._places = [place for file in files for place in _places(file)]
+        self._number_of = {name: number for number, (name, *_) in enumerate(self._places)}
+        self._announced = bytearray(len(self._places))
+
+    def take(self, name: str) -> None:
+        """Let the system begin to read this tensor, and those that follow within the window."""
+        room = self._window
+        for number in range(self._number_of[name], len(self._places)):
+            _, file, start, end = self._places[number]
+            room -= end - start
+            if room < 0:
+                return
+            if not self._announced[number]:
+                self._announced[number] = True
+                _begin_reading(file, start, end - start)
+
+
+def _places(file: Path) -> list[tuple[str, Path, int, int]]:
+    """Return the name, file, begin and end of each tensor, in the order of the file."""
+    with file.open("rb") as source:
+        size = int.from_bytes(source.read(8), "little")
+        header = json.loads(source.read(size))
+    header.pop("__metadata__", None)
+    first = 8 + size
+    places = [
+        (name, file, first + begin, first + end) for name, own in header.items() for begin, end in [own["data_offsets"]]
+    ]
+    return sorted(places, key=lambda place: place[2])
+
+
+def _begin_reading(file: Path, start: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with file.open("rb") as source:
+            os.posix_fadvise(source.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
 
 def will_read(data: Tensor) -> None:
@@ -24,19 +78,20 @@ def will_read(data: Tensor) -> None:
         _advise(data.data_ptr(), data.nbytes, mmap.MADV_WILLNEED)
 
 
-def read_ahead(mapped: Tensor) -> None:
-    """Begin to read a mapped file, uint8 [size], from its beginning to its end. Large pages stay possible.
+def read_ahead(maps: Sequence[Tensor]) -> None:
+    """Begin to read mapped files, each uint8 [size], side by side from their beginnings. Large pages stay possible.
 
-    Do nothing if it would take most of the available memory, because pages might be dropped before they are used.
+    Do nothing if they would take most of the available memory, because pages might be dropped before they are used.
     """
     available = available_memory()
-    if available is None or len(mapped) > available * 3 // 4:
+    if available is None or sum(map(len, maps)) > available * 3 // 4:
         return
-    pieces = iter(range(0, len(mapped), _PIECE))
+    pieces = iter(sorted((start, number) for number, each in enumerate(maps) for start in range(0, len(each), _PIECE)))
 
     def read() -> None:
-        for start in pieces:  # each thread takes the next one; the iterator's step is atomic
-            if not _advise(mapped.data_ptr() + start, min(_PIECE, len(mapped) - start), _POPULATE_READ):
+        for start, number in pieces:  # each thread takes the next one; the iterator's step is atomic
+            piece = maps[number][start : start + _PIECE]
+            if not _advise(piece.data_ptr(), len(piece), _POPULATE_READ):
                 return
 
     with contextlib.suppress(RuntimeError):  # the system gives no more threads

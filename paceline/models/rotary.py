@@ -79,8 +79,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
     Pairs that are not rotated come last and have 0.
     """
-    rotated = rope.rotated_dims or head_dim
-    turned = head_dim if rope.kind == "proportional" else rotated
+    proportional = rope.kind == "proportional"
+    rotated = rope.rotated_dims if proportional else rope.rotated_dims or head_dim
+    turned = head_dim if proportional else rotated
     spread = rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / turned)
     return F.pad(_scaled(spread, rope), (0, (head_dim - rotated) // 2))
 

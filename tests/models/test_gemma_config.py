@@ -50,12 +50,11 @@ def test_gemma3_new_style(tmp_path: Path) -> None:
         },
         query_pre_attn_scalar=168,
         final_logit_softcapping=30.0,
-        attn_logit_softcapping=50.0,
     )
     assert config.layer_types == ("full",) * 7 + ("sliding",)
     full, sliding = config.attention["full"], config.attention["sliding"]
     assert (full.rope, sliding.rope) == (Rope(2e6, "linear", 8.0), Rope(2e4))
-    assert (full.scale, config.logit_softcap, full.softcap, sliding.softcap) == (168**-0.5, 30.0, 50.0, 50.0)
+    assert (full.scale, config.logit_softcap) == (168**-0.5, 30.0)
 
 
 def test_gemma3_defaults(tmp_path: Path) -> None:
@@ -132,6 +131,9 @@ def test_tokens_of_an_image_look_ahead(
         (GEMMA, {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 8"),
         (GEMMA, {"layer_types": ["chunked_attention"] * 8}, "layer type chunked_attention is not supported"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must name the layer types"),
+        (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
+        (GEMMA, {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a finite number that is not negative"),
+        (GEMMA4, gemma4_text(rope_parameters={"rope_theta": 1e4}), "rope_parameters must name the layer types"),
         (GEMMA4, gemma4_text(use_bidirectional_attention="all"), "bidirectional"),
         (GEMMA4, gemma4_text(quantization_config={"quant_method": "fp8"}), "quantized checkpoints"),
         (GEMMA4, gemma4_text(vocab_size_per_layer_input=1000), "vocab_size_per_layer_input .1000. must not be below"),

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
 from paceline.models.gpt_oss import GptOss
-from paceline.models.loader import Checkpoint
 from paceline.models.quantized import Packer
 
 

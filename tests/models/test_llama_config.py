@@ -31,6 +31,9 @@ def test_llama(tmp_path: Path) -> None:
     assert (config.dtype, attention.rope) == ("bfloat16", Rope(10_000.0))
 
 
+LINEAR = {"type": "linear", "factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("fields", "rope"),
     [
@@ -42,6 +45,7 @@ def test_llama(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}, Rope(5e5)),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **YARN_SCALING}}, YARN_ROPE),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", **YARN_SCALING}}, YARN_ROPE),
+        ({"rope_parameters": {"rope_theta": 3.0}, "rope_theta": 5e5, "rope_scaling": LINEAR}, Rope(5e5, "linear", 4.0)),
     ],
 )
 def test_llama_rope_old_and_new_style(tmp_path: Path, fields: dict[str, Any], rope: Rope) -> None:
@@ -107,11 +111,16 @@ def test_smollm3(tmp_path: Path) -> None:
     [
         (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are"),
         (LLAMA, {"architectures": None}, "architecture none is not supported"),
+        (LLAMA, {"architectures": 5}, "architectures must be a list of names, not 5"),
+        (LLAMA, {"architectures": "LlamaForCausalLM"}, "architectures must be a list of names, not 'LlamaForCausalLM'"),
+        (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number that is not negative, not nan"),
+        (LLAMA, {"rope_theta": 0}, "rope_theta must be above 0"),
+        (LLAMA, {"rope_parameters": {"rope_theta": -1.0}}, "rope's rope_theta must be given, finite and above 0"),
         (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
         (LLAMA, {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic is not supported"),
         (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
-        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": -1.0}}, "rope's factor must be given and above 0"),
+        (LLAMA, {"rope_scaling": {"type": "yarn", "factor": -1.0}}, "rope's factor must be given, finite and above 0"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope's factor must be given"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial rotary"),
         (LLAMA, {"rope_interleaved": True}, "interleaved"),

@@ -14,9 +14,10 @@ from paceline.core.errors import ModelError
 from paceline.kernels import select_kernels
 from paceline.kernels.interface import Forward
 from paceline.kernels.reference import ReferenceKernels
-from paceline.models import loader
+from paceline.models import checkpoint as checkpoint_module
 from paceline.models.base import Model
-from paceline.models.loader import Checkpoint, load_model
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.loader import load_model
 from paceline.models.quantized import Packer
 from tests.tiny_checkpoints import write_qwen3_5_with_vision
 
@@ -115,6 +116,15 @@ def test_tensors_that_follow_from_others_may_be_there(tmp_path: Path, save_llama
     assert load(tmp_path).config.tie_word_embeddings
 
 
+def test_the_head_may_be_the_matrix_that_is_there(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
+    save_llama(tie_word_embeddings=True)
+    expected = paged_contexts(load(tmp_path), 1, 9).step({0: [*range(3, 12)]})[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(paged_contexts(load(tmp_path), 1, 9).step({0: [*range(3, 12)]})[0], expected)
+
+
 def test_layers_that_predict_several_tokens_may_be_there(tmp_path: Path, save_deepseek_v3: Any) -> None:
     save_deepseek_v3(num_mtp_layers=1)
     change_tensors(tmp_path, model__layers__3__eh_proj__weight=torch.zeros(4))
@@ -205,7 +215,7 @@ def test_matrices_are_announced_where_the_file_is_mapped(tmp_path: Path, monkeyp
     file = tmp_path / "model.safetensors"
     save_file({"matrix": torch.ones(1 << 10, 1 << 10)}, file)
     announced: list[Tensor] = []
-    monkeypatch.setattr(loader, "will_read", announced.append)
+    monkeypatch.setattr(checkpoint_module, "will_read", announced.append)
     checkpoint = Checkpoint([file], torch.bfloat16, CPU, Packer(ReferenceKernels(), CPU))
     checkpoint.take_packed("matrix", 1 << 10, 1 << 10, order=range(1023, -1, -1))
     assert [(each.dtype, each.shape) for each in announced] == [(torch.float32, (1 << 10, 1 << 10))]

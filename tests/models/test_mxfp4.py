@@ -16,8 +16,9 @@ from paceline.core.errors import ModelError
 from paceline.kernels import select_kernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import FusedExperts, Model
+from paceline.models.checkpoint import Checkpoint
 from paceline.models.folder import weight_files
-from paceline.models.loader import Checkpoint, load_model
+from paceline.models.loader import load_model
 from paceline.models.mxfp4 import decode_mxfp4
 from paceline.models.quantized import Packer
 from tests.models.test_model_logits import check_against_reference

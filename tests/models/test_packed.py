@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
-from paceline.models import loader, quantized
+from paceline.models import checkpoint, packed_writing, quantized, read_ahead
 from paceline.models.base import Model
 from paceline.models.loader import load_model
-from paceline.models.packed import Output
+from paceline.models.packed_writing import Output
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -61,8 +62,20 @@ def logits(model: Model, paged_contexts: Any, dtype: torch.dtype) -> torch.Tenso
     return logits
 
 
-def packed_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.packed"))
+def packed_folders(packed_dir: Path) -> list[Path]:
+    return sorted(packed_dir.glob("*.packed"))
+
+
+def packed_file(packed_dir: Path) -> Path:
+    """Return a file of the only folder."""
+    (folder,) = packed_folders(packed_dir)
+    return next(folder.iterdir())
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one thread pack, so that one file has all matrices."""
+    monkeypatch.setattr(packed_writing, "available_cores", lambda: 1)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
@@ -77,7 +90,7 @@ def test_the_first_packs_and_all_compute_the_same(
     private, first, second = (logits(model, paged_contexts, dtype) for model in models)
     assert torch.equal(private, first)
     assert torch.equal(private, second)
-    assert len(packed_files(tmp_path / "packed")) == 1
+    assert len(packed_folders(tmp_path / "packed")) == 1
 
 
 def test_matrices_of_heads_are_shared_too(
@@ -107,7 +120,7 @@ def test_rounded_matrices_are_shared_too(
     assert routers < kernels[0].packed / 4
     private, *shared = (logits(model, paged_contexts, dtype) for model in models)
     assert all(torch.equal(private, each) for each in shared)
-    assert len(packed_files(packed)) == 2  # whole and rounded matrices have a file each
+    assert len(packed_folders(packed)) == 2  # whole and rounded matrices have a file each
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "granite_moe"])
@@ -142,7 +155,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             tensor: torch.Tensor = self._file.get_tensor(name)
             return tensor
 
-    monkeypatch.setattr(loader, "safe_open", Recording)
+    monkeypatch.setattr(checkpoint, "safe_open", Recording)
     monkeypatch.setattr(quantized, "safe_open", Recording)
     return names
 
@@ -155,14 +168,20 @@ def is_packed(name: str) -> bool:
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "qwen3_moe", "granite_moe", "gpt_oss"])
 def test_later_starts_read_no_packed_matrix(
-    tmp_path: Path, request: pytest.FixtureRequest, read: list[str], family: str
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    read: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
 ) -> None:
     request.getfixturevalue(f"save_{family}")()
     load_model(tmp_path, torch.float32, Counting(), CPU, tmp_path / "packed")
     assert any(is_packed(name) for name in read)
     read.clear()
+    announced: list[object] = []
+    monkeypatch.setattr(read_ahead, "_begin_reading", lambda *place: announced.append(place))
     load_model(tmp_path, torch.float32, Counting(), CPU, tmp_path / "packed")
-    assert [name for name in read if is_packed(name)] == []
+    assert [name for name in read if is_packed(name)] == announced == []
 
 
 @settings(deadline=None)
@@ -197,7 +216,7 @@ def test_a_file_may_be_larger_than_memory(
     save_llama()
     packed = tmp_path / "packed"
     before = logits(load_model(tmp_path, dtype, Counting(), CPU, packed), paged_contexts, dtype)
-    (file,) = packed_files(packed)
+    file = packed_file(packed)
     content = file.read_bytes()
     index = len(content) - 8 - int.from_bytes(content[-8:], "little")
     with file.open("r+b") as output:  # a hole before the index, which takes no place on the disk
@@ -218,7 +237,7 @@ def test_instruction_sets_of_another_form_have_another_file(
             for folder in (None, packed, packed)
         )
         assert all(torch.equal(private, each) for each in shared)
-    assert len(packed_files(packed)) == len({Counting(name).packing for name in instruction_sets()})
+    assert len(packed_folders(packed)) == len({Counting(name).packing for name in instruction_sets()})
 
 
 def test_other_weights_have_another_file(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
@@ -230,7 +249,7 @@ def test_other_weights_have_another_file(tmp_path: Path, save_llama: Any, paged_
     shared, private = (load_model(tmp_path, torch.float32, Counting(), CPU, folder) for folder in (packed, None))
     assert torch.equal(*(logits(model, paged_contexts, torch.float32) for model in (shared, private)))
     load_model(tmp_path, torch.bfloat16, Counting(), CPU, packed)
-    assert len(packed_files(packed)) == 3
+    assert len(packed_folders(packed)) == 3
 
 
 def test_matrices_are_mapped_from_the_file(tmp_path: Path, save_llama: Any) -> None:
@@ -238,7 +257,7 @@ def test_matrices_are_mapped_from_the_file(tmp_path: Path, save_llama: Any) -> N
     packed = tmp_path / "packed"
     model = load_model(tmp_path, torch.float32, Counting(), CPU, packed)
     maps = Path("/proc/self/maps").read_text()
-    assert str(packed_files(packed)[0]) in maps
+    assert str(packed_folders(packed)[0]) in maps
     assert str(tmp_path / "model.safetensors") not in maps
     del model
 
@@ -284,11 +303,12 @@ def test_a_file_of_a_folder_that_cannot_be_written_is_shared(
     assert kernels.packed == 0
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any, dtype: torch.dtype) -> None:
     save_llama()
     packed = tmp_path / "packed"
     load_model(tmp_path, dtype, Counting(), CPU, packed)
-    (file,) = packed_files(packed)
+    file = packed_file(packed)
     content = file.read_bytes()
     length = int.from_bytes(content[-8:], "little")
     index = json.loads(content[-8 - length : -8])
@@ -300,10 +320,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, save_llama: Any, dtype: torch.d
     assert with_index(index) == content
     name, (start, end, layout) = next(iter(index.items()))
     places = [[start, end - 2, layout], [start, end], [start + 1, end, layout], ["a", end, layout], [start, end, 1]]
-    contents = [content[:-100], b"", b"x" * 100, with_index({}), with_index([])]
+    contents = [content[:-100], b"", b"x" * 100, with_index({}), with_index([]), with_index({name: 1})]
     for damaged in contents + [with_index(index | {name: place}) for place in places]:
         file.write_bytes(damaged)
-        with pytest.raises(ModelError, match=f"{file.name} is damaged; remove it"):
+        with pytest.raises(ModelError, match=f"{file.parent.name} is damaged; remove it"):
             load_model(tmp_path, dtype, Counting(), CPU, packed)
 
 
@@ -363,11 +383,51 @@ def test_of_files_of_other_libraries_only_the_last_one_in_use_stays(tmp_path: Pa
 
     start(0)
     start(1)
-    for file in packed_files(packed):
-        os.utime(file, (0, 0))
+    for folder in packed_folders(packed):
+        os.utime(folder, (0, 0))
     start(0)
     start(2)
-    assert [file.stem.rpartition("-")[2] for file in packed_files(packed)] == ["0", "2"]
+    assert [folder.stem.rpartition("-")[2] for folder in packed_folders(packed)] == ["0", "2"]
+
+
+def test_a_file_of_an_older_version_is_replaced(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    (folder,) = packed_folders(packed)
+    packed_writing.remove(folder)
+    folder.write_bytes(b"packed by an older version")
+    kernels = Counting()
+    load_model(tmp_path, torch.float32, kernels, CPU, packed)
+    assert kernels.packed > 0
+    assert packed_folders(packed) == [folder]
+    assert folder.is_dir()
+
+
+def test_a_folder_that_a_killed_process_left_is_replaced(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    packed = tmp_path / "packed"
+    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    (folder,) = packed_folders(packed)
+    folder.rename(folder.with_suffix(".tmp"))
+    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    assert [path for path in packed.iterdir() if path.is_dir()] == [folder]
+
+
+def test_all_threads_pack(tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_writing, "available_cores", lambda: 3)
+    together = threading.Barrier(3, timeout=60)
+
+    class Meeting(Counting):
+        def pack(self, weight: Any, allocate: Allocate | None = None) -> PackedWeight:
+            if allocate is not None and self.packed < 3:
+                together.wait()
+            return super().pack(weight, allocate)
+
+    save_llama()
+    load_model(tmp_path, torch.float32, Meeting(), CPU, tmp_path / "packed")
+    (folder,) = packed_folders(tmp_path / "packed")
+    assert sorted(file.name for file in folder.iterdir()) == ["0", "1", "2"]
 
 
 def test_kernels_that_do_not_pack_share_the_checkpoint_itself(tmp_path: Path, save_llama: Any) -> None:

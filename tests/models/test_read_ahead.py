@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from paceline.models import read_ahead as module
-from paceline.models.read_ahead import read_ahead, will_read
+from paceline.models.read_ahead import Lookahead, read_ahead, will_read
 
 MIB = 1 << 20
 
@@ -47,7 +48,7 @@ def test_a_map_is_read_to_its_end(file: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_PIECE", MIB)  # more pieces than threads
     mapped = map_file(file)
     assert mapped_bytes(file) == 0
-    read_ahead(mapped)
+    read_ahead([mapped])
     assert wait_for(lambda: mapped_bytes(file) >= len(mapped))
 
 
@@ -58,7 +59,7 @@ def test_a_map_that_memory_may_not_hold_is_not_read(
     calls: list[tuple[int, int, int]] = []
     monkeypatch.setattr(module, "available_memory", lambda: memory)
     monkeypatch.setattr(module, "_advise", lambda *call: calls.append(call))
-    read_ahead(map_file(file))
+    read_ahead([map_file(file)])
     for thread in threading.enumerate():
         if thread.name.startswith("read-ahead"):
             thread.join()
@@ -85,4 +86,45 @@ def test_nothing_fails_if_no_thread_starts(file: Path, monkeypatch: pytest.Monke
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    read_ahead(map_file(file))
+    read_ahead([map_file(file)])
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The content of each tensor that the system is asked to read."""
+    contents: list[bytes] = []
+
+    def record(file: Path, start: int, size: int) -> None:
+        contents.append(file.read_bytes()[start : start + size])
+
+    monkeypatch.setattr(module, "_begin_reading", record)
+    return contents
+
+
+def test_tensors_within_the_window_are_announced_once(tmp_path: Path, announced: list[bytes]) -> None:
+    files = [tmp_path / "1", tmp_path / "2"]
+    for file, names in zip(files, ("bcd", "efg")):
+        save_file({name: torch.full((10,), ord(name), dtype=torch.uint8) for name in names}, file, {"format": "pt"})
+    lookahead = Lookahead(files, window=35)
+    lookahead.take("c")
+    assert announced == [b"c" * 10, b"d" * 10, b"e" * 10]
+    lookahead.take("d")
+    assert announced[3:] == [b"f" * 10]
+    lookahead.take("b")
+    assert announced[4:] == [b"b" * 10]
+    lookahead.take("g")
+    assert announced[5:] == [b"g" * 10]
+
+
+def test_tensors_that_are_larger_than_the_window_are_left_out(tmp_path: Path, announced: list[bytes]) -> None:
+    sizes = {"a": 5, "b": 30, "c": 5}
+    save_file({name: torch.full((size,), ord(name), dtype=torch.uint8) for name, size in sizes.items()}, tmp_path / "1")
+    lookahead = Lookahead([tmp_path / "1"], window=20)
+    for name in sizes:
+        lookahead.take(name)
+    assert announced == [b"aaaaa", b"ccccc"]
+
+
+def test_the_system_reads_what_was_announced(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(MIB), "b": torch.zeros(MIB)}, tmp_path / "1")
+    Lookahead([tmp_path / "1"]).take("a")  # The system refuses no part of the file.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,6 +212,34 @@ def test_missing_tensors_and_packages_are_named(
         load(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[convert\]'"):
+        load(tmp_path)
+
+
+def test_tensors_of_another_shape_are_named(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"tensors of another shape: model\.norm\.weight is \[3\] instead of \[48\]"):
+        load(tmp_path)
+
+
+def test_tensors_that_are_not_used_are_counted(
+    tmp_path: Path, save_llama: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_llama()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    load(tmp_path)
+    assert "does not use 9 of the tensors, such as model.layers.2." in caplog.text
+
+
+def test_weights_that_are_not_finite_are_found_by_the_results(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="its own code computes NaN or infinity"):
         load(tmp_path)
 
 

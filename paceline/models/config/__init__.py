@@ -177,7 +177,7 @@ def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _
         raise ModelError(f"{folder / 'config.json'}: {error}; --model-impl transformers may compute it") from None
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"{folder / 'config.json'}: a field has a value of the wrong kind: {error}") from error
     return config
 
@@ -211,8 +211,11 @@ def _read_json(path: Path) -> Json:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object")
+    names = content.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{path}: architectures must be a list of names, not {names!r}")
     return content

@@ -39,9 +39,9 @@ def deepseek_v2(fields: Fields) -> ModelConfig:
         fields.size("num_experts_per_tok"),
         groups=fields.size("n_group") if limited else 1,
         top_groups=fields.size("topk_group") if limited else 1,
-        factor=float(fields.get("routed_scaling_factor", 1.0)),
+        factor=fields.number("routed_scaling_factor", 1.0),
     )
-    return replace(_deepseek(fields, routing), mlp_bias=bool(fields.get("mlp_bias", False)))
+    return replace(_deepseek(fields, routing), mlp_bias=fields.flag("mlp_bias", False))
 
 
 def deepseek_v3(fields: Fields) -> ModelConfig:
@@ -59,11 +59,11 @@ def deepseek_v3(fields: Fields) -> ModelConfig:
     routing = Routing(
         fields.size("num_experts_per_tok", 8),
         scores="sigmoid",
-        normalize=bool(fields.get("norm_topk_prob", True)),
+        normalize=fields.flag("norm_topk_prob", True),
         groups=fields.size("n_group", 8),
         top_groups=fields.size("topk_group", 4),
         group_score="top2",
-        factor=float(fields.get("routed_scaling_factor", 2.5)),
+        factor=fields.number("routed_scaling_factor", 2.5),
     )
     # transformers 5 writes `num_mtp_layers`.
     unused = int(fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", 0)))
@@ -85,7 +85,7 @@ def _deepseek(fields: Fields, routing: Routing) -> ModelConfig:
         activation=activation,
         layer_types=(kind,) * layers,
         attention={kind: full},
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position=fields.size("max_position_embeddings"),
         experts=None
         if len(dense_layers) == layers
@@ -116,7 +116,7 @@ def _full(fields: Fields) -> AttentionConfig:
         num_kv_heads=1,
         head_dim=latent.rank + latent.rotated_dim,
         scale=(latent.plain_dim + latent.rotated_dim) ** -0.5 * _scale_of_yarn(fields),
-        rope=replace(rope, interleaved=bool(fields.get("rope_interleave", True))),
+        rope=replace(rope, interleaved=fields.flag("rope_interleave", True)),
         latent=latent,
     )
 

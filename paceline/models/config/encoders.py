@@ -115,8 +115,8 @@ def _gemma4_vision(fields: Fields) -> Gemma4VisionConfig:
         positions=fields.size("position_embedding_size", 10_240),
         rope_theta=float((fields.raw.get("rope_parameters") or {}).get("rope_theta") or 100.0),
         norm_eps=_eps(fields),
-        clipped=bool(fields.get("use_clipped_linears", False)),
-        standardized=bool(fields.get("standardize", False)),
+        clipped=fields.flag("use_clipped_linears", False),
+        standardized=fields.flag("standardize", False),
     )
 
 
@@ -141,12 +141,12 @@ def _gemma4_audio(fields: Fields) -> Gemma4AudioConfig:
         channels=(first, second),
         conv_taps=fields.size("conv_kernel_size", 5),
         window=window,
-        score_cap=float(fields.get("attention_logit_cap", 50.0)),
-        residual_weight=float(fields.get("residual_weight", 0.5)),
-        limit=float(fields.get("gradient_clipping", 1e10)),
+        score_cap=fields.number("attention_logit_cap", 50.0),
+        residual_weight=fields.number("residual_weight", 0.5),
+        limit=fields.number("gradient_clipping", 1e10),
         output_size=fields.size("output_proj_dims", 1536),
         norm_eps=_eps(fields),
-        clipped=bool(fields.get("use_clipped_linears", True)),
+        clipped=fields.flag("use_clipped_linears", True),
     )
 
 
@@ -179,12 +179,12 @@ def _siglip(fields: Fields, rows: int) -> SiglipConfig:
         image_side=image_side,
         patch_side=patch_side,
         rows_side=rows_side,
-        norm_eps=float(fields.get("layer_norm_eps", 1e-6)),
+        norm_eps=fields.number("layer_norm_eps", 1e-6),
     )
 
 
 def _eps(fields: Fields) -> float:
-    return float(fields.get("rms_norm_eps", 1e-6))
+    return fields.number("rms_norm_eps", 1e-6)
 
 
 def _need(fields: Fields, name: str, known: str) -> None:

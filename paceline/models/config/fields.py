@@ -79,6 +79,24 @@ class Fields:
         """Return a whole number that may be 0. Raises ModelError if the field has another value."""
         return 0 if self.get(name, default) == 0 else self.size(name, default)
 
+    def flag(self, name: str, default: bool) -> bool:
+        """Return whether a field is set. One that is null is not, as in transformers."""
+        return bool(self.raw.get(name, default))
+
+    def number(self, name: str, default: float) -> float:
+        """Return a number that may be 0. Raises ModelError if the field is negative, not finite, or no number."""
+        value = self.get(name, default)
+        if not 0 <= float(value) < math.inf:
+            raise ModelError(f"{name} must be a finite number that is not negative, not {value!r}")
+        return float(value)
+
+    def positive(self, name: str, default: float) -> float:
+        """Return a number above 0. Raises ModelError if the field has another value."""
+        value = self.number(name, default)
+        if not value:
+            raise ModelError(f"{name} must be above 0")
+        return value
+
     def common(self) -> dict[str, Any]:
         """Return the arguments of ModelConfig that all architectures read in the same way."""
         dtype = str(self.get("dtype", self.get("torch_dtype", "float32")))
@@ -89,7 +107,7 @@ class Fields:
             "vocab_size": self.size("vocab_size"),
             "hidden_size": self.size("hidden_size"),
             "intermediate_size": self.size("intermediate_size"),
-            "norm_eps": float(self.get("rms_norm_eps", 1e-6)),
+            "norm_eps": self.number("rms_norm_eps", 1e-6),
             "dtype": dtype,
         }
 
@@ -109,13 +127,17 @@ class Fields:
         """
         part = float(self.get("partial_rotary_factor", part))
         parameters = {"partial_rotary_factor": part, **self.rope_parameters()}
-        return read_rope(parameters, float(self.get("rope_theta", default_theta)), max_position, head_dim)
+        return read_rope(parameters, self.positive("rope_theta", default_theta), max_position, head_dim)
 
     def rope_parameters(self) -> Json:
-        """Return `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one."""
-        old_style = {"rope_theta": self.raw.get("rope_theta"), **(self.raw.get("rope_scaling") or {})}
-        found: Json = self.get("rope_parameters", old_style)
-        return found
+        """Return `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one.
+
+        If both are given, `rope_scaling` counts, as in transformers: cards of models ask to add it for long contexts.
+        """
+        found: Json = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        outer = self.raw.get("original_max_position_embeddings")
+        original = {} if outer is None else {"original_max_position_embeddings": outer}
+        return {"rope_theta": self.raw.get("rope_theta"), **found, **original}
 
     def refuse_unsupported(self) -> None:
         """Raise ModelError if a field that any architecture may have asks for something that no model here does."""
@@ -156,7 +178,7 @@ def read_rope(parameters: Json, default_theta: float, max_position: int, head_di
 
 
 def _read_scaling(parameters: Json, default_theta: float, max_position: int) -> Rope:
-    theta = float(parameters.get("rope_theta") or default_theta)
+    theta = _factor(parameters, "rope_theta", default_theta)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return Rope(theta)
@@ -200,6 +222,6 @@ def _read_yarn(parameters: Json, theta: float, max_position: int) -> Rope:
 
 def _factor(parameters: Json, name: str, default: float = 0.0) -> float:
     value = float(parameters.get(name) or default)
-    if value <= 0:
-        raise ModelError(f"rope's {name} must be given and above 0")
+    if not 0 < value < math.inf:
+        raise ModelError(f"rope's {name} must be given, finite and above 0")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.errors import ModelError
-from paceline.models.config.fields import LAYER_TYPES, Fields, read_layer_types, read_rope
+from paceline.models.config.fields import LAYER_TYPES, Fields, Json, read_layer_types, read_rope
 from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig
 
 
@@ -16,21 +16,14 @@ def gemma3(fields: Fields) -> ModelConfig:
     fields = fields.with_defaults(num_hidden_layers=26, num_attention_heads=8)
     layer_types = _layer_types(fields)
     max_position = fields.size("max_position_embeddings", 131_072)
-    old_style = {
-        "full_attention": {"rope_theta": fields.raw.get("rope_theta"), **(fields.raw.get("rope_scaling") or {})},
-        "sliding_attention": {"rope_theta": fields.raw.get("rope_local_base_freq")},
-    }
-    ropes = fields.get("rope_parameters", old_style)
-    if not set(ropes) <= set(old_style):
-        raise ModelError(f"rope_parameters must name the layer types {', '.join(old_style)}, not {', '.join(ropes)}")
-    bias = bool(fields.get("attention_bias", False))
+    full_rope, sliding_rope = _ropes(fields)
+    bias = fields.flag("attention_bias", False)
     full = AttentionConfig(
         num_heads=fields.size("num_attention_heads"),
         num_kv_heads=fields.size("num_key_value_heads", 4),
         head_dim=fields.size("head_dim", 256),
-        scale=float(fields.get("query_pre_attn_scalar", 256)) ** -0.5,
-        rope=read_rope(ropes.get("full_attention") or {}, 1_000_000.0, max_position),
-        softcap=float(fields.get("attn_logit_softcapping", 0.0)),
+        scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
+        rope=read_rope(full_rope, 1_000_000.0, max_position),
         bias=bias,
         output_bias=bias,
         looks_ahead=has_images,
@@ -38,17 +31,27 @@ def gemma3(fields: Fields) -> ModelConfig:
     sliding = replace(
         full,
         window=fields.size("sliding_window", 4096),
-        rope=read_rope(ropes.get("sliding_attention") or {}, 10_000.0, max_position),
+        rope=read_rope(sliding_rope, 10_000.0, max_position),
     )
     return ModelConfig(
         **fields.common(),
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         layer_types=layer_types,
         attention={"full": full, "sliding": sliding},
-        logit_softcap=float(fields.get("final_logit_softcapping", 0.0)),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
+        logit_softcap=fields.number("final_logit_softcapping", 0.0),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         max_position=max_position,
     )
+
+
+def _ropes(fields: Fields) -> tuple[Json, Json]:
+    """Return the rope parameters of full and of sliding layers. Those of transformers 4 stand beside each other."""
+    given = fields.get("rope_parameters", {})
+    if not set(given) <= set(LAYER_TYPES):
+        raise ModelError(f"rope_parameters must name the layer types {', '.join(LAYER_TYPES)}, not {', '.join(given)}")
+    full, sliding = (given.get(name) or {} for name in ("full_attention", "sliding_attention"))
+    full = {"rope_theta": fields.raw.get("rope_theta"), **full, **(fields.raw.get("rope_scaling") or {})}
+    return full, {"rope_theta": fields.raw.get("rope_local_base_freq"), **sliding}
 
 
 def _layer_types(fields: Fields) -> tuple[LayerType, ...]:

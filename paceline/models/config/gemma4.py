@@ -46,8 +46,8 @@ def gemma4(fields: Fields) -> ModelConfig:
         ),
         experts=_experts(fields) if fields.get("enable_moe_block", False) else None,
         kv_sources=sources,
-        logit_softcap=float(fields.get("final_logit_softcapping", 0.0)),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", True)),
+        logit_softcap=fields.number("final_logit_softcapping", 0.0),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         max_position=max_position,
     )
 
@@ -91,9 +91,12 @@ def _attention(
     fields: Fields, kind: LayerType, layer_types: Sequence[LayerType], max_position: int, looks_ahead: bool
 ) -> AttentionConfig:
     own = _fields_of(fields, kind, layer_types)
-    rope = (fields.get("rope_parameters", _ROPES).get(_NAMES[kind])) or _ROPES[_NAMES[kind]]
+    ropes = fields.get("rope_parameters", _ROPES)
+    if not set(ropes) <= set(LAYER_TYPES):
+        raise ModelError(f"rope_parameters must name the layer types {', '.join(LAYER_TYPES)}, not {', '.join(ropes)}")
+    rope = ropes.get(_NAMES[kind]) or _ROPES[_NAMES[kind]]
     head_dim = own.size("head_dim", 256)
-    bias = bool(fields.get("attention_bias", False))
+    bias = fields.flag("attention_bias", False)
     return AttentionConfig(
         num_heads=fields.size("num_attention_heads"),
         num_kv_heads=own.size("num_key_value_heads", 4),
@@ -131,7 +134,8 @@ def _fields_of(fields: Fields, kind: LayerType, layer_types: Sequence[LayerType]
 def _rope(parameters: Mapping[str, Any], head_dim: int, max_position: int) -> Rope:
     if parameters.get("rope_type") != "proportional":
         return read_rope(parameters, 10_000.0, max_position)
-    pairs = int(float(parameters.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+    part = parameters.get("partial_rotary_factor")
+    pairs = int((1.0 if part is None else float(part)) * head_dim // 2)
     return Rope(
         float(parameters.get("rope_theta") or 1_000_000.0),
         "proportional",

@@ -33,7 +33,7 @@ def gpt_oss(fields: Fields) -> ModelConfig:
             raise NotNativeError(f"{name} {fields.raw[name]} is not supported; supported is {value}")
     layers = range(fields.size("num_hidden_layers"))
     default: list[LayerType] = ["full" if layer % 2 else "sliding" for layer in layers]
-    bias = bool(fields.get("attention_bias", True))
+    bias = fields.flag("attention_bias", True)
     config = llama_like(fields, full_or_sliding(fields, default), bias, bias)
     return replace(
         config,

@@ -36,29 +36,29 @@ def granite_hybrid(fields: Fields) -> ModelConfig:
     if position not in ("nope", "rope"):
         raise NotNativeError(f"position_embedding_type {position} is not supported; supported are: nope, rope")
     max_position = fields.size("max_position_embeddings", 2048)
-    rope, bias = fields.rope(10_000.0, max_position), bool(fields.get("attention_bias", False))
+    rope, bias = fields.rope(10_000.0, max_position), fields.flag("attention_bias", False)
     attention = AttentionConfig(
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),
         head_dim=fields.size("head_dim", fields.size("hidden_size") // heads),
-        scale=float(fields.get("attention_multiplier", 1.0)),
+        scale=fields.number("attention_multiplier", 1.0),
         rope=rope if position == "rope" else None,
         bias=bias,
         output_bias=bias,
     )
     shared_size = fields.size("shared_intermediate_size", 1024)
     return ModelConfig(
-        **{**fields.common(), "intermediate_size": shared_size},
+        **fields.changed(intermediate_size=shared_size).common(),
         activation=fields.activation("hidden_act", "silu"),
         layer_types=read_layer_types(names, _LAYER_TYPES, layers),
         attention={"full": attention},
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position=max_position,
         mamba=_mamba(fields),
         experts=granite_experts(fields, shared_size) if fields.get("num_local_experts", 8) else None,
-        embedding_multiplier=float(fields.get("embedding_multiplier", 1.0)),
-        residual_multiplier=float(fields.get("residual_multiplier", 1.0)),
-        logits_divisor=float(fields.get("logits_scaling", 1.0)),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_divisor=fields.positive("logits_scaling", 1.0),
     )
 
 
@@ -82,6 +82,6 @@ def _mamba(fields: Fields) -> Mamba:
         head_dim=head_dim,
         state_size=fields.size("mamba_d_state", 256),
         conv_taps=fields.size("mamba_d_conv", 4),
-        conv_bias=bool(fields.get("mamba_conv_bias", True)),
-        bias=bool(fields.get("mamba_proj_bias", False)),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        bias=fields.flag("mamba_proj_bias", False),
     )

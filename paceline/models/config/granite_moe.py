@@ -12,12 +12,12 @@ from paceline.models.model_config import ModelConfig
 
 def granite_moe(fields: Fields) -> ModelConfig:
     dense = llama(fields)
-    attention = replace(dense.attention["full"], scale=float(fields.get("attention_multiplier", 1.0)))
+    attention = replace(dense.attention["full"], scale=fields.number("attention_multiplier", 1.0))
     return replace(
         dense,
         attention={"full": attention},
         experts=granite_experts(fields, shared_size=0),
-        embedding_multiplier=float(fields.get("embedding_multiplier", 1.0)),
-        residual_multiplier=float(fields.get("residual_multiplier", 1.0)),
-        logits_divisor=float(fields.get("logits_scaling", 1.0)),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_divisor=fields.positive("logits_scaling", 1.0),
     )

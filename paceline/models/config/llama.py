@@ -13,9 +13,9 @@ from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig
 def llama(fields: Fields) -> ModelConfig:
     if any(kind != "full_attention" for kind in fields.get("layer_types", ())):
         raise NotNativeError(f"layer_types other than full_attention are not supported for {fields.architecture}")
-    bias = bool(fields.get("attention_bias", False))
+    bias = fields.flag("attention_bias", False)
     config = llama_like(fields, ["full"] * fields.size("num_hidden_layers"), bias, bias)
-    return replace(config, mlp_bias=bool(fields.get("mlp_bias", False)))
+    return replace(config, mlp_bias=fields.flag("mlp_bias", False))
 
 
 def smollm3(fields: Fields) -> ModelConfig:
@@ -60,7 +60,7 @@ def llama_like(
         activation=fields.activation("hidden_act", "silu"),
         layer_types=tuple(layer_types),
         attention=attention,
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position=max(max_position, rope.longest_context),
     )
 

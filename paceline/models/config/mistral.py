@@ -13,6 +13,8 @@ _MINISTRAL3_ROPE = {
     "rope_theta": 1_000_000.0,
     "factor": 16.0,
     "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
 
@@ -28,7 +30,7 @@ def ministral3(fields: Fields) -> ModelConfig:
     fields = fields.with_rope(_MINISTRAL3_ROPE)
     config, parameters = mistral_like(fields), fields.rope_parameters()
     growth = float(parameters.get("llama_4_scaling_beta") or 0.0)
-    original = int(parameters.get("original_max_position_embeddings") or config.max_position)
+    original = int(parameters.get("original_max_position_embeddings") or fields.size("max_position_embeddings"))
 
     def grown(own: AttentionConfig) -> AttentionConfig:
         assert own.rope is not None

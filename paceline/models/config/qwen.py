@@ -12,7 +12,7 @@ def qwen2(fields: Fields) -> ModelConfig:
 
 
 def qwen3(fields: Fields) -> ModelConfig:
-    bias = bool(fields.get("attention_bias", False))
+    bias = fields.flag("attention_bias", False)
     return _qwen(fields.with_defaults(head_dim=128), bias, bias)
 
 

@@ -14,7 +14,7 @@ def qwen3_moe(fields: Fields) -> ModelConfig:
     fields = fields.with_defaults(max_position_embeddings=32_768, num_key_value_heads=4, sliding_window=4096)
     if not fields.get("use_sliding_window", False):
         fields = fields.changed(sliding_window=None)
-    bias = bool(fields.get("attention_bias", False))
+    bias = fields.flag("attention_bias", False)
     layer: LayerType = "full" if fields.raw["sliding_window"] is None else "sliding"
     dense = llama_like(fields, [layer] * fields.size("num_hidden_layers"), bias, bias)
     step, never = fields.size("decoder_sparse_step", 1), set(fields.get("mlp_only_layers", ()))
@@ -24,7 +24,7 @@ def qwen3_moe(fields: Fields) -> ModelConfig:
             # transformers 5 writes Mixtral's name.
             count=fields.size("num_experts", fields.size("num_local_experts", 128)),
             inner_size=fields.size("moe_intermediate_size", 768),
-            routing=Routing(fields.size("num_experts_per_tok", 8), normalize=bool(fields.get("norm_topk_prob", False))),
+            routing=Routing(fields.size("num_experts_per_tok", 8), normalize=fields.flag("norm_topk_prob", False)),
             activation=dense.activation,
             dense_layers=frozenset(layer for layer in range(dense.num_layers) if layer in never or (layer + 1) % step),
         ),

@@ -19,7 +19,7 @@ def qwen3_next(fields: Fields) -> ModelConfig:
         step, never = fields.size("decoder_sparse_step", 1), set(fields.get("mlp_only_layers", ()))
         layers = range(fields.size("num_hidden_layers"))
         dense = frozenset(layer for layer in layers if layer in never or (layer + 1) % step)
-        experts = _experts(fields, 512, 10, bool(fields.get("norm_topk_prob", True)), dense)
+        experts = _experts(fields, 512, 10, fields.flag("norm_topk_prob", True), dense)
     return _model(fields, experts, grouped=True)
 
 
@@ -28,7 +28,7 @@ def qwen3_5(fields: Fields) -> ModelConfig:
     if "Moe" in fields.architecture:
         experts = _experts(text, 256, 8, True, frozenset())
         # All architectures need this field, but no layer here has an MLP of this size.
-        text = text.with_defaults(intermediate_size=experts.shared_size)
+        text = text.changed(intermediate_size=experts.shared_size)
     config = _model(text, experts, grouped=False)
     if fields.part("vision_config") is None:
         return config
@@ -40,7 +40,7 @@ def _model(fields: Fields, experts: Experts | None, grouped: bool) -> ModelConfi
     interval = fields.size("full_attention_interval", 4)
     pattern = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
     max_position, head_dim = fields.size("max_position_embeddings", 32_768), fields.size("head_dim", 256)
-    bias = bool(fields.get("attention_bias", False))
+    bias = fields.flag("attention_bias", False)
     attention = AttentionConfig(
         num_heads=fields.size("num_attention_heads", 16),
         num_kv_heads=fields.size("num_key_value_heads", 2 if experts else 4),
@@ -56,7 +56,7 @@ def _model(fields: Fields, experts: Experts | None, grouped: bool) -> ModelConfi
         activation=fields.activation("hidden_act", "silu"),
         layer_types=read_layer_types(fields.get("layer_types", pattern), _LAYER_TYPES, layers),
         attention={"full": attention},
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position=max_position,
         delta=_delta(fields, grouped),
         experts=experts,

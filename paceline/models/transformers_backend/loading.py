@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ from paceline.models.folder import weight_files
 from paceline.models.transformers_backend.attention import NAME, register
 
 _LONGEST_MESSAGE = 400
+_NAMED_AT_MOST = 5
+
+log = logging.getLogger(__name__)
 
 _SWITCHING_ROPES = ("dynamic", "longrope")
 """Types of rotary embeddings that change when a context grows beyond its original length."""
@@ -86,11 +90,28 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused below, by name.
         )
         (causal.get_decoder() if reads_images(config) else causal).set_attn_implementation(NAME)
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"{folder}: the weights do not fit config.json: missing tensors: {', '.join(missing[:5])}")
+    _check_report(folder, report)
     return causal.requires_grad_(False).eval().to(device)
+
+
+def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Raise ModelError if tensors are missing or have another shape. Log a warning if some are not used."""
+    misshaped = [f"{name} is {list(own)} instead of {list(wanted)}" for name, own, wanted in report["mismatched_keys"]]
+    named = (("tensors of another shape", misshaped), ("missing tensors", report["missing_keys"]))
+    for what, tensors in named:
+        if tensors:
+            listed = ", ".join(sorted(tensors)[:_NAMED_AT_MOST])
+            raise ModelError(f"{folder}: the weights do not fit config.json: {what}: {listed}")
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning(
+            "%s: the model does not use %d of the tensors, such as %s; check that config.json fits the weights",
+            folder,
+            len(unused),
+            unused[0],
+        )
 
 
 def reads_images(config: Any) -> bool:
@@ -162,15 +183,15 @@ def _quiet() -> Iterator[None]:
     """Keep progress bars and warnings of `transformers` off the terminal."""
     import transformers
 
-    logging: Any = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    theirs: Any = transformers.utils.logging
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
+        theirs.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            theirs.enable_progress_bar()

@@ -35,6 +35,8 @@ def check_results(model: Model, own_hidden: Callable[[Tensor], Tensor], dtype: t
     vocab_size = model.config.vocab_size
     contexts = [(torch.arange(BASE_TOKENS) * step + 3) % vocab_size for step in (7, 11)]
     for own, paged in zip(map(own_hidden, contexts), _in_chunks(model, contexts, dtype)):
+        if not own.isfinite().all():
+            raise ModelError("its own code computes NaN or infinity; check that the weights are whole")
         errors = (paged.float() - own.float()).norm(dim=1) / own.float().norm(dim=1)
         # The median, because rounding sends a token to another expert now and then.
         if not (error := float(errors.median())) <= _TOLERANCES[dtype]:

@@ -41,13 +41,14 @@ class SamplingDefaults:
         """
         known = {name: values[name] for name in SamplingDefaults.__slots__ if values.get(name) is not None}
         for name, value in known.items():
-            least, most = _RANGES[name]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            (least, most), kind = _RANGES[name], "a whole number" if name in _WHOLE else "a number"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+            if not is_number or (name in _WHOLE and value != int(value)):
                 raise ModelError(
-                    f"generation_config.json: {name} must be a number from {least:g} to {most:g}, not {value!r}; "
+                    f"generation_config.json: {name} must be {kind} from {least:g} to {most:g}, not {value!r}; "
                     "correct it, or start with --generation-config none"
                 )
-        return SamplingDefaults(**known)
+        return SamplingDefaults(**{name: int(value) if name in _WHOLE else value for name, value in known.items()})
 
 
 _RANGES = {
@@ -59,6 +60,7 @@ _RANGES = {
     "max_new_tokens": (1, 2**31),
 }
 """The numbers that requests accept."""
+_WHOLE = ("top_k", "max_new_tokens")
 
 
 class Tokenizer:
@@ -198,13 +200,17 @@ class Tokenizer:
     def _eos_token_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any], special_tokens: Mapping[str, str]
     ) -> frozenset[int]:
-        listed = generation.get("eos_token_id")
+        file, listed = "generation_config.json", generation.get("eos_token_id")
         if listed is None:
-            listed = _text_value(model, "eos_token_id")
-        ids = {listed} if isinstance(listed, int) else set(listed or ())
+            file, listed = "config.json", _text_value(model, "eos_token_id")
+        ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+            raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, not {listed!r}")
         # A chat model's config may still name the base model's end of text; its tokenizer knows the end of a turn.
         own = self._tokenizer.token_to_id(special_tokens.get("eos_token", ""))
-        return frozenset(ids if own is None else ids | {own})
+        # A model cannot choose an id outside of its vocabulary, such as the -1 of some configs.
+        ids = ids if own is None else [*ids, own]
+        return frozenset(token_id for token_id in ids if 0 <= token_id < self.vocab_size)
 
 
 def _text_value(config: Mapping[str, Any], name: str) -> Any:

@@ -93,7 +93,7 @@ def max_model_len(config: WorkerConfig, layout: KVLayout, max_position: int, are
     fitting = wanted
     while layout.slots_for(fitting) > pool_slots or layout.arena_slots_for(fitting) > arena_slots:
         fitting -= layout.alignment
-    if fitting < layout.alignment or (config.max_model_len and fitting < wanted):
+    if fitting < 1 or (config.max_model_len and fitting < wanted):
         raise ConfigError(
             f"the KV memory has room for one context of {max(fitting, 0)} tokens, not {wanted}; "
             f"raise {option} or lower --max-model-len"

@@ -60,6 +60,24 @@ def test_ends_of_sequence_come_from_both_configs(tmp_path: Path) -> None:
     assert Tokenizer(folder).vocab_size == 280
 
 
+def test_ends_that_the_model_cannot_choose_are_left_out(tmp_path: Path) -> None:
+    folder = write_toy_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 7, 10**6]}))
+    assert Tokenizer(folder).eos_token_ids == {7, END}
+
+
+@pytest.mark.parametrize("value", ["x", 5.0, [1.5], [[1]], True])
+def test_ends_that_are_no_token_ids_are_refused(tmp_path: Path, value: object) -> None:
+    folder = write_toy_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id must be a token id or a list of them"):
+        Tokenizer(folder)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match=r"^config\.json: eos_token_id must be a token id or a list of them"):
+        Tokenizer(folder)
+
+
 def test_default_sampling_comes_from_the_generation_config(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_toy_model(tmp_path, temperature=0.6, top_k=20, top_p=None, do_sample=True))
     assert tokenizer.defaults == SamplingDefaults(temperature=0.6, top_k=20)
@@ -74,11 +92,27 @@ def test_the_generation_config_can_be_ignored_except_for_its_ends(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", "hot"), ("top_p", 0), ("top_k", -2), ("min_p", 2), ("max_new_tokens", 0)]
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("top_k", 2.5),
+        ("top_k", float("nan")),
+        ("min_p", 2),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 5.5),
+    ],
 )
 def test_a_generation_config_that_no_request_could_have_is_refused(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(ModelError, match=rf"{name} must be a number from .*--generation-config none"):
+    kind = "a whole number" if name in ("top_k", "max_new_tokens") else "a number"
+    with pytest.raises(ModelError, match=rf"{name} must be {kind} from .*--generation-config none"):
         Tokenizer(write_toy_model(tmp_path, **{name: value}))
+
+
+def test_whole_numbers_of_a_generation_config_may_have_a_point(tmp_path: Path) -> None:
+    defaults = Tokenizer(write_toy_model(tmp_path, top_k=20.0, max_new_tokens=5.0)).defaults
+    assert (repr(defaults.top_k), repr(defaults.max_new_tokens)) == ("20", "5")
 
 
 def test_default_sampling_without_a_say_is_that_of_openai(toy_tokenizer: Tokenizer) -> None:

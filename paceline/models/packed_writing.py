@@ -1,0 +1,206 @@
+"""Writing of packed weights: several threads pack a model's matrices, each into a file of its own.
+
+A file holds matrices, each aligned to a cache line, then their index in JSON, then the index's length in eight bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from paceline.core.machine import available_cores
+from paceline.kernels.interface import PackedWeight
+from paceline.models.quantized import Matrix, Packer
+
+LENGTH_BYTES = 8
+"""Bytes of the index's length, which is the end of a file: an integer without sign, its lowest byte first."""
+
+Place = tuple[int, int, int | None]
+"""Begin and end of a matrix in its file, in bytes, and its `PackedWeight.format`."""
+
+_ALIGNMENT = 64
+_MOST_THREADS = 8
+"""More threads would wait for the disk or for memory."""
+_WAITING_PER_THREAD = 2
+"""Matrices that are ready to be packed next. They use memory if the checkpoint has another dtype."""
+_KEPT_BYTES = 64 << 20
+"""Largest memory that is used again for other matrices."""
+_PIECE = 8 << 20
+"""Bytes that are written at once: some large pages."""
+
+
+def write_packed(folder: Path, packer: Packer, visit: Callable[[Writing], object]) -> None:
+    """Write the matrices that `visit` passes to its argument to a new folder, which appears whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with _replacing(folder) as scratch, Writing(scratch, packer) as writing:
+        visit(writing)
+        writing.finish()
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Make a new folder, which takes its name when its files are complete."""
+    scratch = folder.with_suffix(".tmp")
+    remove(scratch)
+    try:
+        scratch.mkdir()
+        yield scratch
+        remove(folder)
+        scratch.rename(folder)
+    finally:
+        remove(scratch)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or a file as older versions wrote it, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class Writing:
+    """A `Pack` that writes matrices to files. Reading, packing and writing overlap.
+
+    One file would keep threads waiting, because Linux lets one thread at a time write to it.
+
+    Args:
+        folder: gets one file for each thread.
+        packer: packs the matrices.
+    """
+
+    needs_content = True
+
+    def __init__(self, folder: Path, packer: Packer) -> None:
+        self._packer = packer
+        threads = min(available_cores(), _MOST_THREADS)
+        self._threads = ThreadPoolExecutor(threads, "pack")
+        self._most_unwritten = threads * (1 + _WAITING_PER_THREAD)
+        self._unwritten: deque[Future[None]] = deque()
+        self._files = [_PackedFile(folder / str(number)) for number in range(threads)]
+        self._free: SimpleQueue[_PackedFile] = SimpleQueue()
+        for file in self._files:
+            self._free.put(file)
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for file in self._files:
+            file.close()
+
+    def __call__(self, name: str, weight: Matrix) -> PackedWeight:
+        if not (isinstance(weight, Tensor) and weight.is_meta):  # else it is a missing tensor, which the loader reports
+            while len(self._unwritten) >= self._most_unwritten:
+                self._unwritten.popleft().result()
+            self._unwritten.append(self._threads.submit(self._write, name, weight))
+        return self._packer.without_data(weight)
+
+    def _write(self, name: str, weight: Matrix) -> None:
+        file = self._free.get()
+        try:
+            file.write(name, weight, self._packer)
+        finally:
+            self._free.put(file)
+
+    def finish(self) -> None:
+        """Write all that is not written yet, and wait until it is on the disk."""
+        for written in self._unwritten:
+            written.result()
+        for _ in self._threads.map(_PackedFile.finish, self._files):
+            pass
+
+
+class _PackedFile:
+    """A new file of packed matrices, for one thread at a time."""
+
+    def __init__(self, file: Path) -> None:
+        self._raw = file.open("wb", buffering=0)
+        self._output = Output(self._raw)
+        self._scratch = _Scratch()
+        self._index: dict[str, Place] = {}
+
+    def write(self, name: str, weight: Matrix, packer: Packer) -> None:
+        packed = packer(name, weight, self._scratch.take)
+        self._output.write(bytes(-self._output.tell() % _ALIGNMENT))
+        start = self._output.tell()
+        self._output.write(packed.data.view(torch.uint8).numpy().data)
+        self._index[name] = start, self._output.tell(), packed.format
+        self._scratch.keep(_KEPT_BYTES)
+
+    def finish(self) -> None:
+        text = json.dumps(self._index).encode()
+        self._output.write(text + len(text).to_bytes(LENGTH_BYTES, "little"))
+        self._output.flush()
+        os.fsync(self._raw.fileno())
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+class _Scratch:
+    """Memory for one packed matrix at a time. The system would clear new memory for each of them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        if size > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
+
+    def keep(self, most: int) -> None:
+        """Free the memory if it is larger than `most` bytes."""
+        if len(self._memory) > most:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class Output:
+    """Writes a file in aligned pieces, so that the system can cache it in large pages and map these.
+
+    Args:
+        raw: an unbuffered file at its beginning.
+        piece: bytes of a piece.
+    """
+
+    def __init__(self, raw: IO[bytes], piece: int = _PIECE) -> None:
+        self._raw = raw
+        self._piece = memoryview(bytearray(piece))
+        self._used = self._written = 0
+
+    def tell(self) -> int:
+        return self._written + self._used
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            part = rest[: len(self._piece) - self._used]
+            self._piece[self._used : self._used + len(part)] = part
+            self._used += len(part)
+            rest = rest[len(part) :]
+            if self._used == len(self._piece):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is in memory. Only a whole piece may have others after it."""
+        rest = self._piece[: self._used]
+        while rest:
+            rest = rest[self._raw.write(rest) :]
+        self._written += self._used
+        self._used = 0
