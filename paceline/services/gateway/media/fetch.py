@@ -16,7 +16,7 @@ import ssl
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
-from urllib.parse import urljoin
+from urllib.parse import quote, urljoin, urlsplit
 
 import h11
 
@@ -197,7 +197,21 @@ def _request(target: Target) -> h11.Request:
 
 
 def _join(target: Target, location: str) -> str:
+    """Return the URL to which a server redirects. Raises MediaError if it is not one of HTTP.
+
+    Args:
+        location: the header, in which each character stands for a byte.
+    """
+    # Bytes outside of ASCII are quoted as they are, because most servers send UTF-8 and some send Latin-1.
+    quoted = quote(location, safe=bytes(range(0x80)), encoding="latin-1")
     try:
-        return urljoin(target.url, location)
+        url = urljoin(target.url, quoted)
+        scheme = urlsplit(url).scheme
     except ValueError as error:
         raise UnreachableMediaError(f"{target.host} redirected to a URL that is not valid: {error}") from None
+    if scheme not in ("http", "https"):
+        raise MediaError(
+            f"{target.host} redirected to a URL that begins with {scheme[:80]!r}; a redirect may only lead to http: or "
+            "https:"
+        )
+    return url

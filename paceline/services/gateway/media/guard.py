@@ -22,7 +22,8 @@ _PUBLIC_PORTS = (80, 443, 8080, 8443)
 _MAX_URL_CHARACTERS = 8192
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+_FORBIDDEN_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""A control character, or half of a pair of surrogates, which JSON can spell but UTF-8 cannot."""
 _URL_PUNCTUATION = "%/:=&?~+!$,;'@()*[]"
 """Characters that a path or query keeps; all others that are not letters, digits, or one of -._~ are quoted."""
 
@@ -129,8 +130,10 @@ class Guard:
 
 def parse_url(url: str) -> Target:
     """Return the parts of a URL. Raises MediaError if it is malformed or ambiguous, or not of HTTP."""
-    if len(url) > _MAX_URL_CHARACTERS or _CONTROL_CHARACTER.search(url):
-        raise MediaError(f"a URL must have at most {_MAX_URL_CHARACTERS} characters and no control characters")
+    if len(url) > _MAX_URL_CHARACTERS or _FORBIDDEN_CHARACTER.search(url):
+        raise MediaError(
+            f"a URL must have at most {_MAX_URL_CHARACTERS} characters, and no control characters or lone surrogates"
+        )
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -20,6 +21,16 @@ class MediaItem:
     url: str | None
     """An http, https, data or file URL. None if the client sends only the `uuid` of an item that it has sent before."""
     uuid: str | None = None
+
+
+def places_of(items: Sequence[MediaItem]) -> list[str]:
+    """Return names of items for errors: their kinds, and their numbers among all of the kind."""
+    counts: Counter[str] = Counter()
+    places = []
+    for item in items:
+        counts[item.kind] += 1
+        places.append(f"{item.kind} {counts[item.kind]}")
+    return places
 
 
 @dataclass(frozen=True, slots=True)

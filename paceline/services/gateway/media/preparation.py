@@ -18,10 +18,10 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import RequestBudget
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
-from paceline.services.gateway.media.items import ImageSize, ItemKind, MediaItem
+from paceline.services.gateway.media.items import ImageSize, ItemKind, MediaItem, places_of
 from paceline.services.gateway.media.loader import MediaLoader, MediaService
 from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, PADDING_SECONDS, Processor
-from paceline.services.gateway.media.recent import RecentMedia
+from paceline.services.gateway.media.recent import RecentMedia, recall, without_data
 
 T = TypeVar("T")
 Json = Mapping[str, Any]
@@ -94,8 +94,8 @@ class MediaPreparer:
         for expansion in known.values():
             budget.take(expansion.size)
         room = _Room(budget, most_tokens)
-        expansions = {**known, **await self._load_all(items, processor, room, owner, param)}
-        return await asyncio.to_thread(make, expansions)
+        loaded = await self._load_all(items, processor, room, owner, param)
+        return await asyncio.to_thread(make, {**loaded, **recall(items, known, loaded, param)})
 
     def _with_options(self, options: Json | None) -> Processor | None:
         if not options:
@@ -122,15 +122,15 @@ class MediaPreparer:
     def _find_known(
         self, items: Sequence[MediaItem], processor: Processor, owner: str, param: str
     ) -> dict[MediaItem, Expansion]:
-        """Return what is kept of items that have only a uuid."""
+        """Return what is kept of items that have only a uuid, unless the request has their data before them."""
         known = {}
-        for item in items:
-            if item.url is not None:
+        for item, place, sent in without_data(items):
+            if sent is not None:
                 continue
             found = self._recent.get(_key(item, processor, owner))
             if found is None:
                 raise InvalidRequestError(
-                    f"{param}: no {item.kind} with the uuid {item.uuid!r:.80} is kept here, for this API key and these "
+                    f"{place}: no {item.kind} with the uuid {item.uuid!r:.80} is kept here, for this API key and these "
                     f"{OPTIONS_FIELD}; send the {item.kind} again with its uuid",
                     param,
                 )
@@ -141,7 +141,10 @@ class MediaPreparer:
         self, items: Sequence[MediaItem], processor: Processor, room: _Room, owner: str, param: str
     ) -> dict[MediaItem, Expansion]:
         """Return what stands in the prompt for items that have a URL. Each is loaded once, however often it comes."""
-        places = {item: place for item, place in zip(items, _places(items)) if item.url is not None}
+        places: dict[MediaItem, str] = {}
+        for item, place in zip(items, places_of(items), strict=True):
+            if item.url is not None:
+                places.setdefault(item, place)
         loader = MediaLoader(self._service, room.budget)
         tasks = [
             asyncio.create_task(self._load(loader, room, processor, item, place)) for item, place in places.items()
@@ -153,9 +156,9 @@ class MediaPreparer:
             raise
         finally:
             await end_tasks(*tasks)
-        for item, expansion in loaded.items():
-            if item.uuid is not None:
-                self._recent.put(_key(item, processor, owner), expansion)
+        for item in items:
+            if item.url is not None and item.uuid is not None:
+                self._recent.put(_key(item, processor, owner), loaded[item])
         return loaded
 
     async def _load(
@@ -234,16 +237,6 @@ class _Room:
                 f"it has at least {tokens} tokens for the model{before}, and the longest context has {self._most}; "
                 "send a smaller one, or fewer"
             )
-
-
-def _places(items: Sequence[MediaItem]) -> list[str]:
-    """Return names of items for errors: their kinds, and their numbers among all of the kind."""
-    counts: Counter[str] = Counter()
-    places = []
-    for item in items:
-        counts[item.kind] += 1
-        places.append(f"{item.kind} {counts[item.kind]}")
-    return places
 
 
 def _key(item: MediaItem, processor: Processor, owner: str) -> Hashable:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.media.expansion import Expansion
+from paceline.services.gateway.media.items import MediaItem, places_of
 
 _ENTRY_BYTES = 256
 """What an entry takes besides its inputs."""
@@ -45,3 +47,41 @@ class RecentMedia:
         old = self._kept.pop(key, None)
         if old is not None:
             self._bytes -= old.size + _ENTRY_BYTES
+
+
+def without_data(items: Sequence[MediaItem]) -> list[tuple[MediaItem, str, MediaItem | None]]:
+    """Return the items that have only a uuid, and their places.
+
+    The third value of each is the last item before it that has data, the same kind and the same uuid, if there is one.
+    """
+    found = []
+    sent: dict[tuple[str, str | None], MediaItem] = {}
+    for item, place in zip(items, places_of(items), strict=True):
+        name = item.kind, item.uuid
+        if item.url is None:
+            found.append((item, place, sent.get(name)))
+        else:
+            sent[name] = item
+    return found
+
+
+def recall(
+    items: Sequence[MediaItem],
+    known: Mapping[MediaItem, Expansion],
+    loaded: Mapping[MediaItem, Expansion],
+    param: str,
+) -> dict[MediaItem, Expansion]:
+    """Return what stands in the prompt for items that have only a uuid: what the request has sent, or what was kept.
+
+    Raises InvalidRequestError if a uuid means two different items, because the prompt has one entry for both.
+    """
+    recalled: dict[MediaItem, Expansion] = {}
+    for item, place, sent in without_data(items):
+        expansion = known[item] if sent is None else loaded[sent]
+        if recalled.setdefault(item, expansion) != expansion:
+            raise InvalidRequestError(
+                f"{place}: the uuid {item.uuid!r:.80} means another {item.kind} earlier in this request; give each "
+                f"{item.kind} a uuid of its own",
+                param,
+            )
+    return recalled

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -35,7 +36,7 @@ def decode(
 ) -> tuple[dict[str, Any], NDArray[np.uint8]]:
     """Return sampled frames of a video as RGB: [frames, height, width, 3].
 
-    The facts before them are their `timestamps`, in seconds from the first frame of the file.
+    The facts before them are their `timestamps`, in seconds from the first frame that is shown.
 
     Args:
         max_bytes: the size of the largest array.
@@ -56,7 +57,7 @@ def decode(
     wanted = [index.times[number] for number in sample(len(index.times), index.rate, wish)]
     pictures = _Pictures(len(wanted), max_bytes, _frame_pixels(wish, len(wanted), max_pixels))
     with _open(data, max_pixels) as (container, stream):
-        for frame in _frames_at(container, stream, wanted, index.key_times):
+        for frame in _frames_at(container, stream, wanted, index):
             pictures.add(frame)
     array = pictures.array()
     # A broken file may end before its index says so.
@@ -91,8 +92,11 @@ class _Index:
     """Where the frames of a file are, in units of `time_base` seconds."""
 
     times: list[int]
+    """When frames are shown. The list has no frames that an edit list hides."""
     key_times: list[int]
-    """The frames at which decoding can begin."""
+    """The frames at which decoding can begin, hidden ones included."""
+    begin: int
+    """The decoding time of the first packet."""
     time_base: Fraction
     duration: float
     """Seconds."""
@@ -123,18 +127,23 @@ def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
     """Read where the frames are without decoding them. What the file's head says about this may be wrong."""
     times: set[int] = set()
     key_times: list[int] = []
+    begin: int | None = None
     end = 0
-    for packet in container.demux(stream):
+    for number, packet in enumerate(container.demux(stream)):
         time = packet.pts if packet.pts is not None else packet.dts
         if time is None or not packet.size:
             continue
-        times.add(time)
-        end = max(end, time + (packet.duration or 0))
+        if number >= _MAX_FRAMES:
+            raise BrokenItemError(f"the video has more than {_MAX_FRAMES} frames; send a part of it")
+        if begin is None:
+            begin = time if packet.dts is None else packet.dts
         if packet.is_keyframe:
             key_times.append(time)
-        if len(times) > _MAX_FRAMES:
-            raise BrokenItemError(f"the video has more than {_MAX_FRAMES} frames; send a part of it")
-    if not times or not stream.time_base:
+        # A hidden packet is decoded, because others need its frame, but the frame is not shown.
+        if not packet.is_discard:
+            times.add(time)
+            end = max(end, time + (packet.duration or 0))
+    if begin is None or not times or not stream.time_base:
         raise BrokenItemError("the video has no frames")
     ordered = sorted(times)
     # Without a duration, the last frame is shown for as long as the others.
@@ -142,12 +151,10 @@ def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
     duration = float(shown * stream.time_base) or 1 / float(stream.average_rate or 1)
     # What the head says of the rate is more exact than times, which may be in milliseconds. It need not be true.
     rate = float(stream.average_rate or 0) or len(ordered) / duration
-    return _Index(ordered, sorted(key_times), stream.time_base, duration, rate)
+    return _Index(ordered, sorted(key_times), begin, stream.time_base, duration, rate)
 
 
-def _frames_at(
-    container: InputContainer, stream: VideoStream, times: list[int], key_times: list[int]
-) -> Iterator[VideoFrame]:
+def _frames_at(container: InputContainer, stream: VideoStream, times: list[int], index: _Index) -> Iterator[VideoFrame]:
     """Yield the frame that is shown at each time, as long as there are frames.
 
     Frames in between are decoded only if no key frame leads to a wanted frame more quickly.
@@ -156,15 +163,32 @@ def _frames_at(
     decoded = container.decode(stream)
     position = times[0]
     for time in times:
-        key = bisect.bisect_right(key_times, time) - 1
-        if can_seek and key >= 0 and key_times[key] > position:
-            container.seek(key_times[key], stream=stream)
-            decoded = container.decode(stream)
+        key = bisect.bisect_right(index.key_times, time) - 1
+        if can_seek and key >= 0 and index.key_times[key] > position:
+            begins = (index.key_times[key], index.key_times[max(0, key - 1)], index.begin)
+            decoded = _decode_from(container, stream, begins, time)
         frame = next((frame for frame in decoded if frame.pts is None or frame.pts >= time), None)
         if frame is None:
             return
         position = time if frame.pts is None else frame.pts
         yield frame
+
+
+def _decode_from(
+    container: InputContainer, stream: VideoStream, begins: Sequence[int], time: int
+) -> Iterator[VideoFrame]:
+    """Return frames from the first of some places from which the frame at a time is reached, or from the last place.
+
+    The index of AVI counts frames in the order of decoding. If key frames are close together, seeking one by the time
+    when it is shown finds a later one.
+    """
+    for begin in begins:
+        container.seek(begin, stream=stream)
+        decoded = container.decode(stream)
+        first = next(decoded, None)
+        if first is not None and (first.pts is None or first.pts <= time):
+            break
+    return itertools.chain(() if first is None else (first,), decoded)
 
 
 class _Pictures:

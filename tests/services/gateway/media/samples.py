@@ -7,6 +7,7 @@ import io
 import struct
 import zlib
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import av
@@ -58,21 +59,34 @@ def video_file(
     format: str = "mp4",
     codec: str = "mpeg4",
     matrix: list[int] | None = None,
+    gop: int = 6,
+    b_frames: int | None = None,
+    hidden: int = 0,
 ) -> bytes:
     """Return a video of 10 frames per second. Frame i is of grey 10 * i, except for its upper left quarter, which is
-    white."""
+    white.
+
+    Args:
+        gop: the largest distance of key frames.
+        b_frames: the most B-frames in a row; None leaves it to the encoder.
+        hidden: frames at the beginning that an edit list of mp4 hides, as if the video had been cut.
+    """
     file = io.BytesIO()
-    with av.open(file, "w", format=format) as container:
+    with av.open(file, "w", format=format, options={"avoid_negative_ts": "disabled"} if hidden else {}) as container:
         stream = container.add_stream(codec, rate=10)
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
-        stream.gop_size = 6
+        stream.gop_size = gop
+        if b_frames is not None:
+            stream.codec_context.max_b_frames = b_frames
         if matrix:
             stream.set_display_matrix(matrix)
         for number in range(count):
             pixels = np.full((size[1], size[0], 3), 10 * number, np.uint8)
             pixels[: size[1] // 2, : size[0] // 2] = 255
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
+            frame = av.VideoFrame.from_ndarray(pixels)
+            frame.pts, frame.time_base = number - hidden, Fraction(1, 10)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
 

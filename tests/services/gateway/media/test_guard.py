@@ -108,6 +108,8 @@ MALFORMED = [
     "http://127.0.0.1\\.example.com/",
     "http://example.com/\r\nHost: other",
     "http://example.com/\x00",
+    "http://127.0.0.1:1/\ud800",
+    "https://example.com/?\udfff",
     "http://%31%32%37.0.0.1/",
     "http://-example.com/",
     "http://a..b/",
@@ -122,7 +124,7 @@ def test_refuses_malformed_url(url: str) -> None:
         parse_url(url)
 
 
-@given(st.text() | st.text(alphabet="htps:/@[]%.0123456789abcx#?\\ ").map("http://".__add__))
+@given(st.text() | st.text(alphabet="htps:/@[]%.0123456789abcx#?\\ \ud800é").map("http://".__add__))
 def test_never_fails_otherwise(url: str) -> None:
     try:
         target = parse_url(url)

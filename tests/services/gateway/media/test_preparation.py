@@ -19,7 +19,7 @@ from paceline.services.gateway.media.items import MediaItem
 from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.media.preparation import MediaPreparer
 from paceline.services.gateway.media.processors.base import Processor
-from tests.services.gateway.media.samples import audio_file, data_url, image_file, video_file
+from tests.services.gateway.media.samples import audio_file, data_url, image_file, picture, video_file
 
 IMAGE = MediaItem("image", data_url(image_file()))
 NAMED = MediaItem("image", data_url(image_file()), "cat")
@@ -51,8 +51,8 @@ async def prepare(
         media = await preparer.plan(
             items, lambda media: media, budget=budget, options=options, owner=owner, most_tokens=most_tokens
         )
-        # The files and the decoded arrays count no longer, the inputs do.
-        assert budget.used == sum(expansion.size for expansion in media.values())
+        # The files and the decoded arrays count no longer, the inputs do. Items without data have those of others.
+        assert budget.used == sum({id(expansion): expansion.size for expansion in media.values()}.values())
         return media
 
 
@@ -83,6 +83,39 @@ async def test_a_uuid_recalls_an_item_for_its_owner_alone(preparer: MediaPrepare
             await prepare(preparer, RECALLED, owner=owner, **options)
 
 
+async def test_a_uuid_means_the_item_that_was_sent_last_in_the_same_request(
+    preparer: MediaPreparer, processor: Processor
+) -> None:
+    other = MediaItem("image", data_url(image_file(image=picture(9, 9))), "cat")
+    for sent in (NAMED, other):  # first the uuid is unknown, then it means another image
+        media = await prepare(preparer, sent, RECALLED)
+        assert media[RECALLED] == media[sent]
+    assert (await prepare(preparer, RECALLED))[RECALLED] == media[other]
+    # In front of the data, it means what was kept before.
+    before = await prepare(preparer, RECALLED, NAMED)
+    assert (before[RECALLED], before[NAMED] == before[RECALLED]) == (media[other], False)
+    assert (await prepare(preparer, RECALLED))[RECALLED] == before[NAMED]
+
+
+async def test_the_last_item_of_a_request_keeps_the_uuid(processor: Processor, service: MediaService) -> None:
+    preparer = MediaPreparer(GatewayConfig(), processor, service)
+    other = MediaItem("image", data_url(image_file(image=picture(9, 9))), "cat")
+    media = await prepare(preparer, NAMED, other, NAMED, RECALLED)
+    assert media[RECALLED] == media[NAMED] != media[other]
+    assert (await prepare(preparer, RECALLED))[RECALLED] == media[NAMED]
+
+
+async def test_a_uuid_that_means_two_items_of_a_request_is_refused(processor: Processor, service: MediaService) -> None:
+    preparer = MediaPreparer(GatewayConfig(), processor, service)
+    other = MediaItem("image", data_url(image_file(image=picture(9, 9))), "cat")
+    with pytest.raises(InvalidRequestError, match=r"^image 4: the uuid 'cat' means another image earlier") as caught:
+        await prepare(preparer, NAMED, RECALLED, other, RECALLED)
+    assert caught.value.param == "messages"
+    # The same image is no other one, although it was sent again.
+    await prepare(preparer, NAMED)
+    await prepare(preparer, RECALLED, NAMED, RECALLED)
+
+
 async def test_an_error_of_the_request_itself_comes_before_anything_is_loaded(
     preparer: MediaPreparer, budget: RequestBudget
 ) -> None:
@@ -101,8 +134,27 @@ async def test_errors_name_the_item_and_the_field(preparer: MediaPreparer, budge
     with pytest.raises(MediaError, match=r"^image 2: ") as caught:
         await preparer.plan([IMAGE, broken], lambda media: media, budget=budget, options=None, owner="", param="input")
     assert caught.value.param == "input"
+    for wrong, told in (
+        (RECALLED, "no image with the uuid 'cat' is kept here"),
+        (
+            MediaItem("image", "http://127.0.0.1:1/\ud800"),
+            "a URL must have .* no control characters or lone surrogates",
+        ),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^image 2: {told}") as refused:
+            await prepare(preparer, IMAGE, wrong)
+        assert refused.value.param == "messages"
     with pytest.raises(InvalidRequestError, match=r"at most 2 of the kind image \(--limit-mm-per-prompt\), this one"):
         await prepare(preparer, IMAGE, IMAGE, IMAGE)
+
+
+async def test_the_error_of_an_item_that_comes_twice_names_the_first_place(
+    processor: Processor, service: MediaService
+) -> None:
+    preparer = MediaPreparer(GatewayConfig(), processor, service)
+    broken = MediaItem("image", data_url(b"GIF89a"))
+    with pytest.raises(MediaError, match=r"^image 1: "):
+        await prepare(preparer, broken, IMAGE, broken)
 
 
 async def test_all_items_count_however_they_are_sent(processor: Processor, service: MediaService) -> None:

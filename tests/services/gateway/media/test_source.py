@@ -99,6 +99,15 @@ async def test_reads_file(folder: Path, threads: concurrent.futures.Executor) ->
     assert await read(f"file://localhost{folder}/link.png", threads, folder) == b"picture"
 
 
+async def test_what_surrounds_a_url_is_no_part_of_it(folder: Path, threads: concurrent.futures.Executor) -> None:
+    assert await read(" \n\tdata:;base64,+/8=\x00 ", threads, folder) == b"\xfb\xff"
+    assert await read(f" file://{folder}/in/a b.png\r\n", threads, folder) == b"picture"
+    with pytest.raises(MediaError, match="no public address"):
+        await read(" http://127.0.0.1/cat.png ", threads, folder)
+    with pytest.raises(MediaError, match="no control characters"):
+        await read("http://127.0.0.1/\ncat.png", threads, folder)
+
+
 async def test_refuses_files_without_folder(folder: Path, threads: concurrent.futures.Executor) -> None:
     with pytest.raises(MediaError, match="--allowed-local-media-path"):
         await read(f"file://{folder}/in/a%20b.png", threads, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.errors import MediaError
+from paceline.services.gateway.media import video_decoder
+from paceline.services.gateway.media.decoded import BrokenItemError
 from paceline.services.gateway.media.items import FrameSampling
 from paceline.services.gateway.media.video_decoder import sample
 from tests.services.gateway.media.conftest import Decode
@@ -79,6 +82,46 @@ def test_skips_to_key_frames(decode: Decode) -> None:
     assert frames[:, 12, 24].mean(axis=1) == pytest.approx([0, 100], abs=12)
 
 
+def test_finds_frames_between_key_frames_that_are_close_together(decode: Decode) -> None:
+    """The index of AVI is in the order of decoding, so that seeking a key frame may find a later one."""
+    for most in (20, 10, 5):
+        options = {**OPTIONS, "sampling": {"most": most}}
+        facts, frames = decode("video", video_file(format="avi", gop=2, b_frames=2), **options)
+        numbers = range(0, 20, 20 // most)
+        assert facts["timestamps"] == pytest.approx([number / 10 for number in numbers], abs=0.002)
+        assert frames[:, 12, 24].mean(axis=1) == pytest.approx([10 * number for number in numbers], abs=8)
+
+
+def test_decodes_from_the_beginning_if_the_index_leads_nowhere_else() -> None:
+    file = memoryview(video_file(format="avi", gop=2, b_frames=2))
+    with video_decoder._open(file, 1 << 20) as (container, stream):
+        begin = next(container.demux(stream)).dts
+        assert begin is not None
+        frames = video_decoder._decode_from(container, stream, (begin + 13, begin + 7, begin), begin + 2)
+        assert [frame.pts for frame in frames] == [*range(begin + 1, begin + 21)]
+
+
+@pytest.mark.parametrize(("codec", "b_frames"), [("mpeg4", 0), ("h264", 3)])
+def test_frames_that_an_edit_list_hides_are_not_shown(decode: Decode, codec: str, b_frames: int) -> None:
+    """Five of 20 frames are hidden, and the first key frame is one of them."""
+    cut = video_file(codec=codec, b_frames=b_frames, gop=9, hidden=5)
+    for sampling, numbers in (
+        ({"most": 5}, [5, 8, 11, 14, 17]),
+        ({"most": 20, "per_second": 2.0, "to_end": True}, [5, 12, 19]),
+    ):
+        facts, frames = decode("video", cut, **{**OPTIONS, "max_seconds": 1.6, "sampling": sampling})
+        assert facts["timestamps"] == pytest.approx([(number - 5) / 10 for number in numbers], abs=0.002)
+        assert frames[:, 12, 24].mean(axis=1) == pytest.approx([10 * number for number in numbers], abs=4)
+
+
+def test_hidden_frames_count_as_frames_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = memoryview(video_file(hidden=5))
+    for most in (20, 19):
+        monkeypatch.setattr(video_decoder, "_MAX_FRAMES", most)
+        with contextlib.nullcontext() if most == 20 else pytest.raises(BrokenItemError, match="more than 19 frames"):
+            video_decoder.decode(cut, 1 << 20, **OPTIONS)
+
+
 def test_takes_every_frame_if_there_are_few(decode: Decode) -> None:
     facts, frames = decode("video", video_file(count=3), **OPTIONS)
     assert len(frames) == len(facts["timestamps"]) == 3
@@ -133,16 +176,18 @@ def test_refuses(decode: Decode, name: str) -> None:
         decode("video", data, **{**OPTIONS, **options})
 
 
-@given(place=st.sampled_from(CONTAINERS), mutation=MUTATIONS, by_rate=st.booleans())
-def test_mutated_file_is_decoded_or_refused(
-    decode: Decode, place: tuple[str, str], mutation: Mutation, by_rate: bool
-) -> None:
+FILES = {
+    **{format + codec: video_file(format=format, codec=codec) for format, codec in CONTAINERS},
+    "edit list": video_file(codec="h264", hidden=5),
+    "many key frames": video_file(format="avi", gop=2, b_frames=2),
+}
+
+
+@given(name=st.sampled_from(list(FILES)), mutation=MUTATIONS, by_rate=st.booleans())
+def test_mutated_file_is_decoded_or_refused(decode: Decode, name: str, mutation: Mutation, by_rate: bool) -> None:
     sampling = {"most": 5, "per_second": 2.0, "to_end": True} if by_rate else {"most": 5}
     try:
-        facts, frames = decode("video", mutation.of(FILES[place]), **{**OPTIONS, "sampling": sampling})
+        facts, frames = decode("video", mutation.of(FILES[name]), **{**OPTIONS, "sampling": sampling})
     except MediaError:
         return
     assert len(frames) == len(facts["timestamps"]) <= 5
-
-
-FILES = {place: video_file(format=place[0], codec=place[1]) for place in CONTAINERS}
