@@ -1,10 +1,15 @@
 """Start a stack several times and measure how long this takes and how much memory the stack then uses.
 
     python -m bench.start --rounds 5 --json /tmp/start.json -- --kv-memory 512MiB
+    python -m bench.start --model FOLDER --first 20
 
 Arguments after -- go to `paceline serve`. Seconds are counted from the command to "Ready.", and from the command to the
 first token of a request that is sent at "Ready.". Memory is read after this request: the proportional share (PSS) of
 each process without shared memory, and once the shared memory of the whole stack, as the allocated size of its files.
+
+With --first, each start packs the weights anew, and no file is in memory. Beside it stands the time to read the
+checkpoint once. Both begin some seconds after the file cache was emptied: a virtual machine may give memory that nobody
+uses back to its host, and then it takes long to use it again.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,6 +66,28 @@ def measure(model: str, flags: Sequence[str]) -> Start:
             return Start(ready, first_token, sum(map(_cpu_seconds, family)), _memory(family, names_by_pid(stack)))
 
 
+def first_start(folder: Path, flags: Sequence[str], idle: float) -> tuple[float, Start]:
+    """Return the seconds to read a checkpoint once, and the figures of a start without packed weights.
+
+    Args:
+        idle: seconds between the emptying of the file cache, which needs root, and each of the two.
+    """
+    _empty_file_cache(idle)
+    began = time.perf_counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        subprocess.run(["cat", file], stdout=subprocess.DEVNULL, check=True)
+    reading = time.perf_counter() - began
+    with tempfile.TemporaryDirectory() as cache:
+        _empty_file_cache(idle)
+        return reading, measure(str(folder), ["--cache-dir", cache, *flags])
+
+
+def _empty_file_cache(idle: float) -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1")
+    time.sleep(idle)
+
+
 def _ask(url: str) -> None:
     """Send a request and return at its first token. It ends before the next start, because the stack drains."""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "stream": True}).encode()
@@ -102,16 +130,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--first",
+        type=float,
+        metavar="SECONDS",
+        help="measure starts that pack the weights, each this long after the file cache was emptied",
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
     options = parser.parse_args()
     ending_on_sigterm()
-    starts = []
+    starts, readings = [], []
     for number in range(options.rounds):
-        starts.append(measure(options.model, options.flags))
+        if options.first is None:
+            starts.append(measure(options.model, options.flags))
+        else:
+            reading, start = first_start(Path(options.model), options.flags, options.first)
+            starts.append(start)
+            readings.append(reading)
         print(f"start {number + 1}: first token after {starts[-1].first_token:.2f} s", file=sys.stderr)
     figures = summary(starts)
     rows = [[what, f"{figures[key]:.2f}"] for what, key in _TIMES]
+    if readings:
+        rows.append(["seconds to read the checkpoint once", f"{statistics.median(readings):.2f}"])
     rows += [[f"MiB of {name}", f"{size:.0f}"] for name, size in figures["memory_mib"].items()]
     print(table(["figure", "median"], rows))
     if options.json:

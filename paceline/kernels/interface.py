@@ -218,7 +218,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         batch: AttentionBatch,
         group: GroupTables,
         scale: float,
-        softcap: float,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
     ) -> Tensor:

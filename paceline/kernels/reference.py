@@ -89,7 +89,7 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
         batch: AttentionBatch,
         group: GroupTables,
         scale: float,
-        softcap: float,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
     ) -> Tensor:

@@ -165,7 +165,7 @@ class Attention:
             assert self._norms is None
             kernels.store_kv(keys, values, cache, step.group)
         attended = kernels.attention(
-            queries, cache, step.batch, step.group, own.scale, own.softcap, self._sinks, own.looks_ahead
+            queries, cache, step.batch, step.group, own.scale, sinks=self._sinks, looks_ahead=own.looks_ahead
         )
         rows = attended.flatten(1)
         return self._o(rows if gate is None else kernels.sigmoid_and_mul(gate, rows))

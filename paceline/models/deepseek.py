@@ -105,7 +105,7 @@ class LatentAttention:
         keys = self._c_norm(self._c(x)).view(-1, 1, latent.rank)
         keys = kernels.concat(keys, rotated(self._k_rotated(x), 1))
         kernels.store_kv(keys, keys, cache, step.group)
-        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, own.softcap)
+        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale)
         return self._o(kernels.linear_heads(attended[..., : latent.rank], self._to_values).flatten(1))
 
 

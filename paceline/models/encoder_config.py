@@ -44,7 +44,7 @@ class Gemma4AudioConfig:
     window: int
     """Frames that a frame attends to, itself included."""
     score_cap: float
-    """Bound of attention scores, as `AttentionConfig.softcap`."""
+    """Bound of attention scores, as `ModelConfig.logit_softcap` bounds logits."""
     residual_weight: float
     """Factor on what a layer's two MLPs add."""
     limit: float

@@ -241,7 +241,5 @@ class _Attention:
             queries = kernels.rotate_and_store(
                 queries, keys, values, rotation.cos, rotation.sin, cache, step.group, self._norms
             )
-        attended = kernels.attention(
-            queries, cache, step.batch, step.group, own.scale, own.softcap, looks_ahead=own.looks_ahead
-        )
+        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, looks_ahead=own.looks_ahead)
         return self._o(attended.flatten(1))

@@ -82,8 +82,6 @@ class AttentionConfig:
     """None if queries and keys are not rotated by their positions."""
     window: int = 0
     """Tokens that a query attends to, itself included; 0 for all."""
-    softcap: float = 0.0
-    """Bound of attention scores, as `logit_softcap` bounds logits; 0 is off."""
     bias: bool = False
     """Whether the projections to queries, keys and values have a bias."""
     output_bias: bool = False

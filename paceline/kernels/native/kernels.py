@@ -167,7 +167,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         batch: AttentionBatch,
         group: GroupTables,
         scale: float,
-        softcap: float,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
     ) -> Tensor:

@@ -112,7 +112,7 @@ class TritonKernels(ReferenceKernels):
         batch: AttentionBatch,
         group: GroupTables,
         scale: float,
-        softcap: float,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
     ) -> Tensor:
