@@ -121,6 +121,9 @@ class PackedWeights:
         """Return False for names of nested text models: these weights have the names of a model for text alone."""
         return name.startswith(("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."))
 
+    def is_one_matrix(self, name: str, other: str) -> bool:
+        return True
+
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self.take(name, *shape)
         return self._kernels.pack(weight if order is None else weight[list(order)])

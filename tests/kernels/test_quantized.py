@@ -95,7 +95,7 @@ def test_products_are_within_the_rounding_of_x_and_the_result(
     exact = x.double() @ weight.t()
     products = x.double().abs() @ weight.abs().t()
     if rounds_blocks(native, torch.bfloat16):
-        rounding = 2**-9 * products
+        rounding = 2**-8 * products  # Weights are rounded to the eight bits of bf16.
     else:
         # Only values below 1/128 of the largest one of their block are rounded.
         largest = x.double().abs().unflatten(1, (-1, 32)).amax(2, keepdim=True).expand(-1, -1, 32).flatten(1)
