@@ -85,7 +85,10 @@ class Weights(Protocol):
         """
 
     def is_one_matrix(self, name: str, other: str) -> bool:
-        """Return whether the checkpoint has one of two matrices only, or has both with the same values."""
+        """Return whether the checkpoint has at most one of two matrices, or has both with the same values.
+
+        In the last case, both are read whole.
+        """
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""

@@ -42,7 +42,7 @@ class Checkpoint:
                 self._file_of.update(dict.fromkeys(handle.keys(), (file, handle)))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} is damaged or not a safetensors file: {error}") from error
-        self._lookahead = Lookahead(sorted({file for file, _ in self._file_of.values()}))
+        self._lookahead = Lookahead(sorted({file for file, _ in self._file_of.values()}) if pack.needs_content else ())
         self._missing: list[str] = []
         self._misshaped: list[str] = []
 

@@ -24,6 +24,8 @@ from paceline.models.packed import Pack, packed_weights
 from paceline.models.quantized import Packer, weights_of
 from paceline.models.registry import MODELS
 
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
 Built = TypeVar("Built")
 
 
@@ -60,7 +62,7 @@ def load_model(
         model = MODELS[config.architecture](config, weights, kernels)
         layers = range(config.num_layers, config.num_layers + config.unused_layers)
         unread = (*model.unread, *(f"model.layers.{layer}." for layer in layers))
-        checkpoint.finish((*unread, *(("lm_head.weight",) if config.tie_word_embeddings else ())))
+        checkpoint.finish((*unread, *(_HEADS if config.tie_word_embeddings else ())))
         return model
 
     return CompiledModel(_with_packed(build, path, dtype, packer, packed_dir), kernels)
@@ -122,7 +124,7 @@ def _with_packed(
     """Build a model with packed weights, which processes share in `packed_dir` if it is given.
 
     Args:
-        part: a name for this part of the checkpoint; parts do not share a file.
+        part: a name for this part of the checkpoint; parts do not share a folder.
     """
     if packed_dir is None or not packer.form:
         return build(packer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.core.errors import ModelError
 from paceline.kernels.interface import PackedWeight
 from paceline.models.file_lock import file_lock
-from paceline.models.packed_writing import LENGTH_BYTES, Place, remove, write_packed
+from paceline.models.packed_writing import LENGTH_BYTES, UNFINISHED, Place, remove, write_packed
 from paceline.models.quantized import Matrix, Packer
 from paceline.models.read_ahead import read_ahead
 
@@ -35,6 +35,9 @@ class Pack(Protocol):
     def __call__(self, name: str, weight: Matrix, /) -> PackedWeight: ...
 
 
+_SUFFIX = ".shards"
+_OLD_SUFFIX = ".packed"
+"""Older versions wrote one file."""
 _MOST_FORMS = 2
 """Folders kept for one model, each in another packing: enough to go back a release, or to run two releases in turns."""
 
@@ -55,7 +58,7 @@ def packed_weights(packed_dir: Path, model: str, packer: Packer, visit: Callable
     Raises:
         ModelError: the folder is damaged, or `visit` raises it.
     """
-    folder = packed_dir / f"{model}-{packer.form}.packed"
+    folder = packed_dir / f"{model}-{packer.form}{_SUFFIX}"
     try:
         if not folder.is_dir():
             packed_dir.mkdir(parents=True, exist_ok=True)
@@ -81,10 +84,17 @@ def _mark_used(folder: Path) -> None:
 
 
 def _remove_unused(packed_dir: Path, model: str) -> None:
-    """Remove the least recently used folders, to make room for one more. Workers that map removed files go on."""
-    forms = packed_dir.glob(f"{glob.escape(model)}-*.packed")
-    for folder in sorted(forms, key=lambda folder: folder.stat().st_mtime, reverse=True)[_MOST_FORMS - 1 :]:
-        remove(folder)
+    """Remove the least recently used forms, to make room for one more, and what killed processes left of others.
+
+    Workers that map removed files go on.
+    """
+
+    def found(suffix: str) -> list[Path]:
+        return list(packed_dir.glob(f"{glob.escape(model)}-*{suffix}"))
+
+    forms = sorted(found(_SUFFIX) + found(_OLD_SUFFIX), key=lambda form: form.stat().st_mtime, reverse=True)
+    for form in forms[_MOST_FORMS - 1 :] + found(UNFINISHED):
+        remove(form)
 
 
 def _map(file: Path) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections import deque
@@ -19,7 +20,6 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from paceline.core.machine import available_cores
 from paceline.kernels.interface import PackedWeight
 from paceline.models.quantized import Matrix, Packer
 
@@ -30,10 +30,14 @@ Place = tuple[int, int, int | None]
 """Begin and end of a matrix in its file, in bytes, and its `PackedWeight.format`."""
 
 _ALIGNMENT = 64
+UNFINISHED = ".tmp"
+"""Suffix of folders that are being written or removed."""
+
 _MOST_THREADS = 8
-"""More threads would wait for the disk or for memory."""
 _WAITING_PER_THREAD = 2
-"""Matrices that are ready to be packed next. They use memory if the checkpoint has another dtype."""
+_MOST_UNWRITTEN = 2 << 30
+"""Bytes in bf16 of matrices that wait or are being packed. They use memory if they are no part of a mapped file, for
+example because the checkpoint has another dtype."""
 _KEPT_BYTES = 64 << 20
 """Largest memory that is used again for other matrices."""
 _PIECE = 8 << 20
@@ -54,21 +58,20 @@ def write_packed(folder: Path, packer: Packer, visit: Callable[[Writing], object
 @contextlib.contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """Make a new folder, which takes its name when its files are complete."""
-    scratch = folder.with_suffix(".tmp")
-    remove(scratch)
+    scratch = folder.with_suffix(UNFINISHED)
     try:
         scratch.mkdir()
         yield scratch
-        remove(folder)
         scratch.rename(folder)
     finally:
         remove(scratch)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a file as older versions wrote it, if it exists."""
+    """Remove a folder, or a file as older versions wrote it, if it exists. It loses its name at once."""
     if path.is_dir():
-        shutil.rmtree(path)
+        unfinished = path.with_suffix(UNFINISHED)
+        shutil.rmtree(path.rename(unfinished) if path != unfinished else path)
     else:
         path.unlink(missing_ok=True)
 
@@ -87,10 +90,12 @@ class Writing:
 
     def __init__(self, folder: Path, packer: Packer) -> None:
         self._packer = packer
-        threads = min(available_cores(), _MOST_THREADS)
-        self._threads = ThreadPoolExecutor(threads, "pack")
+        threads = min(torch.get_num_threads(), _MOST_THREADS)
+        # Each thread computes alone. Torch would otherwise start a team for each of them.
+        self._threads = ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
         self._most_unwritten = threads * (1 + _WAITING_PER_THREAD)
-        self._unwritten: deque[Future[None]] = deque()
+        self._unwritten: deque[tuple[Future[None], int]] = deque()
+        self._unwritten_bytes = 0
         self._files = [_PackedFile(folder / str(number)) for number in range(threads)]
         self._free: SimpleQueue[_PackedFile] = SimpleQueue()
         for file in self._files:
@@ -106,10 +111,20 @@ class Writing:
 
     def __call__(self, name: str, weight: Matrix) -> PackedWeight:
         if not (isinstance(weight, Tensor) and weight.is_meta):  # else it is a missing tensor, which the loader reports
-            while len(self._unwritten) >= self._most_unwritten:
-                self._unwritten.popleft().result()
-            self._unwritten.append(self._threads.submit(self._write, name, weight))
+            size = math.prod(weight.shape) * torch.bfloat16.itemsize
+            while self._unwritten and not self._has_room(size):
+                self._wait_for_one()
+            self._unwritten.append((self._threads.submit(self._write, name, weight), size))
+            self._unwritten_bytes += size
         return self._packer.without_data(weight)
+
+    def _has_room(self, size: int) -> bool:
+        return len(self._unwritten) < self._most_unwritten and self._unwritten_bytes + size <= _MOST_UNWRITTEN
+
+    def _wait_for_one(self) -> None:
+        written, size = self._unwritten.popleft()
+        written.result()
+        self._unwritten_bytes -= size
 
     def _write(self, name: str, weight: Matrix) -> None:
         file = self._free.get()
@@ -120,8 +135,8 @@ class Writing:
 
     def finish(self) -> None:
         """Write all that is not written yet, and wait until it is on the disk."""
-        for written in self._unwritten:
-            written.result()
+        while self._unwritten:
+            self._wait_for_one()
         for _ in self._threads.map(_PackedFile.finish, self._files):
             pass
 

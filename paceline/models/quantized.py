@@ -48,13 +48,13 @@ class Packer:
 
     @property
     def form(self) -> str:
-        """The form of packed matrices, as part of a file's name; empty if matrices stay as they are."""
+        """The form of packed matrices, as part of a folder's name; empty if matrices stay as they are."""
         kernels = self.kernels
         return kernels.packing if self.quantization == "none" else kernels.quantized_packing
 
     @property
     def suffix(self) -> str:
-        """A part of the names of files, so that each quantization of a model has its own."""
+        """A part of the names of folders, so that each quantization of a model has its own."""
         return "" if self.quantization == "none" else f"-{self.quantization}"
 
     def __call__(self, name: str, weight: Matrix, allocate: Allocate | None = None) -> PackedWeight:
@@ -101,7 +101,7 @@ class GgufWeights:
         try:
             self._blocks: Any = safe_open(file, framework="pt", device="cpu")
             self._types = _types(self._blocks)
-            self._lookahead = Lookahead([file])
+            self._lookahead = Lookahead([file] if checkpoint.pack.needs_content else ())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged: {error}") from error
 

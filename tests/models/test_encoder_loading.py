@@ -68,13 +68,13 @@ def test_workers_share_packed_weights(encoder_checkpoint: Any, tmp_path: Path) -
     folder, _ = encoder_checkpoint("edge")
     kernels = NativeKernels(2)
     load_model(folder, torch.float32, kernels, CPU, tmp_path)
-    (text,) = tmp_path.glob("*.packed")
+    (text,) = tmp_path.glob("*.shards")
     for _ in range(2):
         shared = load_encoders(folder, torch.float32, kernels, CPU, tmp_path)
         assert shared is not None
         for media, tensor in INPUTS["edge"]:
             assert torch.equal(encode(shared, media, tensor), encode(load(folder), media, tensor))
-    assert text in (files := list(tmp_path.glob("*.packed")))
+    assert text in (files := list(tmp_path.glob("*.shards")))
     assert len(files) == 2
 
 

@@ -108,7 +108,7 @@ def test_rows_of_the_table_are_read_from_the_checkpoint(
     model = load_model(tmp_path, dtype, NativeKernels(2), CPU, packed)
     (tokens,) = random_tokens(103, 30)
     before = paged_contexts(model, 1, 30, dtype).step({0: tokens})[0]
-    names = b"".join(file.read_bytes() for file in packed.glob("*.packed/*"))  # beside other bytes
+    names = b"".join(file.read_bytes() for file in packed.glob("*.shards/*"))  # beside other bytes
     assert b"model.embed_tokens.weight" in names
     assert b"embed_tokens_per_layer" not in names
     # The tokens' rows, and no others, are read from the file whenever they are needed.

@@ -46,7 +46,7 @@ def test_an_assistant_changes_no_layout(tmp_path: Path) -> None:
     )
     assert loaded.layout == plain.layout
     assert (loaded.max_position, plain.max_position, loaded.max_drafts) == (512, 4096, 4)
-    assert len(list((tmp_path / "packed").glob("assistant-*.packed"))) == 1
+    assert len(list((tmp_path / "packed").glob("assistant-*.shards"))) == 1
     assert loaded.layout.groups == make_layout(loaded.model.group_shapes, 4, "").groups
 
 

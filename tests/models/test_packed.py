@@ -63,7 +63,7 @@ def logits(model: Model, paged_contexts: Any, dtype: torch.dtype) -> torch.Tenso
 
 
 def packed_folders(packed_dir: Path) -> list[Path]:
-    return sorted(packed_dir.glob("*.packed"))
+    return sorted(packed_dir.glob("*.shards"))
 
 
 def packed_file(packed_dir: Path) -> Path:
@@ -75,7 +75,7 @@ def packed_file(packed_dir: Path) -> Path:
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one thread pack, so that one file has all matrices."""
-    monkeypatch.setattr(packed_writing, "available_cores", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
@@ -339,7 +339,7 @@ def test_an_error_of_the_kernels_ends_the_load_and_leaves_no_file(tmp_path: Path
     save_llama()
     with pytest.raises(RuntimeError, match="broken"):
         load_model(tmp_path, torch.float32, Broken(), CPU, tmp_path / "packed")
-    assert not [*(tmp_path / "packed").glob("*.packed"), *(tmp_path / "packed").glob("*.tmp")]
+    assert not [*(tmp_path / "packed").glob("*.shards"), *(tmp_path / "packed").glob("*.tmp")]
 
 
 @pytest.mark.parametrize("write", [1, 2, 7])
@@ -358,7 +358,26 @@ def test_if_the_disk_is_full_each_worker_packs_for_itself(
     monkeypatch.setattr(Output, "write", fail)
     model = load_model(tmp_path, torch.float32, NativeKernels(1), CPU, tmp_path / "packed")
     assert torch.equal(logits(model, paged_contexts, torch.float32), expected)
-    assert not [*(tmp_path / "packed").glob("*.packed"), *(tmp_path / "packed").glob("*.tmp")]
+    assert not [*(tmp_path / "packed").glob("*.shards"), *(tmp_path / "packed").glob("*.tmp")]
+
+
+@pytest.mark.parametrize("write", [0, 7])
+def test_one_error_of_one_thread_ends_the_writing(
+    tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, write: int
+) -> None:
+    save_llama()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    real, calls = Output.write, itertools.count()
+
+    def fail_once(own: Output, data: bytes | memoryview) -> None:
+        if next(calls) == write:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(own, data)
+
+    monkeypatch.setattr(Output, "write", fail_once)
+    load_model(tmp_path, torch.float32, NativeKernels(1), CPU, tmp_path / "packed")
+    assert "packs weights into its own memory" in caplog.text
+    assert [path for path in (tmp_path / "packed").iterdir() if path.suffix != ".lock"] == []
 
 
 def test_a_model_that_does_not_fit_leaves_no_file(tmp_path: Path, save_llama: Any) -> None:
@@ -390,37 +409,72 @@ def test_of_files_of_other_libraries_only_the_last_one_in_use_stays(tmp_path: Pa
     assert [folder.stem.rpartition("-")[2] for folder in packed_folders(packed)] == ["0", "2"]
 
 
-def test_a_file_of_an_older_version_is_replaced(tmp_path: Path, save_llama: Any) -> None:
+def test_a_file_of_an_older_version_counts_as_a_form(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     packed = tmp_path / "packed"
     load_model(tmp_path, torch.float32, Counting(), CPU, packed)
     (folder,) = packed_folders(packed)
     packed_writing.remove(folder)
-    folder.write_bytes(b"packed by an older version")
-    kernels = Counting()
-    load_model(tmp_path, torch.float32, kernels, CPU, packed)
-    assert kernels.packed > 0
-    assert packed_folders(packed) == [folder]
-    assert folder.is_dir()
+    for number in range(2):  # the later one is kept
+        old = folder.with_name(f"{folder.stem}-{number}.packed")
+        old.write_bytes(b"packed by an older version")
+        os.utime(old, (number, number))
+    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    assert sorted(path for path in packed.iterdir() if path.suffix != ".lock") == sorted([folder, old])
 
 
-def test_a_folder_that_a_killed_process_left_is_replaced(tmp_path: Path, save_llama: Any) -> None:
+@pytest.mark.parametrize("left", ["own", "other"])
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, save_llama: Any, left: str) -> None:
     save_llama()
     packed = tmp_path / "packed"
     load_model(tmp_path, torch.float32, Counting(), CPU, packed)
     (folder,) = packed_folders(packed)
-    folder.rename(folder.with_suffix(".tmp"))
+    folder.rename((folder if left == "own" else folder.with_name(f"{folder.stem}-other.shards")).with_suffix(".tmp"))
     load_model(tmp_path, torch.float32, Counting(), CPU, packed)
     assert [path for path in packed.iterdir() if path.is_dir()] == [folder]
 
 
+def test_a_folder_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model.shards"
+    folder.mkdir()
+
+    def be_killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packed_writing.shutil, "rmtree", be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        packed_writing.remove(folder)
+    assert not folder.exists()
+
+
+def test_large_matrices_do_not_wait_in_memory_together(
+    tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_writing, "_MOST_UNWRITTEN", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    at_work = threading.Semaphore(1)
+
+    class Alone(Counting):
+        def pack(self, weight: Any, allocate: Allocate | None = None) -> PackedWeight:
+            if allocate is None:
+                return super().pack(weight)
+            assert at_work.acquire(blocking=False)
+            packed = super().pack(weight, allocate)
+            at_work.release()
+            return packed
+
+    save_llama()
+    load_model(tmp_path, torch.float32, Alone(), CPU, tmp_path / "packed")
+    assert len(packed_folders(tmp_path / "packed")) == 1
+
+
 def test_all_threads_pack(tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_writing, "available_cores", lambda: 3)
-    together = threading.Barrier(3, timeout=60)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together, calls = threading.Barrier(3, timeout=60), itertools.count()
 
     class Meeting(Counting):
         def pack(self, weight: Any, allocate: Allocate | None = None) -> PackedWeight:
-            if allocate is not None and self.packed < 3:
+            if allocate is not None and next(calls) < 3:
                 together.wait()
             return super().pack(weight, allocate)
 

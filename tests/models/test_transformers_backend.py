@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from bench.tiny_architectures import save_tiny
 from paceline.core.errors import ConfigError, ModelError
@@ -247,7 +247,7 @@ def test_workers_share_packed_weights(tmp_path: Path, paged_contexts: Any) -> No
     save_tiny("gpt2", tmp_path / "model")
     (tokens,) = random_tokens(101, 20)
     first, second = (load(tmp_path / "model", packed_dir=tmp_path / "packed") for _ in range(2))
-    assert len(list((tmp_path / "packed").glob("*.packed"))) == 1
+    assert len(list((tmp_path / "packed").glob("*.shards"))) == 1
     logits = [paged_contexts(model, 1, 20).step({0: tokens})[0] for model in (first, second, load(tmp_path / "model"))]
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])

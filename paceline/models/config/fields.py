@@ -80,13 +80,19 @@ class Fields:
         return 0 if self.get(name, default) == 0 else self.size(name, default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return whether a field is set. One that is null is not, as in transformers."""
-        return bool(self.raw.get(name, default))
+        """Return whether a field is set. One that is null is not, as in transformers; `text_part` has no nulls.
+
+        Raises ModelError if the field has another value.
+        """
+        value = self.raw.get(name, default)
+        if value not in (None, False, True):
+            raise ModelError(f"{name} must be true or false, not {value!r}")
+        return bool(value)
 
     def number(self, name: str, default: float) -> float:
         """Return a number that may be 0. Raises ModelError if the field is negative, not finite, or no number."""
         value = self.get(name, default)
-        if not 0 <= float(value) < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ModelError(f"{name} must be a finite number that is not negative, not {value!r}")
         return float(value)
 
@@ -178,7 +184,7 @@ def read_rope(parameters: Json, default_theta: float, max_position: int, head_di
 
 
 def _read_scaling(parameters: Json, default_theta: float, max_position: int) -> Rope:
-    theta = _factor(parameters, "rope_theta", default_theta)
+    theta = read_factor(parameters, "rope_theta", default_theta)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return Rope(theta)
@@ -186,20 +192,20 @@ def _read_scaling(parameters: Json, default_theta: float, max_position: int) -> 
         raise NotNativeError(f"rope type {kind} is not supported; supported are: default, linear, llama3, yarn")
     if kind == "yarn":
         return _read_yarn(parameters, theta, max_position)
-    factor = _factor(parameters, "factor")
+    factor = read_factor(parameters, "factor")
     if kind == "linear":
         return Rope(theta, "linear", factor)
-    low, high = _factor(parameters, "low_freq_factor"), _factor(parameters, "high_freq_factor")
+    low, high = read_factor(parameters, "low_freq_factor"), read_factor(parameters, "high_freq_factor")
     if high <= low:
         raise ModelError(f"rope's high_freq_factor ({high}) must be above its low_freq_factor ({low})")
-    original = int(parameters.get("original_max_position_embeddings") or max_position)
+    original = int(read_factor(parameters, "original_max_position_embeddings", max_position))
     return Rope(theta, "llama3", factor, low, high, original)
 
 
 def _read_yarn(parameters: Json, theta: float, max_position: int) -> Rope:
     """Read the fields of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
-    original = int(parameters.get("original_max_position_embeddings") or max_position)
-    factor = _factor(parameters, "factor", max_position / original)
+    original = int(read_factor(parameters, "original_max_position_embeddings", max_position))
+    factor = read_factor(parameters, "factor", max_position / original)
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -207,20 +213,21 @@ def _read_yarn(parameters: Json, theta: float, max_position: int) -> Rope:
     own, all_dims = (float(parameters.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
     attention_factor = magnitude(own) / magnitude(all_dims) if own and all_dims else magnitude(1.0)
     if parameters.get("attention_factor") is not None:
-        attention_factor = float(parameters["attention_factor"])
+        attention_factor = read_factor(parameters, "attention_factor")
     return Rope(
         theta,
         "yarn",
         factor,
         original_max_position=original,
-        beta_fast=_factor(parameters, "beta_fast", 32.0),
-        beta_slow=_factor(parameters, "beta_slow", 1.0),
+        beta_fast=read_factor(parameters, "beta_fast", 32.0),
+        beta_slow=read_factor(parameters, "beta_slow", 1.0),
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=attention_factor,
     )
 
 
-def _factor(parameters: Json, name: str, default: float = 0.0) -> float:
+def read_factor(parameters: Json, name: str, default: float = 0.0) -> float:
+    """Return a number of a rotary embedding. Raises ModelError if it is not finite and above 0."""
     value = float(parameters.get(name) or default)
     if not 0 < value < math.inf:
         raise ModelError(f"rope's {name} must be given, finite and above 0")

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
-from paceline.models.config.fields import LAYER_TYPES, Fields, read_layer_types, read_rope
+from paceline.models.config.fields import LAYER_TYPES, Fields, read_factor, read_layer_types, read_rope
 from paceline.models.model_config import AttentionConfig, Experts, Gemma4Config, LayerType, ModelConfig, Rope
 
 _NAMES: Mapping[LayerType, str] = {kind: name for name, kind in LAYER_TYPES.items()}
@@ -136,9 +136,11 @@ def _rope(parameters: Mapping[str, Any], head_dim: int, max_position: int) -> Ro
         return read_rope(parameters, 10_000.0, max_position)
     part = parameters.get("partial_rotary_factor")
     pairs = int((1.0 if part is None else float(part)) * head_dim // 2)
+    if not 0 <= 2 * pairs <= head_dim:
+        raise ModelError(f"partial_rotary_factor {part} must be from 0 to 1")
     return Rope(
-        float(parameters.get("rope_theta") or 1_000_000.0),
+        read_factor(parameters, "rope_theta", 1_000_000.0),
         "proportional",
-        float(parameters.get("factor") or 1.0),
+        read_factor(parameters, "factor", 1.0),
         rotated_dims=2 * pairs,
     )

@@ -129,7 +129,7 @@ def _size(text: str) -> int:
 def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     """Return the bytes that the weights take in all.
 
-    Workers share the mapped file or the file of packed weights. Weights that plain torch converts or dequantizes are a
+    Workers share the mapped checkpoint or the packed weights. Weights that plain torch converts or dequantizes are a
     copy in each worker.
     """
     count, stored = count_weights(folder), read_facts(folder, config.model_impl).dtype

@@ -44,7 +44,7 @@ class Video:
     frames: NDArray[np.uint8]
     """RGB, [frames, height, width, 3]."""
     timestamps: NDArray[np.float64]
-    """When each frame is shown, in seconds from the first frame of the file; [frames]."""
+    """When each frame is shown, in seconds from the first frame that is shown; [frames]."""
 
 
 class MediaService:

@@ -16,8 +16,6 @@ from paceline.services.gateway.media.fetch import Fetcher
 
 _BASE64_CHARACTERS = 1 << 20
 """Characters of base64 that are decoded at once; other requests wait meanwhile. A multiple of 4."""
-_AROUND_URL = "".join(map(chr, range(0x21)))
-"""C0 controls and the space, which the URL standard removes from both ends of a URL."""
 _QUOTED = (("%2B", "+"), ("%2b", "+"), ("%2F", "/"), ("%2f", "/"), ("%3D", "="), ("%3d", "="))
 """Characters of base64 that a URL may have in percent-encoding."""
 
@@ -40,7 +38,7 @@ class Sources:
 
         Raises MediaError, and whatever `take` raises.
         """
-        url = url.strip(_AROUND_URL)
+        url = url.strip()
         scheme = url[:5].lower()
         if scheme == "data:":
             data: bytes | bytearray = await read_data_url(url, self._fetcher.max_bytes)

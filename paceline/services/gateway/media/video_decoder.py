@@ -130,11 +130,11 @@ def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
     begin: int | None = None
     end = 0
     for number, packet in enumerate(container.demux(stream)):
+        if number > _MAX_FRAMES:  # The last packet of any file is empty.
+            raise BrokenItemError(f"the video has more than {_MAX_FRAMES} frames; send a part of it")
         time = packet.pts if packet.pts is not None else packet.dts
         if time is None or not packet.size:
             continue
-        if number >= _MAX_FRAMES:
-            raise BrokenItemError(f"the video has more than {_MAX_FRAMES} frames; send a part of it")
         if begin is None:
             begin = time if packet.dts is None else packet.dts
         if packet.is_keyframe:
