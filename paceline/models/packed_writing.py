@@ -34,6 +34,7 @@ UNFINISHED = ".tmp"
 """Suffix of folders that are being written or removed."""
 
 _MOST_THREADS = 8
+_MOST_WITH_TORCH = 2
 _WAITING_PER_THREAD = 2
 _MOST_UNWRITTEN = 2 << 30
 """Bytes in bf16 of matrices that wait or are being packed. They use memory if they are no part of a mapped file, for
@@ -90,9 +91,10 @@ class Writing:
 
     def __init__(self, folder: Path, packer: Packer) -> None:
         self._packer = packer
-        threads = min(torch.get_num_threads(), _MOST_THREADS)
-        # Each thread computes alone. Torch would otherwise start a team for each of them.
-        self._threads = ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
+        # Rounding and decoding are done by torch, which has a team of threads for each of ours.
+        most = _MOST_THREADS if packer.quantization == "none" else _MOST_WITH_TORCH
+        threads = min(torch.get_num_threads(), most)
+        self._threads = ThreadPoolExecutor(threads, "pack")
         self._most_unwritten = threads * (1 + _WAITING_PER_THREAD)
         self._unwritten: deque[tuple[Future[None], int]] = deque()
         self._unwritten_bytes = 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -23,8 +24,8 @@ _PIECE = 16 << 20
 _WINDOW = 128 << 20
 """Bytes of a checkpoint that the system reads at the same time. A disk behind a network or a hypervisor reads much at
 once faster than one piece after another."""
-_REQUEST = 128 << 10
-"""Linux may ignore what is above this in one request to read ahead (its default of `read_ahead_kb`)."""
+_REQUEST = 512 << 10
+"""Bytes of one request to read ahead. Linux ignores what is above `read_ahead_kb` and the disk's `max_sectors_kb`."""
 
 
 class Lookahead:
@@ -108,8 +109,12 @@ def read_ahead(maps: Sequence[Tensor]) -> None:
 def _advise(address: int, size: int, advice: int) -> bool:
     """Call madvise for the pages of this memory, without the GIL. Return False if the system refuses it."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except AttributeError:
-        return False
-    return not madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), advice)
+    madvise = _madvise()
+    return madvise is not None and not madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), advice)
+
+
+@functools.cache
+def _madvise() -> Callable[..., int] | None:
+    """Return the system's function; None if it has none."""
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None)
+    return found
