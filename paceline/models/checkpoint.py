@@ -179,20 +179,21 @@ class Checkpoint:
         if known := [name for name in left if name not in surplus]:
             log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))
         self._file_of.clear()
-        complaints = [
-            f"{what}: {_enumerate(names)}"
-            for what, names in (
-                ("missing tensors", self._missing),
-                ("tensors of another shape", self._misshaped),
-                ("unexpected tensors", surplus),
-            )
-            if names
-        ]
-        if complaints:
-            raise ModelError(f"the weights do not fit config.json: {'; '.join(complaints)}")
+        refuse_misfits(self._missing, self._misshaped, surplus)
 
 
-def _enumerate(names: list[str]) -> str:
+def refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], surplus: Sequence[str] = ()) -> None:
+    """Raise ModelError, with the names of the tensors, if any tensors do not fit config.json.
+
+    Args:
+        misshaped: names of tensors with their shapes and those that config.json asks for.
+    """
+    named = (("missing tensors", missing), ("tensors of another shape", misshaped), ("unexpected tensors", surplus))
+    if misfits := [f"{what}: {_enumerate(names)}" for what, names in named if names]:
+        raise ModelError(f"the weights do not fit config.json: {'; '.join(misfits)}")
+
+
+def _enumerate(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMED_AT_MOST])
     more = len(names) - _NAMED_AT_MOST
     return f"{shown} and {more} more" if more > 0 else shown

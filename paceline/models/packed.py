@@ -84,7 +84,7 @@ def _mark_used(folder: Path) -> None:
 
 
 def _remove_unused(packed_dir: Path, model: str) -> None:
-    """Remove the least recently used forms, to make room for one more, and what killed processes left of others.
+    """Remove what killed processes left, and the least recently used forms, to make room for one more.
 
     Workers that map removed files go on.
     """
@@ -93,7 +93,7 @@ def _remove_unused(packed_dir: Path, model: str) -> None:
         return list(packed_dir.glob(f"{glob.escape(model)}-*{suffix}"))
 
     forms = sorted(found(_SUFFIX) + found(_OLD_SUFFIX), key=lambda form: form.stat().st_mtime, reverse=True)
-    for form in forms[_MOST_FORMS - 1 :] + found(UNFINISHED):
+    for form in found(UNFINISHED) + forms[_MOST_FORMS - 1 :]:
         remove(form)
 
 

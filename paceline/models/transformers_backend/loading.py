@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError, ModelError
+from paceline.models.checkpoint import refuse_misfits
 from paceline.models.config.transformers import IMAGE_ARCHITECTURES
 from paceline.models.folder import weight_files
 from paceline.models.transformers_backend.attention import NAME, register
 
 _LONGEST_MESSAGE = 400
-_NAMED_AT_MOST = 5
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +100,7 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
 def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Raise ModelError if tensors are missing or have another shape. Log a warning if some are not used."""
     misshaped = [f"{name} is {list(own)} instead of {list(wanted)}" for name, own, wanted in report["mismatched_keys"]]
-    named = (("tensors of another shape", misshaped), ("missing tensors", report["missing_keys"]))
-    for what, tensors in named:
-        if tensors:
-            listed = ", ".join(sorted(tensors)[:_NAMED_AT_MOST])
-            raise ModelError(f"{folder}: the weights do not fit config.json: {what}: {listed}")
+    refuse_misfits(sorted(report["missing_keys"]), sorted(misshaped))
     if unused := sorted(report["unexpected_keys"]):
         log.warning(
             "%s: the model does not use %d of the tensors, such as %s; check that config.json fits the weights",
