@@ -85,13 +85,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.architectures", description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*", default=FAMILIES, help="model types; default: all of the table")
     parser.add_argument("--out", type=Path, help="file for the table")
+    parser.add_argument("--device", type=torch.device, default=CPU, help="cpu or cuda [%(default)s]")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the models are so small that threads would only wait for each other
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     outcomes = []
     for family in options.families:
-        outcomes.append(outcome := try_family(family))
+        outcomes.append(outcome := try_family(family, options.device))
         print(" | ".join(outcome[:3]), flush=True)
     if options.out:
         options.out.write_text(page(outcomes))
@@ -99,36 +100,36 @@ def main() -> None:
         sys.exit(f"wrong tokens: {', '.join(wrong)}")
 
 
-def try_family(family: str) -> Outcome:
-    """Generate tokens with a tiny model of a family in all ways."""
+def try_family(family: str, device: torch.device = CPU) -> Outcome:
+    """Generate tokens on a device with a tiny model of a family in all ways."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reference = save_tiny(family, folder)
         architecture = type(reference).__name__
         code = implementation_name(folder, "auto").partition(" ")[0]
         try:
-            plain = load(folder, torch.float32, CPU, select_kernels(CPU), None)
+            plain = load(folder, torch.float32, device, select_kernels(device), None)
         except PacelineError as error:
             return Outcome(architecture, code, f"refused: {_reason(str(error), folder, architecture)}")
         refused, differing = [], []
         for way in WAYS:
             try:
-                loaded = load(folder, torch.float32, CPU, select_kernels(CPU), _NGRAM) if way.drafts else plain
+                loaded = load(folder, torch.float32, device, select_kernels(device), _NGRAM) if way.drafts else plain
             except PacelineError:
                 refused.append(way.name)
                 continue
-            if not _is_right(reference, way, generate(loaded, way)):
+            if not _is_right(reference, way, generate(loaded, way, device)):
                 differing.append(way.name)
     if differing:
         return Outcome(architecture, code, f"**other tokens**: {', '.join(differing)}", is_wrong=True)
     return Outcome(architecture, code, f"same tokens; refused: {', '.join(refused)}" if refused else "same tokens")
 
 
-def generate(loaded: Loaded, way: Way) -> list[list[int]]:
+def generate(loaded: Loaded, way: Way, device: torch.device = CPU) -> list[list[int]]:
     """Return the output tokens of each prompt of a way."""
     slots, blocks = itertools.count(), [group.blocks_for(MAX_LEN) for group in loaded.layout.groups]
     tables = [[[next(slots) for _ in range(count)] for count in blocks] for _ in way.prompts]
-    pool = torch.zeros(next(slots) * loaded.layout.slot_bytes // 4)
+    pool = torch.zeros(next(slots) * loaded.layout.slot_bytes // 4, device=device)
     outputs: list[list[int]] = []
     for reused in (False, True) if way.reuses else (False,):
         limits = Limits(way.chunk, MAX_LEN, len(way.prompts), loaded.max_drafts)

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "forward-gemma-3-27b": ["forward", "--model", "gemma-3-27b"],
     "decode_loop": ["decode_loop"],
     "encode": ["encode"],
+    "experts": ["experts"],
 }
 """Each benchmark's module in this package and its options, by name."""
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from bench.gpu.step_clock import Event, HostEvent
 
@@ -38,6 +39,15 @@ def median_seconds(run: Callable[[], object], device: torch.device, rounds: int)
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def recorded(run: Callable[[], list[Tensor]], device: torch.device) -> Callable[[], object]:
+    """Return a function that replays `run` as a CUDA graph. On a CPU, return `run` itself."""
+    if device.type != "cuda":
+        return run
+    from paceline.kernels.triton_kernels.graphs import CudaRecorder
+
+    return CudaRecorder()(run).replay
 
 
 def _event(device: torch.device) -> Event:

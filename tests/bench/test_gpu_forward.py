@@ -24,7 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
-BENCHMARKS = ("kernels", "copies", "handoff", "forward-gemma-3-27b")
+BENCHMARKS = ("kernels", "copies", "handoff", "forward-gemma-3-27b", "experts")
 
 
 @pytest.fixture(scope="module")

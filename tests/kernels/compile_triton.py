@@ -123,7 +123,12 @@ def compile_launch(
         target=GPUTarget("cuda", architecture, 32),
         options={name: options[name] for name in _OPTIONS if name in options},
     )
-    return {"kernel": kernel.__name__, "architecture": architecture, "shared_bytes": compiled.metadata.shared}
+    return {
+        "kernel": kernel.__name__,
+        "architecture": architecture,
+        "shared_bytes": compiled.metadata.shared,
+        "wide_copies": compiled.asm["ptx"].count("cp.async.cg"),  # instructions that copy 16 bytes to shared memory
+    }
 
 
 def _is_aligned(param: KernelParam, value: object) -> bool:

@@ -78,6 +78,12 @@ class Cluster(Services):
                     pass
                 await asyncio.sleep(0.1)
 
+    async def idle(self) -> None:
+        """Wait until no worker reports a request. Workers do so a moment after the client has its answer."""
+        async with asyncio.timeout(30):
+            while any(w["running"] or w["waiting"] for w in (await self.fleet())["workers"]):
+                await asyncio.sleep(0.05)
+
     async def fleet(self) -> dict[str, Any]:
         async with self.client(10) as client:
             return dict((await client.get("/fleet")).json())

@@ -90,10 +90,10 @@ def write_checkpoint(family: str, folder: Path) -> Checkpoint:
 
 
 @contextlib.asynccontextmanager
-async def running(way: str, checkpoint: Checkpoint, scratch: Path) -> AsyncIterator[str]:
+async def running(way: str, checkpoint: Checkpoint, device: str, scratch: Path) -> AsyncIterator[str]:
     """Run a stack during a `with` statement and yield its URL."""
     if way == TWO_HOSTS:
-        with Cluster(scratch, checkpoint.folder, ONE_HOST) as cluster:
+        with Cluster(scratch, checkpoint.folder, ONE_HOST, worker_options=[f"--device={device}"]) as cluster:
             names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
             cluster.start_gateway()
             cluster.wait_ready(*names)
@@ -101,7 +101,9 @@ async def running(way: str, checkpoint: Checkpoint, scratch: Path) -> AsyncItera
             yield cluster.url
             await cluster.settled()
         return
-    with serve(scratch / "log", str(checkpoint.folder), *checkpoint.options(way, scratch)) as stack:
+    with serve(
+        scratch / "log", str(checkpoint.folder), f"--device={device}", *checkpoint.options(way, scratch)
+    ) as stack:
         yield stack.url
         await stack.settled()
 
@@ -120,10 +122,12 @@ async def complete_all(url: str, prompts: Sequence[str], tokens: int) -> list[li
         return list(await asyncio.gather(*map(complete, prompts)))
 
 
-async def wrong_prompts(way: str, checkpoint: Checkpoint, prompts: Sequence[str], tokens: int) -> list[str]:
+async def wrong_prompts(
+    way: str, checkpoint: Checkpoint, device: str, prompts: Sequence[str], tokens: int
+) -> list[str]:
     """Run a way twice over the prompts, without a cache and then with cached prefixes. Describe each difference."""
     with tempfile.TemporaryDirectory() as scratch:
-        async with running(way, checkpoint, Path(scratch)) as url:
+        async with running(way, checkpoint, device, Path(scratch)) as url:
             found = [await complete_all(url, prompts, tokens) for _ in range(2)]
     return [
         f"{prompt[:20]!r} {'with a cache ' if again else ''}from token {place}"
@@ -144,13 +148,14 @@ def main() -> int:
     parser.add_argument("--way", action="append", choices=list(WAYS), help="default: all; may be repeated")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--device", default="cpu", help="of all workers: cpu or cuda [%(default)s]")
     args = parser.parse_args()
     rows, wrong = [], 0
     for family in args.family or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = write_checkpoint(family, Path(folder))
             for way in ways_of(family, args.way or list(WAYS)):
-                found = asyncio.run(wrong_prompts(way, checkpoint, PROMPTS[: args.prompts], args.tokens))
+                found = asyncio.run(wrong_prompts(way, checkpoint, args.device, PROMPTS[: args.prompts], args.tokens))
                 wrong += len(found)
                 rows.append([family, way, str(args.prompts), str(len(found))])
                 print(*rows[-1], *found[:2], sep=" | ", file=sys.stderr, flush=True)

@@ -14,13 +14,13 @@ from paceline.kernels.interface import PackedWeight
 from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import experts as device
 
-_ROWS, _COLUMNS, _SUM_BLOCK = 64, 64, 1024
+_ROWS, _COLUMNS, _SUM_BLOCK, _SORT_BLOCK = 64, 64, 1024, 1024
 """The shape of a tile is always the same, so that a row has the same bits in any batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
-    """Pairs of a token and one of its experts, sorted by expert, on the device; see `device.experts`."""
+class SortedPairs:
+    """Pairs of a token and one of its experts, sorted by expert, on the device; see `device.expert_products`."""
 
     order: Tensor
     starts: Tensor
@@ -43,7 +43,9 @@ def index_experts(experts: ExpertWeights) -> ExpertWeights:
 
 
 def _dense(weight: PackedWeight) -> PackedWeight:
-    return replace(weight, data=weight.data.contiguous())
+    """Return a weight whose matrix is dense and begins at a multiple of 16 bytes, as the kernel expects."""
+    data = weight.data.contiguous()
+    return replace(weight, data=data if data.is_meta or data.data_ptr() % 16 == 0 else data.clone())
 
 
 def experts(
@@ -54,43 +56,47 @@ def experts(
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    groups = _group(ids, len(own.gate))
+    pairs = sort_pairs(ids, len(own.gate))
     x = x if x.stride(1) == 1 else x.contiguous()
-    gate, up = _products(x, groups, own, first=0, matrices=2, pairs_of_row=top_k)
-    (parts,) = _products(activate(gate, up), groups, own, first=2, matrices=1, pairs_of_row=1)
+    gate, up = products(x, pairs, own, first=0, matrices=2, pairs_of_row=top_k)
+    (parts,) = products(activate(gate, up), pairs, own, first=2, matrices=1, pairs_of_row=1)
     device.weighted_sum[tokens, triton.cdiv(hidden, _SUM_BLOCK)](
         out, parts, weights.contiguous(), SIZE=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK
     )
     return out
 
 
-def _group(ids: Tensor, experts: int) -> _Groups:
-    flat = ids.flatten()
-    by_expert, order = torch.sort(flat, stable=True)
-    starts = torch.searchsorted(by_expert, torch.arange(experts + 1, device=ids.device))
-    tiles = (starts[1:] - starts[:-1] + _ROWS - 1) // _ROWS
-    pairs = len(flat)
-    return _Groups(order, starts, tiles.cumsum(0), pairs // _ROWS + min(experts, pairs))
+def sort_pairs(ids: Tensor, experts: int) -> SortedPairs:
+    """Sort the pairs of tokens and experts ids, int64 [tokens, top_k]."""
+    pairs = ids.numel()
+    order, starts, tile_ends = (
+        torch.empty(size, dtype=torch.int32, device=ids.device) for size in (pairs, experts + 1, experts)
+    )
+    bins = triton.next_power_of_2(experts + 1)
+    device.sort_pairs[experts,](
+        order, starts, tile_ends, ids.contiguous(), pairs, EXPERTS=experts, BINS=bins, ROWS=_ROWS, BLOCK=_SORT_BLOCK
+    )
+    return SortedPairs(order, starts, tile_ends, pairs // _ROWS + min(experts, pairs))
 
 
-def _products(x: Tensor, groups: _Groups, own: ExpertWeights, first: int, matrices: int, pairs_of_row: int) -> Tensor:
+def products(x: Tensor, pairs: SortedPairs, own: ExpertWeights, first: int, matrices: int, pairs_of_row: int) -> Tensor:
     """Return the products of each pair's row of x with its expert's matrices: [matrices, pairs, outputs].
 
     Args:
         first: the first of the matrices: 0 is gate, 1 is up, 2 is down.
         pairs_of_row: number of consecutive pairs that have the same row of x.
     """
-    weight, pairs = (own.gate if first == 0 else own.down)[0], len(groups.order)
-    out = torch.empty(matrices, pairs, weight.size_out, dtype=x.dtype, device=x.device)
-    device.expert_products[groups.most_tiles, triton.cdiv(weight.size_out, _COLUMNS), matrices](
+    weight, count = (own.gate if first == 0 else own.down)[0], len(pairs.order)
+    out = torch.empty(matrices, count, weight.size_out, dtype=x.dtype, device=x.device)
+    device.expert_products[pairs.most_tiles, triton.cdiv(weight.size_out, _COLUMNS), matrices](
         out,
         x,
         own.table,
-        groups.order,
-        groups.starts,
-        groups.tile_ends,
+        pairs.order,
+        pairs.starts,
+        pairs.tile_ends,
         x.stride(0),
-        pairs,
+        count,
         FIRST=first,
         EXPERTS=len(own.gate),
         PADDED_EXPERTS=triton.next_power_of_2(len(own.gate)),

@@ -1,4 +1,4 @@
-"""Products of tokens with the weights of their experts, and the weighted sum of the results."""
+"""The order of tokens by expert, their products with the weights of their experts, and the weighted sum of results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,44 @@ import triton
 import triton.language as tl
 
 from paceline.kernels.triton_kernels.device.arithmetic import dot, rounded
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_pairs(
+    order,
+    starts,
+    tile_ends,
+    ids,
+    pairs,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sort pairs of a token and one of its experts by expert. Grid: (experts); each program places its expert's pairs.
+
+    Args:
+        order, starts, tile_ends: results; see `expert_products`.
+        ids: int64 [pairs]: the expert of each pair.
+        BINS: a power of two above EXPERTS.
+        ROWS: rows of a tile.
+        BLOCK: pairs that are read at a time.
+    """
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for first in range(0, pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        counts += tl.histogram(tl.load(ids + pair, pair < pairs, EXPERTS).to(tl.int32), BINS)
+    place = tl.sum(tl.where(bins < expert, counts, 0), 0)
+    tl.store(starts + expert, place)
+    tl.store(starts + expert + 1, place + tl.sum(tl.where(bins == expert, counts, 0), 0))
+    tl.store(tile_ends + expert, tl.sum(tl.where(bins <= expert, (counts + ROWS - 1) // ROWS, 0), 0))
+    for first in range(0, pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        own = (tl.load(ids + pair, pair < pairs, EXPERTS) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(own, 0) - 1, pair, own != 0)
+        place += tl.sum(own, 0)
 
 
 @triton.jit
@@ -37,9 +75,9 @@ def expert_products(
 
     Args:
         out: [matrices, pairs, SIZE_OUT].
-        order: the pairs, sorted by expert.
-        starts: [EXPERTS + 1]: pairs order[starts[e]:starts[e + 1]] have expert e.
-        tile_ends: [EXPERTS]: number of tiles of all experts up to e.
+        order: int32, the pairs, sorted by expert.
+        starts: int32 [EXPERTS + 1]: pairs order[starts[e]:starts[e + 1]] have expert e.
+        tile_ends: int32 [EXPERTS]: number of tiles of all experts up to e.
     """
     tile, matrix = tl.program_id(0), tl.program_id(2)
     experts = tl.arange(0, PADDED_EXPERTS)
@@ -49,12 +87,13 @@ def expert_products(
         first_tile = tl.load(tile_ends + expert - 1, expert > 0, 0)
         row = tl.load(starts + expert) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
         inside_rows = row < tl.load(starts + expert + 1)
-        pair = tl.load(order + row, inside_rows, 0)
+        pair = tl.load(order + row, inside_rows, 0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside_columns = column < SIZE_OUT
         step = tl.arange(0, STEP)
         dtype = out.dtype.element_ty
         weight = tl.load(table + (FIRST + matrix) * EXPERTS + expert).to(tl.pointer_type(dtype))
+        weight = tl.multiple_of(weight, 16)  # of bytes, without which elements are loaded one by one
         x_tile = x + (pair // PAIRS_OF_ROW)[:, None] * x_stride + step[None, :]
         weight_tile = weight + column.to(tl.int64)[None, :] * SIZE_IN + step[:, None]
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
