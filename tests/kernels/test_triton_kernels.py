@@ -229,9 +229,10 @@ def test_every_kernel_compiles_for_gpus_and_fits_into_their_shared_memory(
     assert {line["architecture"] for line in lines} == {architecture}
     assert {line["kernel"] for line in lines} == names
     assert max(line["shared_bytes"] for line in lines) <= SHARED_BYTES[architecture]
-    # These kernels would read weights and keys one element at a time if the compiler knew less of their addresses.
-    wide = ("attend", "matmul", "expert_products")
-    assert [line for line in lines if line["kernel"] in wide and not line["wide_copies"]] == []
+    # Without knowing that addresses are multiples of 16, the compiler loads weights one element at a time.
+    copies = {name: [line["wide_copies"] for line in lines if line["kernel"] == name] for name in names}
+    assert min(copies["attend"]) > 0
+    assert min(copies["expert_products"]) == max(copies["matmul"]) > 0  # both have the same tiles
 
 
 def test_the_scores_of_experts_do_not_depend_on_the_batch(invariant: Kernels) -> None:
