@@ -80,9 +80,9 @@ class Results:
             context_hash = request.context.name(request.layout.fingerprint, request.joined_len)
             filled = Filled(request.key, request.joined_len, context_hash)
             events += self._pool.when_stored(request, [filled], whole=True)
-        if result.failure:
+        if result.failure is not None:
             events.append(Failed(request.key, result.failure))
-        return events, leaves or bool(result.failure)
+        return events, leaves or result.failure is not None
 
     def _count(self, request: Request, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
         stats = self._stats

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from paceline.core.errors import ConstraintError, ModelError, PacelineError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Token
 from paceline.engine.constraint import Constraints, GrammarError, Grammars, RowProgress
@@ -149,14 +150,18 @@ class ModelRunner:
             for index in span
         ]
         chosen: dict[int, list[int]] = {}
+        broken: list[bool] = []
         rows = hidden
         if places:
             # In most steps these are all rows, and need no copy.
             own = hidden if len(places) == len(hidden) else hidden[[row for _, row in places]]
             is_all = len(places) == len(inputs.token_ids)
             token_ids = inputs.token_ids if is_all else inputs.token_ids[[index for index, _ in places]]
+            # The last norm spreads one NaN to all of a row. A GPU computes this now, and it is read after the tokens.
+            is_nan = own[:, 0].isnan()
             logits = self._logits(own)
             chosen = self._sampler.choose(logits, token_ids, chunks, lengths, [len(span) for span in chosen_at])
+            broken = is_nan.tolist()
             rows = logits.values
         results, first = [], 0
         for chunk, span, (begin, _), shift, length in zip(chunks, chosen_at, spans, shifts, lengths):
@@ -166,14 +171,20 @@ class ModelRunner:
                 continue
             drawn = range(first, first + len(span))
             first = drawn.stop
+            if drawn and broken[drawn.start]:
+                results.append(self._fail(chunk, scores, _nan_error(hidden.dtype)))
+                continue
             try:
                 tokens, accepted = self._sampler.verify(rows, drawn, chunk.row, length, chosen.get(chunk.row))
             except GrammarError as error:
-                self._rows.append(chunk.row, [], ended=True)
-                results.append(ChunkResult(scores=scores, failure=str(error)))
+                results.append(self._fail(chunk, scores, ConstraintError(str(error))))
                 continue
             results.append(ChunkResult(tokens, max(len(span) - 1, 0), accepted, scores))
         return results
+
+    def _fail(self, chunk: Chunk, scores: list[Token], error: PacelineError) -> ChunkResult:
+        self._rows.append(chunk.row, [], ended=True)
+        return ChunkResult(scores=scores, failure=error)
 
     def _logits(self, hidden: Tensor) -> Logits:
         with self._in_model():
@@ -189,6 +200,11 @@ class ModelRunner:
             targets = self._rows.token_ids[chunk.row, position + first : position + end].tolist()
             tokens += score(logits, targets, top)
         return tokens
+
+
+def _nan_error(dtype: torch.dtype) -> ModelError:
+    overflows = "" if dtype == torch.float32 else ", or numbers overflow, which --dtype float32 avoids"
+    return ModelError(f"the model computes NaN instead of a token: its weights are damaged{overflows}")
 
 
 def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:

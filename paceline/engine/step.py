@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.core.errors import PacelineError
 from paceline.core.media import MediaSpan
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
 
@@ -117,8 +118,8 @@ class ChunkResult:
     """Drafts that were accepted; they are the first of `tokens`."""
     scores: list[Token] = field(default_factory=list)
     """[chunk.scored]: prompt tokens with their logprobs."""
-    failure: str = ""
-    """Reason why no token can ever be chosen for the row; empty if there is none."""
+    failure: PacelineError | None = None
+    """The reason why no token can be chosen for the row; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +184,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request's constraint allows no token. The engine is done with the request."""
+    """No token can be chosen for the request. The engine is done with the request."""
 
     key: Key
-    message: str
+    error: PacelineError
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class ConstrainedLoop(Loop):
                 if event.reason is not None or asks[int(event.key.request_id)].only_first_token:
                     self.engine.remove(event.key)
             elif isinstance(event, Failed):
-                answers[event.key].failure = event.message
+                answers[event.key].failure = str(event.error)
                 self.engine.remove(event.key)
             elif isinstance(event, Removed):
                 left.remove(event.key)

@@ -82,7 +82,7 @@ def empty_pool(model: Loaded, slots: int) -> Tensor:
 
 
 def outcomes(result: StepResult) -> list[tuple[object, ...]]:
-    return [(own.tokens, own.drafted, own.accepted, own.scores, own.failure) for own in result.chunks]
+    return [(own.tokens, own.drafted, own.accepted, own.scores, str(own.failure)) for own in result.chunks]
 
 
 def record(model: Loaded, pool: Tensor) -> Recording:

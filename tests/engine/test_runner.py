@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from paceline.core.context import Context
+from paceline.core.errors import ModelError, PacelineError
 from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine.limits import Limits
@@ -44,6 +45,7 @@ class Bench:
         self.change_runner()
         self.tokens: dict[str, list[Token]] = {}
         self.scores: dict[str, list[Token]] = {}
+        self.failures: dict[str, PacelineError] = {}
         self._slots = self.rng.sample(range(slots), slots)
 
     def change_runner(self) -> None:
@@ -80,6 +82,9 @@ class Bench:
         results = self.runner.execute(Step(tuple(chunks), tuple(updates))).chunks
         for (request, _), chunk, result in zip(pieces, chunks, results, strict=True):
             name = chunk.key.request_id
+            if result.failure is not None:
+                self.failures[name] = result.failure
+                continue
             assert len(result.tokens) == chunk.samples
             request.computed_len = chunk.end
             self.scores[name] += result.scores
@@ -218,3 +223,33 @@ def test_a_row_that_has_ended_gives_nothing_beside_a_prompt(backend: str, save_l
     prompt = Chunk(other.key, 1, 1, 1, follows=False, samples=False, prefills=True)
     results = bench.runner.execute(Step((late, prompt))).chunks
     assert [result.tokens for result in results] == [[], []]
+
+
+class Overflowing:
+    """A model in which the hidden state after token 7 is NaN. Of each chunk, only its last token is computed."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, token_ids: torch.Tensor, positions: Any, caches: Any, batch: Any, **options: Any) -> torch.Tensor:
+        hidden = self._model.forward(token_ids, positions, caches, batch, **options)
+        hidden[token_ids[[end - 1 for end in batch.query_start[1:]]] == 7] = float("nan")
+        return hidden
+
+
+def test_a_request_whose_numbers_are_nan_fails_alone(tmp_path: Path, save_llama: Any) -> None:
+    reference = save_llama()
+    model: Any = Overflowing(load_model(tmp_path, torch.float32, select_kernels(CPU), CPU))
+    bench = Bench(model, 6, 3)
+    asked = [
+        bench.request(name, [4, 5, last], max_tokens=3, temperature=heat)
+        for name, last, heat in (("fine", 6, 0.0), ("broken", 7, 0.0), ("drawn", 7, 1.0))
+    ]
+    bench.step([(request, 3) for request in asked])
+    assert [token.id for token in bench.tokens["fine"]] == generated(reference, [4, 5, 6], 1)
+    assert (bench.tokens["broken"], bench.tokens["drawn"]) == ([], [])
+    assert set(bench.failures) == {"broken", "drawn"}
+    assert all(isinstance(own, ModelError) and "NaN" in str(own) for own in bench.failures.values())

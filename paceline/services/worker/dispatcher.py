@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from paceline.core.errors import BusyError, ConstraintError, PacelineError, StaleError
+from paceline.core.errors import BusyError, PacelineError, StaleError
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
 from paceline.engine.step import Event, Failed, Filled, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Trimmed
@@ -60,7 +60,7 @@ class Dispatcher:
                     self._media.finish(key)
         for event in events:
             if isinstance(event, Failed):
-                self._streams.put(event.key, ConstraintError(event.message))
+                self._streams.put(event.key, event.error)
             elif isinstance(event, RequestEvent) and not isinstance(event, Filled):
                 self._streams.put(event.key, event)
                 if isinstance(event, Preempted):
