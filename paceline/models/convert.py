@@ -7,6 +7,7 @@ file ends no other process. If it fails, it exits with 1 and prints the reason t
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +27,19 @@ _GEMMA4 = "gemma4"
 # Head sizes that transformers takes for granted, or from which it takes the scale of attention.
 _HEAD_DIMS = {"gemma3": 256, "qwen3": 128}
 
+# What transformers takes for granted for a Gemma 3, whatever its file says.
+_OF_GEMMA3 = {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern": 6, "final_logit_softcapping": 0.0}
+
 # Ends of the names of biases that transformers converts.
 _BIASES = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias")}
 
 # Rules by which a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers restores these.
 # For any other rule it would silently split as GPT-2 does: the model would see token ids that it was not trained on.
 _SPLITS_RESTORED = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
+# Of these, the rules in which a part of a text that is a token needs no merges, which transformers does not restore.
+_WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+# Of these, the rules by which raw prompts begin with BOS if the file does not say otherwise.
+_BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3")
 _SPLITS_DIGITS = ("smollm",)
 # Qwen's vocabulary expects composed characters (NFC), which transformers does not restore.
 _SPLITS_COMPOSED = ("qwen2",)
@@ -57,10 +65,7 @@ def convert_gguf(source: Path, target: Path) -> None:
         # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
         own = PreTrainedTokenizerFast if metadata["general.architecture"] == _GEMMA4 else AutoTokenizer
         tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
-        if metadata.get("tokenizer.ggml.pre") in _SPLITS_DIGITS:
-            _split_digits(tokenizer)
-        if metadata.get("tokenizer.ggml.pre") in _SPLITS_COMPOSED:
-            _compose_characters(tokenizer)
+        _restore_rules(tokenizer, metadata)
         if metadata["general.architecture"] == _GEMMA4:
             # transformers loses that raw prompts begin with BOS. A chat template writes its own.
             tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
@@ -78,15 +83,25 @@ def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: dict[str, Any
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    from paceline.models.convert_blocks import write_blocks
+    from paceline.models.convert_blocks import check_tensors, write_blocks
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(gguf_file=source.name, dequantize=True),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
         **_overlooked(metadata),
     )
+    model, found = loaded
+    architecture = metadata["general.architecture"]
+    for name, in_file, wanted in found["mismatched_keys"]:
+        raise _refusal(source, f"{name} has the shape {list(in_file)}, and by its metadata {list(wanted)}")
+    try:
+        check_tensors(reader, architecture, model)
+    except ModelError as error:
+        raise _refusal(source, str(error)) from error
     # The weights are not quantized any more, whatever the file's type was.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -95,7 +110,7 @@ def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: dict[str, Any
     # transformers saves each matrix of an expert under a name of its own, but not if the model comes from a GGUF file.
     model._weight_conversions = None
     model.save_pretrained(target)
-    write_blocks(reader, metadata["general.architecture"], model, target)
+    write_blocks(reader, architecture, model, target)
 
 
 def _convert_gemma4(source: Path, reader: GGUFReader, metadata: dict[str, Any], tokenizer: Any, target: Path) -> None:
@@ -172,7 +187,7 @@ def _problem(metadata: dict[str, Any]) -> str:
         return f"its architecture {architecture} is not supported (supported are: {', '.join(known)})"
     if metadata.get("split.count", 1) > 1:
         return "it is one part of several"
-    if metadata.get(f"{architecture}.rope.scaling.type", "none") != "none":
+    if _scales_rope(architecture, metadata):
         return "its rope scaling would be lost"
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         split = metadata.get("tokenizer.ggml.pre", "none")
@@ -194,13 +209,68 @@ def _lost_elsewhere(architecture: str, metadata: dict[str, Any]) -> str:
         return "whether its attention has a window is not in the file"
     kept = _BIASES.get(architecture, ())
     lost = sorted(name for name in metadata["tensors"] if name.endswith(".bias") and not name.endswith(kept))
-    return f"its biases ({lost[0]}) would be lost" if lost else ""
+    if lost:
+        return f"its biases ({lost[0]}) would be lost"
+    if architecture == "gemma3" and (name := _lost_of_gemma3(metadata)):
+        return f"its {name} would be lost"
+    if f"{architecture}.attention.head_count_kv" not in metadata:
+        return "the number of its KV heads is not in the file"
+    return _layers_problem(metadata["tensors"], metadata.get(f"{architecture}.block_count"))
+
+
+def _lost_of_gemma3(metadata: dict[str, Any]) -> str:
+    """Return the metadata of a Gemma 3 that transformers takes for granted, if they differ; "" if none does."""
+    for name, granted in _OF_GEMMA3.items():
+        if metadata.get(f"gemma3.{name}", granted) != granted:
+            return name
+    return "" if "gemma3.attention.sliding_window" in metadata else "attention without a window"
+
+
+def _scales_rope(architecture: str, metadata: dict[str, Any]) -> bool:
+    """Return whether a file scales its rotary embedding. If it names a factor and no type, the type is linear."""
+    names = f"{architecture}.rope.scaling.factor", f"{architecture}.rope.scale_linear"
+    scaled = any(metadata.get(name, 1.0) not in (0.0, 1.0) for name in names)
+    return bool(metadata.get(f"{architecture}.rope.scaling.type", "linear" if scaled else "none") != "none")
+
+
+def _layers_problem(tensors: set[str], count: object) -> str:
+    """Return a problem if a file has tensors of more or fewer layers than its metadata say; "" if not."""
+    layers = {int(name.split(".")[1]) for name in tensors if re.match(r"blk\.\d+\.", name)}
+    if not layers or count == max(layers) + 1:
+        return ""
+    return f"it has tensors of {max(layers) + 1} layers, and by its metadata {count}"
+
+
+def _restore_rules(tokenizer: Any, metadata: dict[str, Any]) -> None:
+    """Give a tokenizer the rules of its file that transformers does not know."""
+    split = metadata.get("tokenizer.ggml.pre")
+    if split in _SPLITS_DIGITS:
+        _split_digits(tokenizer)
+    if split in _SPLITS_COMPOSED:
+        _compose_characters(tokenizer)
+    if split in _WHOLE_TOKENS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    if split in _BEGIN_WITH_BOS and "tokenizer.ggml.add_bos_token" not in metadata:
+        tokenizer.add_bos_token = True
+    # Of a Gemma, transformers knows this itself.
+    is_llama = metadata["general.architecture"] == metadata.get("tokenizer.ggml.model") == "llama"
+    if is_llama and not metadata.get("tokenizer.ggml.add_space_prefix", True):
+        _add_no_space(tokenizer)
 
 
 def _compose_characters(tokenizer: Any) -> None:
     from tokenizers import normalizers
 
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+
+
+def _add_no_space(tokenizer: Any) -> None:
+    """Make a tokenizer with SentencePiece's rules begin a text without a space of its own."""
+    from tokenizers import decoders
+
+    own = tokenizer.backend_tokenizer
+    own.pre_tokenizer.prepend_scheme = "never"
+    own.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _split_digits(tokenizer: Any) -> None:
@@ -213,7 +283,7 @@ def _split_digits(tokenizer: Any) -> None:
 
 
 def _stop_token_ids(metadata: dict[str, Any]) -> list[int]:
-    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return sorted({int(metadata[name]) for name in names if name in metadata})
 
 

@@ -1,4 +1,4 @@
-"""The writer of a GGUF file's quantized blocks, which are kept beside the converted weights."""
+"""The tensors of a GGUF file beside the model that transformers has made of them, and the file's quantized blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.errors import ModelError
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, WHOLE_TYPES, BlockMatrix
 
@@ -28,12 +29,10 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
         model: the model that transformers has made of it, in bfloat16.
     """
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    names = get_tensor_name_map(arch, model.config.num_hidden_layers)
     blocks: dict[str, Tensor] = {}
     types: dict[str, str] = {}
-    for name, own_name, weight, expert in _matrices(model):
-        tensor = tensors.get(names.get_name(own_name, try_suffixes=(".weight",)) or "")
+    for name, own_name, weight, expert in _matrices(model, architecture):
+        tensor = tensors.get(own_name)
         if tensor is None or tensor.tensor_type.name in WHOLE_TYPES:
             continue
         type_name = tensor.tensor_type.name
@@ -44,24 +43,52 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
                 continue
             blocks[name] = raw
         types[name] = type_name
-    save_file(blocks, target / BLOCKS_FILE, metadata=types)
+    # With empty metadata, safetensors writes a header that it cannot read.
+    save_file(blocks, target / BLOCKS_FILE, metadata=types or None)
 
 
-def _matrices(model: Any) -> Iterator[tuple[str, str, Tensor, int | None]]:
-    """Yield the name in safetensors, the name by which the file's tensor is found, the weight, and the expert's number.
+def check_tensors(reader: GGUFReader, architecture: str, model: Any) -> None:
+    """Check that a GGUF file has the tensors of a model, and no others.
+
+    transformers gives random numbers to what a file lacks, and ignores what it does not know.
+
+    Raises:
+        ModelError: a tensor is missing, or would be lost.
+    """
+    present = {tensor.name for tensor in reader.tensors}
+    known = {own_name for _, own_name, _, _ in _matrices(model, architecture)} - {""}
+    tied = {"output.weight"} if model.config.tie_word_embeddings else set()
+    if missing := sorted(known - present - tied):
+        raise ModelError(f"it has no tensor {missing[0]}{_and_others(missing)}")
+    if lost := sorted(present - known):
+        raise ModelError(f"its tensor {lost[0]}{_and_others(lost)} would be lost")
+
+
+def _and_others(names: list[str]) -> str:
+    return f" and {len(names) - 1} others" if len(names) > 1 else ""
+
+
+def _matrices(model: Any, architecture: str) -> Iterator[tuple[str, str, Tensor, int | None]]:
+    """Yield each weight: its name in safetensors, its name in the file ("" if unknown), itself, its expert's number.
 
     transformers keeps the matrices of all experts in two tensors. safetensors have a matrix for each expert, and the
     file a tensor of all experts for each of gate, up and down.
     """
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(arch, model.config.num_hidden_layers)
+
+    def named(name: str) -> str:
+        return names.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+
     for name, weight in model.state_dict().items():
         place, _, last = name.rpartition(".mlp.experts.")
         if not place:
-            yield name, name, weight, None
+            yield name, named(name), weight, None
             continue
         kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
         for expert, matrix in enumerate(weight):
             for kind, part in zip(kinds, matrix.chunk(len(kinds))):
-                own_name = f"{place}.mlp.experts.{kind}.weight"
+                own_name = named(f"{place}.mlp.experts.{kind}.weight")
                 yield f"{place}.mlp.experts.{expert}.{kind}.weight", own_name, part, expert
 
 

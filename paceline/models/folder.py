@@ -87,7 +87,7 @@ def indexed_files(folder: Path) -> list[Path]:
     try:
         weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{folder / INDEX_FILE} cannot be read: {error}") from error
     # The index comes from others, and must not make us open files of other folders.
     outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]

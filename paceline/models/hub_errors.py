@@ -37,6 +37,10 @@ def mapped_errors(name: HubName, revision: str) -> Iterator[None]:
         raise ModelError(f"{name} is not a valid name of a model on the hub; it must be like org/name") from error
     except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         raise _mapped(error, name.repository, revision) from error
+    except ValueError as error:
+        raise HubUnreachableError(
+            f"{hub_site()} gives an answer that no hub gives; is there a proxy or a login page between?"
+        ) from error
 
 
 def hub_site() -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import transformers
 from tokenizers import pre_tokenizers
 from torch import Tensor
@@ -25,15 +26,24 @@ def write_gguf(
     architecture: str = "llama",
     split: str = "smollm",
     quantized: gguf.GGMLQuantizationType | None = None,
+    whole: str = "",
+    bos: bool | None = False,
+    without: str = "",
+    beside: str = "",
     **more: Any,
 ) -> Path:
     """Write a GGUF file of a tiny Llama, or Qwen, with a byte-level vocabulary. Without a reference it has no weights.
 
     Args:
         quantized: type of the matrices; None does not quantize them.
+        whole: a token that no merge makes.
+        bos: whether prompts begin with BOS; with None, the file does not say.
+        without: name of a tensor that the file does not have.
+        beside: name of a tensor that the file has in addition.
+        more: further metadata, with __ instead of dots.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ"]
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ", *([whole] if whole else [])]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
@@ -42,12 +52,15 @@ def write_gguf(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
     writer.add_eot_token_id(2)
-    writer.add_add_bos_token(False)
+    if bos is not None:
+        writer.add_add_bos_token(bos)
     writer.add_chat_template("{{ messages[0]['content'] }}")
     for name, value in more.items():
         writer.add_key_value(name.replace("__", "."), *value)
     if reference is not None:
-        _add_weights(writer, reference, quantized)
+        _add_weights(writer, reference, quantized, without)
+    if beside:
+        writer.add_tensor(beside, np.ones(4, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -59,8 +72,11 @@ def _add_weights(
     writer: gguf.GGUFWriter,
     reference: transformers.PreTrainedModel,
     quantized: gguf.GGMLQuantizationType | None,
+    without: str,
 ) -> None:
     def add(name: str, weight: Tensor) -> None:
+        if name == without:
+            return
         data = weight.contiguous().numpy()
         if quantized is not None and data.ndim >= 2 and "gate_inp" not in name:
             writer.add_tensor(name, gguf.quants.quantize(data, quantized), raw_dtype=quantized)

@@ -56,6 +56,13 @@ def write_wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
+GEMMA3 = {
+    "architecture": "gemma3",
+    "gemma3__attention__key_length": (256, gguf.GGUFValueType.UINT32),
+}
+"""Metadata of a Gemma 3 whose head size transformers takes for granted."""
+
+
 class TestFolders:
     def test_a_complete_folder_is_taken_as_it_is(self, tmp_path: Path, save_llama: Any) -> None:
         save_llama()
@@ -197,8 +204,24 @@ class TestConversion:
             ({"architecture": "mamba"}, "architecture mamba is not supported"),
             ({"split": "chameleon"}, r"splits text \(chameleon\) would be lost"),
             ({"llama__rope__scaling__type": ("linear", gguf.GGUFValueType.STRING)}, "rope scaling would be lost"),
+            ({"llama__rope__scaling__factor": (4.0, gguf.GGUFValueType.FLOAT32)}, "rope scaling would be lost"),
+            ({"llama__rope__scale_linear": (4.0, gguf.GGUFValueType.FLOAT32)}, "rope scaling would be lost"),
             ({"split__count": (3, gguf.GGUFValueType.UINT16)}, "one part of several"),
             ({"architecture": "gemma3"}, "attention scale, would be lost"),
+            (
+                {**GEMMA3, "gemma3__rope__freq_base_swa": (500.0, gguf.GGUFValueType.FLOAT32)},
+                r"rope\.freq_base_swa would be",
+            ),
+            (
+                {**GEMMA3, "gemma3__attention__sliding_window_pattern": (3, gguf.GGUFValueType.UINT32)},
+                "sliding_window_pattern would be lost",
+            ),
+            (
+                {**GEMMA3, "gemma3__final_logit_softcapping": (5.0, gguf.GGUFValueType.FLOAT32)},
+                "softcapping would be lost",
+            ),
+            (GEMMA3, "attention without a window would be lost"),
+            ({}, "the number of its KV heads is not in the file"),
             ({"architecture": "qwen3"}, "attention scale, would be lost"),
             (
                 {"architecture": "qwen2", "qwen2__attention__sliding_window": (64, gguf.GGUFValueType.UINT32)},
@@ -211,6 +234,37 @@ class TestConversion:
         source = write_gguf(tmp_path / "tiny.gguf", **changes)
         with pytest.raises(ModelError, match=rf"tiny\.gguf cannot be converted: .*{message}"):
             convert_gguf(source, tmp_path / "out")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"without": "blk.1.ffn_up.weight"}, r"it has no tensor blk\.1\.ffn_up\.weight;"),
+            ({"without": "output_norm.weight"}, r"it has no tensor output_norm\.weight;"),
+            ({"beside": "blk.0.attn_q_norm.weight"}, r"its tensor blk\.0\.attn_q_norm\.weight would be lost"),
+            ({"beside": "blk.7.attn_norm.weight"}, "it has tensors of 8 layers, and by its metadata 2"),
+        ],
+    )
+    def test_tensors_that_are_missing_or_would_be_lost_are_named(
+        self, tmp_path: Path, save_llama: Any, changes: dict[str, Any], message: str
+    ) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf", save_llama(vocab_size=261, num_hidden_layers=2), **changes)
+        with pytest.raises(ModelError, match=rf"tiny\.gguf cannot be converted: {message}"):
+            convert_gguf(source, tmp_path / "out")
+
+    def test_a_head_that_is_not_in_the_file_is_the_embedding(self, tmp_path: Path, save_llama: Any) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf", save_llama(vocab_size=261), without="output.weight")
+        (tmp_path / "out").mkdir()
+        convert_gguf(source, tmp_path / "out")
+        assert read_config(tmp_path / "out").tie_word_embeddings
+
+    @pytest.mark.parametrize(("split", "tokens"), [("llama-bpe", ["<|im_start|>", "ĠĠĠ"]), ("gpt-2", ["ĠĠ", "Ġ"])])
+    def test_whole_tokens_need_no_merges_where_the_split_says_so(
+        self, tmp_path: Path, save_llama: Any, split: str, tokens: list[str]
+    ) -> None:
+        source = write_gguf(tmp_path / "tiny.gguf", save_llama(vocab_size=262), split=split, whole="ĠĠĠ", bos=None)
+        (tmp_path / "out").mkdir()
+        convert_gguf(source, tmp_path / "out")
+        assert Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).encode("   ").tokens == tokens
 
     def test_a_cache_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
         source = write_gguf(tmp_path / "tiny.gguf")

@@ -176,6 +176,15 @@ def test_only_bits_that_differ_make_another_model(save_converted: Callable[..., 
     assert whole == blocks != rounded
 
 
+@pytest.mark.parametrize("type_name", ["F32", "F16"])
+def test_a_file_without_quantized_matrices_is_computed_whole(
+    save_converted: Callable[..., Path], paged_contexts: Any, type_name: str
+) -> None:
+    folder = save_converted(type_name)
+    blocks, whole = (logits(load(folder, how), paged_contexts, torch.bfloat16) for how in ("gguf", "none"))
+    assert all(torch.equal(blocks[request], whole[request]) for request in PROMPTS)
+
+
 def test_a_folder_without_blocks_is_told_apart(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     with pytest.raises(ConfigError, match=r"was not converted from a GGUF file.*--quantization int8"):

@@ -43,11 +43,13 @@ def decode(
         stream.codec_context.thread_count = 1
         if stream.rate not in _SAMPLE_RATES:
             raise BrokenItemError(f"its sample rate is {stream.rate}, which is not from 1,000 to 400,000 per second")
-        resampler = AudioResampler("fltp", rate=sample_rate, options={"filter_size": _FILTER_TAPS})
+        # Channels are interleaved, because PyAV reads separate ones wrongly if there are eight or more.
+        resampler = AudioResampler("flt", rate=sample_rate, options={"filter_size": _FILTER_TAPS})
         # None takes the samples that the filter still holds.
         for frame in itertools.chain(container.decode(stream), [None]):
             for resampled in resampler.resample(frame):
-                pieces.append(resampled.to_ndarray().mean(axis=0, dtype=np.float32))
+                by_sample = resampled.to_ndarray().reshape(-1, resampled.layout.nb_channels)
+                pieces.append(by_sample.mean(axis=1, dtype=np.float32))
                 samples += pieces[-1].size
             if samples > max_seconds * sample_rate:
                 raise BrokenItemError(f"the clip has more than {max_seconds:g} seconds ({because}); send a part of it")

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, field_validator
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answer_format import Body
@@ -174,6 +174,19 @@ class CustomCallItem(Item):
         messages.add_call(self.call_id, self.name, self.namespace, arguments)
 
 
+class ComputerCallItem(Item):
+    """A call of a computer's tool: what to do with mouse and keyboard."""
+
+    type: Literal["computer_call"]
+    call_id: str
+    action: Json | None = None
+    actions: list[Json] | None = None
+
+    def add_to(self, messages: Messages) -> None:
+        arguments = {"actions": self.actions} if self.action is None else self.action
+        messages.add_call(self.call_id, "computer", None, json.dumps(arguments, ensure_ascii=False))
+
+
 class UnreadPart(Body):
     """A document in a tool's output. The model sees a note in its place, because an agent cannot know what comes."""
 
@@ -197,11 +210,16 @@ OutputPart = Annotated[
 
 
 class CallOutputItem(Item):
-    """What a tool returned."""
+    """What a tool returned. An object with an image, such as a computer's screenshot, is this image."""
 
-    type: Literal["function_call_output", "custom_tool_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
     call_id: str
     output: str | list[OutputPart] | Json
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _read_image(cls, given: Any) -> Any:
+        return [{**given, "type": "input_image"}] if isinstance(given, dict) and "image_url" in given else given
 
     def add_to(self, messages: Messages) -> None:
         if isinstance(self.output, dict):
@@ -211,6 +229,13 @@ class CallOutputItem(Item):
         else:
             content = self.output
         messages.add("tool", content, tool_call_id=self.call_id)
+
+    def stored(self, new_id: str) -> Json:
+        fields = super().stored(new_id)
+        if self.type == "computer_call_output" and isinstance(self.output, list):
+            (part,) = fields["output"]
+            fields["output"] = {**part, "type": "computer_screenshot"}
+        return fields
 
 
 class ReferenceItem(Item):
@@ -224,7 +249,7 @@ class ReferenceItem(Item):
 
 
 class OtherItem(Item):
-    """An item of a tool that this server does not have. The model does not see it."""
+    """An item of a tool that this server does not have, without content. The model does not see it."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -242,11 +267,13 @@ _KINDS = frozenset(
         "reasoning",
         "function_call",
         "custom_tool_call",
-        "function_call_output",
-        "custom_tool_call_output",
+        "computer_call",
         "item_reference",
     }
 )
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "computer_call_output")
+_CONTENT = frozenset({"content", "text", "image_url", "input_audio"})
+"""Fields that the model must see. An item of an unknown kind that has one is refused as a wrong message."""
 
 
 def _kind_of(data: Any) -> str:
@@ -258,9 +285,11 @@ def _kind_of(data: Any) -> str:
         kind = "item_reference" if "id" in data and not data.keys() & {"role", "content"} else "message"
     else:
         kind = str(data["type"])
-    if kind in ("function_call_output", "custom_tool_call_output"):
+    if kind in _OUTPUTS:
         return "output"
-    return kind if kind in _KINDS else "other"
+    if kind in _KINDS:
+        return kind
+    return "message" if isinstance(data, dict) and data.keys() & _CONTENT else "other"
 
 
 InputItem = Annotated[
@@ -268,6 +297,7 @@ InputItem = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[ComputerCallItem, Tag("computer_call")]
     | Annotated[CallOutputItem, Tag("output")]
     | Annotated[ReferenceItem, Tag("item_reference")]
     | Annotated[OtherItem, Tag("other")],
@@ -289,6 +319,8 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "function_call_output": "fco",
     "custom_tool_call_output": "ctco",
+    "computer_call": "cu",
+    "computer_call_output": "cuo",
 }
 
 

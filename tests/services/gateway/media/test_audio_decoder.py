@@ -58,6 +58,16 @@ def test_takes_mean_of_channels(decode: Decode) -> None:
     assert np.abs(clip).max() < 1e-6
 
 
+@pytest.mark.parametrize("channels", [6, 8, 9, 24])
+def test_reads_any_number_of_channels(decode: Decode, channels: int) -> None:
+    by_sample = (tone(16_000)[:, None] * np.linspace(0, 1, channels) * 32_767).astype("<i2")
+    form = struct.pack("<HHIIHH", 1, channels, 16_000, 32_000 * channels, 2 * channels, 16)
+    chunks = b"WAVEfmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", by_sample.nbytes)
+    file = b"RIFF" + struct.pack("<I", len(chunks) + by_sample.nbytes) + chunks + by_sample.tobytes()
+    _, clip = decode("audio", file, **OPTIONS)
+    assert np.abs(clip - by_sample.mean(axis=1) / 32_768).max() < 1e-6
+
+
 def test_keeps_samples_of_the_same_rate(decode: Decode) -> None:
     _, clip = decode("audio", audio_file(tone(16_000), 16_000), **OPTIONS)
     assert np.array_equal(clip, tone(16_000))

@@ -22,6 +22,7 @@ from tests.services.gateway.toy_model import BOI, EOI, IMAGE, USER
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
 SMALL = {"mm_processor_kwargs": {"max_soft_tokens": 70}}
+Json = dict[str, Any]
 DEAD = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/cat.png"}}
 
 
@@ -127,6 +128,26 @@ async def test_images_in_results_of_tools_follow_them(seeing: Stack, picture: Ru
     assert bytes(ids[span.end + 1 : span.end + 4]) == b"so?"
     assert ids[span.start - 2] == USER
     assert bytes(ids[span.start - 6 : span.start - 2]) == b"seen"
+
+
+@pytest.mark.parametrize("kind", ["computer_call", "function_call"])
+async def test_a_screenshot_is_seen_and_kept_as_it_was_sent(
+    start_stack: StartStack, media_model: Path, picture: Run, tmp_path: Path, kind: str
+) -> None:
+    stack = await start_stack(model=str(media_model), store=str(tmp_path / "responses.db"))
+    call: Json = {"type": kind, "call_id": "a"}
+    call |= {"action": {"type": "screenshot"}} if kind == "computer_call" else {"name": "look", "arguments": "{}"}
+    output = {"type": f"{kind}_output", "call_id": "a", "output": {"type": "computer_screenshot", "image_url": URL}}
+    items = [{"role": "user", "content": "look"}, call, output]
+    answer = await stack.post("/v1/responses", input=items, max_output_tokens=2, **SMALL)
+    assert answer.status_code == 200, answer.text
+    assert [span.digest for span in shown(stack)[1]] == [picture.digest]
+    listed = (await stack.http.get(f"/v1/responses/{answer.json()['id']}/input_items")).json()["data"]
+    (stored,) = [item["output"] for item in listed if item["type"] == f"{kind}_output"]
+    if kind == "computer_call":
+        assert (stored["type"], stored["image_url"]) == ("computer_screenshot", URL)
+    else:
+        assert [(part["type"], part["image_url"]) for part in stored] == [("input_image", URL)]
 
 
 async def test_a_conversation_of_responses_keeps_its_images(

@@ -211,6 +211,8 @@ BAD_REQUESTS: list[tuple[Json, str]] = [
     ({}, "input"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"type": "mesage", "role": "user", "content": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "input_text", "text": "x"}, {"role": "user", "content": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
     ({"input": "x", "tools": [FIND, FIND]}, "tools"),
