@@ -31,6 +31,7 @@ from paceline.services.gateway.messages_api.schemas import (
     ImageBlock,
     Marked,
     MessagesRequest,
+    SearchResultBlock,
     SystemMessage,
     TextBlock,
     ThinkingBlock,
@@ -145,13 +146,12 @@ def _user(blocks: Sequence[UserBlock]) -> Iterator[ChatMessage]:
         yield ChatMessage(role="user", content=shown if is_marked else joined(shown), cache_control=mark)
 
 
-def _part(block: TextBlock | ImageBlock | UnreadBlock) -> ContentPart:
+def _part(block: TextBlock | ImageBlock | SearchResultBlock | UnreadBlock) -> ContentPart:
     if isinstance(block, ImageBlock):
         source = block.source
         url = source.url if isinstance(source, UrlSource) else data_url(source.media_type, source.data)
         return MediaPart.model_validate({"type": "image_url", "image_url": url})
-    text = block.text if isinstance(block, TextBlock) else f"[{block.type}: this model takes no documents]"
-    return TextPart(type="text", text=text, cache_control=block.cache_control)
+    return TextPart(type="text", text=block.text, cache_control=block.cache_control)
 
 
 def _result(block: ToolResultBlock) -> str | list[ContentPart]:

@@ -80,10 +80,27 @@ class ImageBlock(Marked):
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
 
+class SearchResultBlock(Marked):
+    """A passage that a tool has found, with its title and where it is from."""
+
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[TextBlock]
+
+    @property
+    def text(self) -> str:
+        return "\n".join([self.title, self.source, *(block.text for block in self.content)])
+
+
 class UnreadBlock(Marked):
     """A part of a tool's result that this server does not read. The model sees a note in its place."""
 
-    type: Literal["document", "search_result", "tool_reference"]
+    type: Literal["document", "tool_reference"]
+
+    @property
+    def text(self) -> str:
+        return f"[{self.type}: this model takes no documents]"
 
 
 class HostedToolBlock(Body):
@@ -109,7 +126,7 @@ def _of_type(*kinds: str) -> BeforeValidator:
 
 _BY_TYPE = Field(discriminator="type")
 
-ResultBlock: TypeAlias = Annotated[TextBlock | ImageBlock | UnreadBlock, _BY_TYPE]
+ResultBlock: TypeAlias = Annotated[TextBlock | ImageBlock | SearchResultBlock | UnreadBlock, _BY_TYPE]
 
 
 class ToolResultBlock(Marked):

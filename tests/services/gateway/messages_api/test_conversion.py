@@ -81,6 +81,14 @@ def test_reasoning_of_earlier_answers() -> None:
         ({"content": "sunny"}, "sunny"),
         ({"content": [text("sunny"), text("dry")]}, "sunny\ndry"),
         ({"content": "no file", "is_error": True}, "Error: no file"),
+        (
+            {
+                "content": [
+                    {"type": "search_result", "title": "T", "source": "http://a", "content": [text("x"), text("y")]}
+                ]
+            },
+            "T\na.org\nx\ny",
+        ),
         ({"content": [text("see"), {"type": "document"}]}, "see\n[document: this model takes no documents]"),
     ],
 )
