@@ -84,7 +84,7 @@ def test_reasoning_of_earlier_answers() -> None:
         (
             {
                 "content": [
-                    {"type": "search_result", "title": "T", "source": "http://a", "content": [text("x"), text("y")]}
+                    {"type": "search_result", "title": "T", "source": "a.org", "content": [text("x"), text("y")]}
                 ]
             },
             "T\na.org\nx\ny",
