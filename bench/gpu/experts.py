@@ -72,7 +72,7 @@ def measure(
             return [kernels.experts(x, own, weights, layer) for own, layer in zip(ids, layers)]
 
         ways: dict[str, Callable[[], list[Tensor]]] = {"whole": whole}
-        if device.type == "cuda":
+        if kernels.name.startswith("triton"):
             ways["products"] = products_of(layers, x, ids)
         used = sum(len(own.unique()) for own in ids) / LAYERS
         read = used * 3 * shape.hidden * shape.inner * dtype.itemsize

@@ -12,7 +12,7 @@ class ConfigError(PacelineError):
 
 
 class ModelError(PacelineError):
-    """A model folder or file cannot be read, or its kind is not supported."""
+    """A model folder or file cannot be read, its kind is not supported, or it computes NaN."""
 
 
 class InvalidRequestError(PacelineError):

@@ -157,8 +157,8 @@ class ModelRunner:
             own = hidden if len(places) == len(hidden) else hidden[[row for _, row in places]]
             is_all = len(places) == len(inputs.token_ids)
             token_ids = inputs.token_ids if is_all else inputs.token_ids[[index for index, _ in places]]
-            # The last norm spreads one NaN to all of a row. A GPU computes this now, and it is read after the tokens.
-            is_nan = own[:, 0].isnan()
+            # A sum is NaN if one number is. A GPU computes this now, and it is read after the tokens.
+            is_nan = own.sum(dim=1).isnan()
             logits = self._logits(own)
             chosen = self._sampler.choose(logits, token_ids, chunks, lengths, [len(span) for span in chosen_at])
             broken = is_nan.tolist()
@@ -171,11 +171,13 @@ class ModelRunner:
                 continue
             drawn = range(first, first + len(span))
             first = drawn.stop
-            if drawn and broken[drawn.start]:
+            # No token is drawn from NaN. If it comes only after a draft, the next step decides whether it matters.
+            sound = next((index for index, row in enumerate(drawn) if broken[row]), len(drawn))
+            if drawn and sound == 0:
                 results.append(self._fail(chunk, scores, _nan_error(hidden.dtype)))
                 continue
             try:
-                tokens, accepted = self._sampler.verify(rows, drawn, chunk.row, length, chosen.get(chunk.row))
+                tokens, accepted = self._sampler.verify(rows, drawn[:sound], chunk.row, length, chosen.get(chunk.row))
             except GrammarError as error:
                 results.append(self._fail(chunk, scores, ConstraintError(str(error))))
                 continue
@@ -203,8 +205,10 @@ class ModelRunner:
 
 
 def _nan_error(dtype: torch.dtype) -> ModelError:
-    overflows = "" if dtype == torch.float32 else ", or numbers overflow, which --dtype float32 avoids"
-    return ModelError(f"the model computes NaN instead of a token: its weights are damaged{overflows}")
+    advice = "" if dtype == torch.float32 else " (--dtype float32 avoids most overflows)"
+    return ModelError(
+        f"the model computes NaN instead of a token: its weights are damaged, or numbers overflow{advice}"
+    )
 
 
 def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:

@@ -36,7 +36,7 @@ BUNDLED: Mapping[str, BundledModel] = {
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
 _CONVERSION = 2
-"""A number that is raised if files are converted in another way, so that they are converted again."""
+"""To be raised when the conversion changes, so that cached files are converted again."""
 
 
 def resolve_model(
@@ -130,7 +130,8 @@ def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None
 def _key(name: str, *files: Path) -> str:
     """Return a cache key that changes with the files' names, sizes and times, so that they need not be read.
 
-    It also changes with _CONVERSION."""
+    It also changes with _CONVERSION.
+    """
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     described = repr((_CONVERSION, *stats))
     return f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"

@@ -36,9 +36,9 @@ _BIASES = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias")}
 # Rules by which a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers restores these.
 # For any other rule it would silently split as GPT-2 does: the model would see token ids that it was not trained on.
 _SPLITS_RESTORED = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
-# Of these, the rules in which a part of a text that is a token needs no merges, which transformers does not restore.
+# Rules that take a piece of text whole if it is a token, without merges. transformers does not restore this.
 _WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-# Of these, the rules by which raw prompts begin with BOS if the file does not say otherwise.
+# Rules by which raw prompts begin with BOS if the file does not say otherwise.
 _BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3")
 _SPLITS_DIGITS = ("smollm",)
 # Qwen's vocabulary expects composed characters (NFC), which transformers does not restore.
@@ -96,8 +96,9 @@ def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: dict[str, Any
     )
     model, found = loaded
     architecture = metadata["general.architecture"]
-    for name, in_file, wanted in found["mismatched_keys"]:
-        raise _refusal(source, f"{name} has the shape {list(in_file)}, and by its metadata {list(wanted)}")
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, in_file, wanted = mismatched[0]
+        raise _refusal(source, f"{name} has the shape {list(in_file)}, but its metadata say {list(wanted)}")
     try:
         check_tensors(reader, architecture, model)
     except ModelError as error:
@@ -238,7 +239,7 @@ def _layers_problem(tensors: set[str], count: object) -> str:
     layers = {int(name.split(".")[1]) for name in tensors if re.match(r"blk\.\d+\.", name)}
     if not layers or count == max(layers) + 1:
         return ""
-    return f"it has tensors of {max(layers) + 1} layers, and by its metadata {count}"
+    return f"it has tensors of {max(layers) + 1} layers, but its metadata say {count}"
 
 
 def _restore_rules(tokenizer: Any, metadata: dict[str, Any]) -> None:
@@ -252,7 +253,7 @@ def _restore_rules(tokenizer: Any, metadata: dict[str, Any]) -> None:
         tokenizer.backend_tokenizer.model.ignore_merges = True
     if split in _BEGIN_WITH_BOS and "tokenizer.ggml.add_bos_token" not in metadata:
         tokenizer.add_bos_token = True
-    # Of a Gemma, transformers knows this itself.
+    # transformers does this itself for Gemma.
     is_llama = metadata["general.architecture"] == metadata.get("tokenizer.ggml.model") == "llama"
     if is_llama and not metadata.get("tokenizer.ggml.add_space_prefix", True):
         _add_no_space(tokenizer)

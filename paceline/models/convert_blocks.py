@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file beside the model that transformers has made of them, and the file's quantized blocks."""
+"""Checks a GGUF file's tensors against the converted model, and writes the file's quantized blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_tensors(reader: GGUFReader, architecture: str, model: Any) -> None:
 
 
 def _and_others(names: list[str]) -> str:
-    return f" and {len(names) - 1} others" if len(names) > 1 else ""
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _matrices(model: Any, architecture: str) -> Iterator[tuple[str, str, Tensor, int | None]]:

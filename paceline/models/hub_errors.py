@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit, urlunsplit
@@ -37,9 +38,9 @@ def mapped_errors(name: HubName, revision: str) -> Iterator[None]:
         raise ModelError(f"{name} is not a valid name of a model on the hub; it must be like org/name") from error
     except (httpx2.HTTPError, RevisionResolutionError, OSError) as error:
         raise _mapped(error, name.repository, revision) from error
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise HubUnreachableError(
-            f"{hub_site()} gives an answer that no hub gives; is there a proxy or a login page between?"
+            f"{hub_site()} does not answer like a Hugging Face hub; check whether a proxy or login page answers instead"
         ) from error
 
 

@@ -241,7 +241,7 @@ class TestConversion:
             ({"without": "blk.1.ffn_up.weight"}, r"it has no tensor blk\.1\.ffn_up\.weight;"),
             ({"without": "output_norm.weight"}, r"it has no tensor output_norm\.weight;"),
             ({"beside": "blk.0.attn_q_norm.weight"}, r"its tensor blk\.0\.attn_q_norm\.weight would be lost"),
-            ({"beside": "blk.7.attn_norm.weight"}, "it has tensors of 8 layers, and by its metadata 2"),
+            ({"beside": "blk.7.attn_norm.weight"}, "it has tensors of 8 layers, but its metadata say 2"),
         ],
     )
     def test_tensors_that_are_missing_or_would_be_lost_are_named(

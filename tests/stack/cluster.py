@@ -79,7 +79,7 @@ class Cluster(Services):
                 await asyncio.sleep(0.1)
 
     async def idle(self) -> None:
-        """Wait until no worker reports a request. Workers do so a moment after the client has its answer."""
+        """Wait until no worker reports a request. A report comes a moment after the client's answer."""
         async with asyncio.timeout(30):
             while any(w["running"] or w["waiting"] for w in (await self.fleet())["workers"]):
                 await asyncio.sleep(0.05)

@@ -122,7 +122,7 @@ async def test_each_conversation_stays_with_its_cache(cluster: Cluster, hints: H
     conversations = [tokens(f"conversation {number}") for number in range(4)]
     for turn in range(3):
         for number, conversation in enumerate(conversations):
-            # The last request counts as load for a moment, and by this the router could part a prompt from its answer.
+            # A finished request is load until the next report, by which the router could choose another worker.
             await cluster.idle()
             answer = await ask(cluster, conversation)
             # All earlier prompts and answers are cached, except for the tokens that fill no block.

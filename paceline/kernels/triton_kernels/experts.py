@@ -14,8 +14,10 @@ from paceline.kernels.interface import PackedWeight
 from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import experts as device
 
-_ROWS, _COLUMNS, _SUM_BLOCK, _SORT_BLOCK = 64, 64, 1024, 1024
+_ROWS, _COLUMNS, _SUM_BLOCK = 64, 64, 1024
 """The shape of a tile is always the same, so that a row has the same bits in any batch."""
+_SORT_BLOCK = 1024
+"""Pairs that are read at a time to sort them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def experts(
 
 
 def sort_pairs(ids: Tensor, experts: int) -> SortedPairs:
-    """Sort the pairs of tokens and experts ids, int64 [tokens, top_k]."""
+    """Sort the pairs of a token and one of its experts by expert. `ids` is int64 [tokens, top_k]."""
     pairs = ids.numel()
     order, starts, tile_ends = (
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (pairs, experts + 1, experts)

@@ -36,7 +36,7 @@ def sort_pairs(
         pair = first + tl.arange(0, BLOCK)
         counts += tl.histogram(tl.load(ids + pair, pair < pairs, EXPERTS).to(tl.int32), BINS)
     place = tl.sum(tl.where(bins < expert, counts, 0), 0)
-    tl.store(starts + expert, place)
+    tl.store(starts + expert, place)  # the expert before writes the same number
     tl.store(starts + expert + 1, place + tl.sum(tl.where(bins == expert, counts, 0), 0))
     tl.store(tile_ends + expert, tl.sum(tl.where(bins <= expert, (counts + ROWS - 1) // ROWS, 0), 0))
     for first in range(0, pairs, BLOCK):
@@ -93,7 +93,8 @@ def expert_products(
         step = tl.arange(0, STEP)
         dtype = out.dtype.element_ty
         weight = tl.load(table + (FIRST + matrix) * EXPERTS + expert).to(tl.pointer_type(dtype))
-        weight = tl.multiple_of(weight, 16)  # of bytes, without which elements are loaded one by one
+        # The address is a multiple of 16 bytes. Without this hint, elements are loaded one at a time.
+        weight = tl.multiple_of(weight, 16)
         x_tile = x + (pair // PAIRS_OF_ROW)[:, None] * x_stride + step[None, :]
         weight_tile = weight + column.to(tl.int64)[None, :] * SIZE_IN + step[:, None]
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -177,13 +177,15 @@ class CustomCallItem(Item):
 class ComputerCallItem(Item):
     """A call of a computer's tool: what to do with mouse and keyboard."""
 
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
     type: Literal["computer_call"]
     call_id: str
     action: Json | None = None
     actions: list[Json] | None = None
 
     def add_to(self, messages: Messages) -> None:
-        arguments = {"actions": self.actions} if self.action is None else self.action
+        arguments = {"actions": self.actions or []} if self.action is None else self.action
         messages.add_call(self.call_id, "computer", None, json.dumps(arguments, ensure_ascii=False))
 
 
@@ -210,7 +212,7 @@ OutputPart = Annotated[
 
 
 class CallOutputItem(Item):
-    """What a tool returned. An object with an image, such as a computer's screenshot, is this image."""
+    """What a tool returned. It may be one image, such as a computer's screenshot."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
     call_id: str
@@ -219,7 +221,8 @@ class CallOutputItem(Item):
     @field_validator("output", mode="before")
     @classmethod
     def _read_image(cls, given: Any) -> Any:
-        return [{**given, "type": "input_image"}] if isinstance(given, dict) and "image_url" in given else given
+        is_image = isinstance(given, dict) and given.get("type") in ("computer_screenshot", "input_image")
+        return [{**given, "type": "input_image"}] if is_image else given
 
     def add_to(self, messages: Messages) -> None:
         if isinstance(self.output, dict):
@@ -232,9 +235,9 @@ class CallOutputItem(Item):
 
     def stored(self, new_id: str) -> Json:
         fields = super().stored(new_id)
-        if self.type == "computer_call_output" and isinstance(self.output, list):
-            (part,) = fields["output"]
-            fields["output"] = {**part, "type": "computer_screenshot"}
+        match self.type, self.output:
+            case "computer_call_output", [MediaPart() as screenshot]:
+                fields["output"] = {**screenshot.stored(), "type": "computer_screenshot"}
         return fields
 
 
