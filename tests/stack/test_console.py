@@ -117,11 +117,11 @@ def test_the_fleet_lives(window: Browser, stack: Stack) -> None:
 @on("two workers")
 def test_blocks_are_shown_with_their_owners(window: Browser, stack: Stack) -> None:
     show(window, stack)
-    with ThreadPoolExecutor(1) as pool:
-        body = {"prompt": "Count: 1, 2, 3,", "max_tokens": 100, "ignore_eos": True}
-        asked = pool.submit(httpx.post, f"{stack.url}/v1/completions", json=body, timeout=300)
+    # The request runs until the page has shown its blocks.
+    body = {"prompt": "Count: 1, 2, 3,", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=300) as answer:
+        assert answer.status_code == 200
         window.wait("document.querySelector('.host table')?.innerText.includes('decode-')")
-        assert asked.result().status_code == 200
     window.wait("!document.querySelector('.host table')")
 
 
