@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.encode import TEXT, inputs_of_transformers, pixels_of
-from bench.gpu.timing import median_seconds, pick_device
+from bench.gpu.timing import median_seconds, options_of, pick_device
 from bench.loop import machine
 from bench.media_model import SMALL_VISION, VISION, write_media_model
 from paceline.core.media import MediaKind
@@ -75,12 +75,7 @@ def measure(folder: Path, options: argparse.Namespace, device: torch.device) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
-    parser.add_argument("--small", action="store_true", help="a tiny tower, on whatever device there is")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kernels", default="auto")
-    options = parser.parse_args()
+    options = options_of(__doc__, "a tiny tower", 20).parse_args()
     device = pick_device(options.small)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         results = measure(Path(folder, "model"), options, device)

@@ -11,16 +11,14 @@ floor is the size of the weights of the experts in use divided by the read bandw
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.gpu.timing import median_seconds, pick_device, read_bandwidth, recorded
+from bench.gpu.timing import median_seconds, options_of, pick_device, read_bandwidth, recorded
 from bench.loop import machine
 from paceline.kernels import select_kernels
 from paceline.kernels.experts import ExpertWeights
@@ -99,12 +97,7 @@ def products_of(layers: list[ExpertWeights], x: Tensor, ids: Tensor) -> Callable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
-    parser.add_argument("--small", action="store_true", help="tiny layers, on whatever device there is")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kernels", default="auto")
-    options = parser.parse_args()
+    options = options_of(__doc__, "tiny layers", 20).parse_args()
     device = pick_device(options.small)
     shapes, numbers = (SMALL, SMALL_ROWS) if options.small else (MODELS, ROWS)
     results = []

@@ -15,14 +15,13 @@ import argparse
 import gc
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from bench.forward import make_batch
 from bench.gpu.random_model import GEMMA_27B, LLAMA_8B, TINY, TINY_GEMMA, RandomWeights, load_random
-from bench.gpu.timing import matrix_peak, median_seconds, pick_device, read_bandwidth
+from bench.gpu.timing import matrix_peak, median_seconds, options_of, pick_device, read_bandwidth
 from bench.gpu.transformers_peer import Peer
 from bench.loop import machine
 from paceline.core.kv_layout import KVLayout
@@ -140,12 +139,8 @@ def measure(name: str, config: ModelConfig, options: argparse.Namespace, device:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
-    parser.add_argument("--small", action="store_true", help="tiny models, on whatever device there is")
+    parser = options_of(__doc__, "tiny models", 20)
     parser.add_argument("--model", choices=MODELS, action="append", help="may be repeated; default: all")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--kernels", default="auto")
     parser.add_argument(
         "--peer", choices=("compiled", "eager", "none"), default="compiled", help="how transformers runs"
     )

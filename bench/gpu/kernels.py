@@ -9,16 +9,14 @@ kernel one by one.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench.gpu.timing import matrix_peak, median_seconds, pick_device, read_bandwidth, recorded
+from bench.gpu.timing import matrix_peak, median_seconds, options_of, pick_device, read_bandwidth, recorded
 from bench.kernels import BLOCK_TOKENS, Case, Shape, attention_case, linear_case, row_cases
 from bench.loop import machine
 from paceline.kernels import select_kernels
@@ -117,12 +115,8 @@ def seconds_of(case: Case, kernels: Kernels, device: torch.device, rounds: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, on whatever device there is")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser = options_of(__doc__, "tiny shapes", 30)
     parser.add_argument("--only", default="", help="run only kernels whose name contains this")
-    parser.add_argument("--kernels", default="auto")
     options = parser.parse_args()
     device = pick_device(options.small)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +14,21 @@ from torch import Tensor
 from bench.gpu.step_clock import Event, HostEvent
 
 NO_GPU = "there is no CUDA device here; --small runs tiny shapes on the CPU"
+
+
+def options_of(description: str, small: str, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks of kernels have in common.
+
+    Args:
+        small: what runs with --small.
+        rounds: default of --rounds.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
+    parser.add_argument("--small", action="store_true", help=f"{small}, on whatever device there is")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--kernels", default="auto")
+    return parser
 
 
 def pick_device(small: bool) -> torch.device:

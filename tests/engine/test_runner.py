@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ from paceline.core.context import Context
 from paceline.core.errors import ModelError, PacelineError
 from paceline.core.kv_layout import NO_SLOT, make_layout
 from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.drafter import NewestStates
 from paceline.engine.limits import Limits
 from paceline.engine.request import Request
+from paceline.engine.rows import Rows
 from paceline.engine.runner import ModelRunner
-from paceline.engine.step import Chunk, RowAssigned, Step
+from paceline.engine.sampler import Draft
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.speculation import Speculation
+from paceline.engine.step import Chunk, Event, Failed, RowAssigned, Sampled, Step
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
 from paceline.models.loader import load_model
@@ -226,11 +231,12 @@ def test_a_row_that_has_ended_gives_nothing_beside_a_prompt(backend: str, save_l
 
 
 class Overflowing:
-    """A model in which one number of the hidden state after token 7 is NaN. It expects that all states are wanted, or
+    """A model in which one number of the hidden state after a token is NaN. It expects that all states are wanted, or
     that of each chunk only the last one is."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, token: int) -> None:
         self._model = model
+        self._token = token
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -238,13 +244,13 @@ class Overflowing:
     def forward(self, token_ids: torch.Tensor, positions: Any, caches: Any, batch: Any, **options: Any) -> torch.Tensor:
         hidden = self._model.forward(token_ids, positions, caches, batch, **options)
         ends = [end - 1 for end in batch.query_start[1:]]
-        hidden[(token_ids if len(hidden) == len(token_ids) else token_ids[ends]) == 7, 3] = float("nan")
+        hidden[(token_ids if len(hidden) == len(token_ids) else token_ids[ends]) == self._token, 3] = float("nan")
         return hidden
 
 
 def test_a_request_whose_numbers_are_nan_fails_alone(tmp_path: Path, save_llama: Any) -> None:
     reference = save_llama()
-    model: Any = Overflowing(load_model(tmp_path, torch.float32, select_kernels(CPU), CPU))
+    model: Any = Overflowing(load_model(tmp_path, torch.float32, select_kernels(CPU), CPU), 7)
     bench = Bench(model, 6, 3)
     asked = [
         bench.request(name, [4, 5, last], max_tokens=3, temperature=heat)
@@ -255,3 +261,36 @@ def test_a_request_whose_numbers_are_nan_fails_alone(tmp_path: Path, save_llama:
     assert (bench.tokens["broken"], bench.tokens["drawn"]) == ([], [])
     assert set(bench.failures) == {"broken", "drawn"}
     assert all(isinstance(own, ModelError) and "NaN" in str(own) for own in bench.failures.values())
+
+
+class Knowing:
+    """A drafter that drafts one token, which it was told."""
+
+    fills_kv, taps = False, ()
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def observe(self, *args: object) -> None:
+        """Learn nothing."""
+
+    def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
+        for row in wanted:
+            rows.draft(row, [Draft(self._token)])
+        return len(wanted)
+
+
+def test_nan_after_an_accepted_draft_gives_no_token(tmp_path: Path, save_llama: Any) -> None:
+    tokens = generated(save_llama(), [4, 5, 6], 2)
+    model: Any = Overflowing(load_model(tmp_path, torch.float32, select_kernels(CPU), CPU), tokens[1])
+    bench, limits = Bench(model, 7, 1), Limits(MAX_TOKENS, MAX_TOKENS, 1, 1)
+    runner = ModelRunner(model, bench.layout, bench.pool, limits, NO_GRAMMARS, Knowing(tokens[1]))
+    scheduler = Scheduler(limits, Speculation(1, adaptive=False))
+    scheduler.add(bench.request("a", [4, 5, 6], max_tokens=9))
+    happened: list[Event] = []
+    while not any(isinstance(event, Failed) for event in happened):
+        step = scheduler.plan()
+        assert step is not None
+        scheduler.apply(step, runner.execute(step))
+        happened += scheduler.take_events()
+    assert [event.token.id for event in happened if isinstance(event, Sampled)] == tokens

@@ -251,6 +251,13 @@ class TestConversion:
         with pytest.raises(ModelError, match=rf"tiny\.gguf cannot be converted: {message}"):
             convert_gguf(source, tmp_path / "out")
 
+    def test_every_end_of_an_answer_is_kept(self, tmp_path: Path, save_llama: Any) -> None:
+        eom: dict[str, Any] = {"tokenizer__ggml__eom_token_id": (1, gguf.GGUFValueType.UINT32)}
+        source = write_gguf(tmp_path / "tiny.gguf", save_llama(vocab_size=261), **eom)
+        (tmp_path / "out").mkdir()
+        convert_gguf(source, tmp_path / "out")
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [0, 1, 2]
+
     def test_a_head_that_is_not_in_the_file_is_the_embedding(self, tmp_path: Path, save_llama: Any) -> None:
         source = write_gguf(tmp_path / "tiny.gguf", save_llama(vocab_size=261), without="output.weight")
         (tmp_path / "out").mkdir()
