@@ -7,18 +7,19 @@ file ends no other process. If it fails, it exits with 1 and prints the reason t
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import gguf
+from gguf import GGUFReader
 
 from paceline.core.errors import ModelError
 from paceline.models.config import read_config
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
+from paceline.models.gguf_metadata import Metadata, check_sizes, check_tokenizer
+from paceline.models.gguf_reader import DamagedError, open_gguf
 
 # Architectures that transformers converts and we compute, and the one that `convert_gemma4` converts.
 _CONVERTED_ELSEWHERE = ("llama", "gemma3", "qwen2", "qwen3", "qwen3moe")
@@ -54,55 +55,56 @@ def convert_gguf(source: Path, target: Path) -> None:
     Raises:
         ModelError: the file is not a GGUF file, or the conversion would lose something that the model needs.
     """
-    reader = _open(source)
-    metadata = _read_metadata(source, reader)
-    if problem := _problem(metadata):
-        raise _refusal(source, problem)
-    # This import is slow, and not needed to refuse a file.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    with _only_reader(reader):
-        # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
-        own = PreTrainedTokenizerFast if metadata["general.architecture"] == _GEMMA4 else AutoTokenizer
-        tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
-        _restore_rules(tokenizer, metadata)
-        if metadata["general.architecture"] == _GEMMA4:
-            # transformers loses that raw prompts begin with BOS. A chat template writes its own.
-            tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
-            _convert_gemma4(source, reader, metadata, tokenizer, target)
-        else:
-            _convert_elsewhere(source, reader, metadata, target)
-        tokenizer.save_pretrained(target)
+    with _named(source):
+        reader = open_gguf(source)
+        metadata = Metadata(reader)
+        if problem := _problem(metadata):
+            raise ModelError(problem)
+        check_tokenizer(metadata)
+        if metadata.architecture != _GEMMA4:
+            check_sizes(metadata)
+        with _only_reader(reader):
+            _convert(source, reader, metadata, target)
     for file in target.iterdir():
         file.chmod(0o644)  # safetensors writes private files, but users may share a cache
     read_config(target)
 
 
-def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: dict[str, Any], target: Path) -> None:
+def _convert(source: Path, reader: GGUFReader, metadata: Metadata, target: Path) -> None:
+    # This import is slow, and not needed to refuse a file.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
+    own = PreTrainedTokenizerFast if metadata.architecture == _GEMMA4 else AutoTokenizer
+    tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
+    _restore_rules(tokenizer, metadata)
+    if metadata.architecture == _GEMMA4:
+        # transformers loses that raw prompts begin with BOS. A chat template writes its own.
+        tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
+        _convert_gemma4(reader, metadata, tokenizer, target)
+    else:
+        _convert_elsewhere(source, reader, metadata, target)
+    tokenizer.save_pretrained(target)
+
+
+def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: Metadata, target: Path) -> None:
     """Write config, generation config, weights and blocks of a model that transformers converts."""
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
     from paceline.models.convert_blocks import check_tensors, write_blocks
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    config: Any = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, **_overlooked(metadata))
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    check_tensors(metadata.tensors, metadata.architecture, outline)
+    model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent,
+        config=config,
         gguf_file=source.name,
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(gguf_file=source.name, dequantize=True),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused below, by name
-        **_overlooked(metadata),
     )
-    model, found = loaded
-    architecture = metadata["general.architecture"]
-    if mismatched := sorted(found["mismatched_keys"]):
-        name, in_file, wanted = mismatched[0]
-        raise _refusal(source, f"{name} has the shape {list(in_file)}, but its metadata say {list(wanted)}")
-    try:
-        check_tensors(reader, architecture, model)
-    except ModelError as error:
-        raise _refusal(source, str(error)) from error
     # The weights are not quantized any more, whatever the file's type was.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -111,17 +113,14 @@ def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: dict[str, Any
     # transformers saves each matrix of an expert under a name of its own, but not if the model comes from a GGUF file.
     model._weight_conversions = None
     model.save_pretrained(target)
-    write_blocks(reader, architecture, model, target)
+    write_blocks(reader, metadata.architecture, model, target)
 
 
-def _convert_gemma4(source: Path, reader: GGUFReader, metadata: dict[str, Any], tokenizer: Any, target: Path) -> None:
+def _convert_gemma4(reader: GGUFReader, metadata: Metadata, tokenizer: Any, target: Path) -> None:
     from paceline.models.convert_gemma4 import convert_gemma4
 
     target.mkdir(exist_ok=True)
-    try:
-        convert_gemma4(reader, metadata, target)
-    except ModelError as error:
-        raise _refusal(source, str(error)) from error
+    convert_gemma4(reader, metadata, target)
     vocabulary = tokenizer.get_vocab()
     named = [vocabulary[token] for token in _GEMMA4_STOPS if token in vocabulary]
     generation = {"eos_token_id": sorted({*_stop_token_ids(metadata), *named})}
@@ -131,8 +130,6 @@ def _convert_gemma4(source: Path, reader: GGUFReader, metadata: dict[str, Any], 
 @contextmanager
 def _only_reader(reader: GGUFReader) -> Iterator[None]:
     """Let transformers use this reader. It would read the file three times more, each for 10 s if it is a Gemma."""
-    import gguf
-
     original = gguf.GGUFReader
     gguf.GGUFReader = lambda path: reader  # type: ignore[assignment, misc]
     try:
@@ -141,46 +138,29 @@ def _only_reader(reader: GGUFReader) -> Iterator[None]:
         gguf.GGUFReader = original  # type: ignore[misc]
 
 
-def _open(source: Path) -> GGUFReader:
-    from paceline.models.gguf_reader import CheckedReader
-
-    with _named(source):
-        return CheckedReader(source)
-
-
-def _read_metadata(source: Path, reader: GGUFReader) -> dict[str, Any]:
-    """Return the metadata of a GGUF file without the lists of its tokenizer, and tensors' names under "tensors"."""
-    with _named(source):
-        metadata = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if len(field.data) == 1 or not name.startswith("tokenizer.")
-        }
-        return {**metadata, "tensors": {tensor.name for tensor in reader.tensors}}
-
-
 @contextmanager
 def _named(source: Path) -> Iterator[None]:
-    """Turn the exceptions of GGUF's reader into a ModelError that names the file."""
+    """Add the file's name, and what to do, to a ModelError that says why it cannot be converted."""
     try:
         yield
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{source.name} is damaged or not a GGUF file: {error}") from error
+    except DamagedError as error:
+        raise ModelError(
+            f"{source.name} is damaged or not a GGUF file: {error}; download it again, or convert the model again with "
+            "llama.cpp's convert_hf_to_gguf.py"
+        ) from error
+    except ModelError as error:
+        raise ModelError(f"{source.name} cannot be converted: {error}; use the model's Hugging Face folder") from error
 
 
-def _overlooked(metadata: dict[str, Any]) -> dict[str, int]:
+def _overlooked(metadata: Metadata) -> dict[str, int]:
     """Return fields of config.json that transformers does not read from the file's metadata."""
     size = metadata.get("qwen3moe.expert_feed_forward_length")
     return {} if size is None else {"moe_intermediate_size": int(size)}
 
 
-def _refusal(source: Path, problem: str) -> ModelError:
-    return ModelError(f"{source.name} cannot be converted: {problem}; use the model's Hugging Face folder")
-
-
-def _problem(metadata: dict[str, Any]) -> str:
+def _problem(metadata: Metadata) -> str:
     """Return why a file cannot be converted without loss; "" if it can, as far as its metadata tell."""
-    architecture = str(metadata.get("general.architecture"))
+    architecture = metadata.architecture
     known = (*_CONVERTED_ELSEWHERE, _GEMMA4)
     if architecture == "clip":
         return "it has encoders of images or audio, and no text model"
@@ -197,10 +177,10 @@ def _problem(metadata: dict[str, Any]) -> str:
     return "" if architecture == _GEMMA4 else _lost_elsewhere(architecture, metadata)
 
 
-def _lost_elsewhere(architecture: str, metadata: dict[str, Any]) -> str:
+def _lost_elsewhere(architecture: str, metadata: Metadata) -> str:
     """Return what transformers would lose without a word; "" if nothing."""
     head_dim = metadata.get(f"{architecture}.attention.key_length")
-    if "rope_freqs.weight" in metadata["tensors"]:
+    if "rope_freqs.weight" in metadata.tensors:
         return "its rope scaling would be lost"
     if _HEAD_DIMS.get(architecture, head_dim) != head_dim:
         return "its head size, and so its attention scale, would be lost"
@@ -209,17 +189,15 @@ def _lost_elsewhere(architecture: str, metadata: dict[str, Any]) -> str:
     if metadata.get("general.name") == "mistral":
         return "whether its attention has a window is not in the file"
     kept = _BIASES.get(architecture, ())
-    lost = sorted(name for name in metadata["tensors"] if name.endswith(".bias") and not name.endswith(kept))
+    lost = sorted(name for name in metadata.tensors if name.endswith(".bias") and not name.endswith(kept))
     if lost:
         return f"its biases ({lost[0]}) would be lost"
     if architecture == "gemma3" and (name := _lost_of_gemma3(metadata)):
         return f"its {name} would be lost"
-    if f"{architecture}.attention.head_count_kv" not in metadata:
-        return "the number of its KV heads is not in the file"
-    return _layers_problem(metadata["tensors"], metadata.get(f"{architecture}.block_count"))
+    return ""
 
 
-def _lost_of_gemma3(metadata: dict[str, Any]) -> str:
+def _lost_of_gemma3(metadata: Metadata) -> str:
     """Return the metadata of a Gemma 3 that transformers takes for granted, if they differ; "" if none does."""
     for name, granted in _OF_GEMMA3.items():
         if metadata.get(f"gemma3.{name}", granted) != granted:
@@ -227,22 +205,14 @@ def _lost_of_gemma3(metadata: dict[str, Any]) -> str:
     return "" if "gemma3.attention.sliding_window" in metadata else "attention without a window"
 
 
-def _scales_rope(architecture: str, metadata: dict[str, Any]) -> bool:
+def _scales_rope(architecture: str, metadata: Metadata) -> bool:
     """Return whether a file scales its rotary embedding. If it names a factor and no type, the type is linear."""
     names = f"{architecture}.rope.scaling.factor", f"{architecture}.rope.scale_linear"
     scaled = any(metadata.get(name, 1.0) not in (0.0, 1.0) for name in names)
     return bool(metadata.get(f"{architecture}.rope.scaling.type", "linear" if scaled else "none") != "none")
 
 
-def _layers_problem(tensors: set[str], count: object) -> str:
-    """Return a problem if a file has tensors of more or fewer layers than its metadata say; "" if not."""
-    layers = {int(name.split(".")[1]) for name in tensors if re.match(r"blk\.\d+\.", name)}
-    if not layers or count == max(layers) + 1:
-        return ""
-    return f"it has tensors of {max(layers) + 1} layers, but its metadata say {count}"
-
-
-def _restore_rules(tokenizer: Any, metadata: dict[str, Any]) -> None:
+def _restore_rules(tokenizer: Any, metadata: Metadata) -> None:
     """Give a tokenizer the rules of its file that transformers does not know."""
     split = metadata.get("tokenizer.ggml.pre")
     if split in _SPLITS_DIGITS:
@@ -254,7 +224,7 @@ def _restore_rules(tokenizer: Any, metadata: dict[str, Any]) -> None:
     if split in _BEGIN_WITH_BOS and "tokenizer.ggml.add_bos_token" not in metadata:
         tokenizer.add_bos_token = True
     # transformers does this itself for Gemma.
-    is_llama = metadata["general.architecture"] == metadata.get("tokenizer.ggml.model") == "llama"
+    is_llama = metadata.architecture == metadata.get("tokenizer.ggml.model") == "llama"
     if is_llama and not metadata.get("tokenizer.ggml.add_space_prefix", True):
         _add_no_space(tokenizer)
 
@@ -283,7 +253,7 @@ def _split_digits(tokenizer: Any) -> None:
     )
 
 
-def _stop_token_ids(metadata: dict[str, Any]) -> list[int]:
+def _stop_token_ids(metadata: Metadata) -> list[int]:
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return sorted({int(metadata[name]) for name in names if name in metadata})
 
@@ -296,9 +266,9 @@ def main() -> int:
         print(error)
         return 1
     except Exception as error:
-        # transformers lets exceptions of any type of its libraries pass. Only the first line helps a user.
-        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        print(f"{source.name} cannot be converted: {reason}")
+        # transformers lets exceptions of any type of its libraries pass, and some of its texts fill a screen.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"{source.name} cannot be converted: {reason}; use the model's Hugging Face folder")
         return 1
     return 0
 

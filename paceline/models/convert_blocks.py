@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.core.errors import ModelError
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, WHOLE_TYPES, BlockMatrix
+from paceline.models.gguf_reader import DamagedError
 
 
 def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path) -> None:
@@ -27,11 +28,15 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
     Args:
         reader: the reader of the GGUF file.
         model: the model that transformers has made of it, in bfloat16.
+
+    Raises:
+        DamagedError: a tensor has numbers that are NaN or infinite.
     """
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     blocks: dict[str, Tensor] = {}
     types: dict[str, str] = {}
     for name, own_name, weight, expert in _matrices(model, architecture):
+        check_numbers(own_name, weight)
         tensor = tensors.get(own_name)
         if tensor is None or tensor.tensor_type.name in WHOLE_TYPES:
             continue
@@ -47,21 +52,37 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
     save_file(blocks, target / BLOCKS_FILE, metadata=types or None)
 
 
-def check_tensors(reader: GGUFReader, architecture: str, model: Any) -> None:
-    """Check that a GGUF file has the tensors of a model, and no others.
+def check_tensors(present: Mapping[str, Sequence[int]], architecture: str, model: Any) -> None:
+    """Check that a GGUF file has the tensors of a model, in their shapes, and no others.
 
     transformers gives random numbers to what a file lacks, and ignores what it does not know.
 
+    Args:
+        present: shapes of the file's tensors, by their names in the file.
+        model: the model that transformers makes of the file's metadata, without data.
+
     Raises:
-        ModelError: a tensor is missing, or would be lost.
+        ModelError: a tensor is missing, would be lost, or has another shape.
     """
-    present = {tensor.name for tensor in reader.tensors}
-    known = {own_name for _, own_name, _, _ in _matrices(model, architecture)} - {""}
+    # Experts share a tensor of the file, so the entry of the last expert stays, and tells their number.
+    known = {own_name: (weight, expert) for _, own_name, weight, expert in _matrices(model, architecture) if own_name}
     tied = {"output.weight"} if model.config.tie_word_embeddings else set()
-    if missing := sorted(known - present - tied):
+    if missing := sorted(known.keys() - present.keys() - tied):
         raise ModelError(f"it has no tensor {missing[0]}{_and_others(missing)}")
-    if lost := sorted(present - known):
+    if lost := sorted(present.keys() - known.keys()):
         raise ModelError(f"its tensor {lost[0]}{_and_others(lost)} would be lost")
+    for name, shape in present.items():
+        weight, expert = known[name]
+        wanted = [*([] if expert is None else [expert + 1]), *weight.shape]
+        if shape != wanted:
+            raise ModelError(f"its tensor {name} has the shape {shape}, but its metadata say {wanted}")
+
+
+def check_numbers(name: str, numbers: Tensor) -> None:
+    """Raise DamagedError if numbers of the file's tensor `name` are NaN or infinite in bfloat16."""
+    # Minimum and maximum take one pass without a temporary tensor, and both are NaN if any number is.
+    if not torch.stack(torch.aminmax(numbers)).isfinite().all():
+        raise DamagedError(f"its tensor {name} has numbers that are NaN or infinite")
 
 
 def _and_others(names: list[str]) -> str:

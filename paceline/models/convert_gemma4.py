@@ -16,8 +16,10 @@ import torch
 from gguf import GGUFReader, ReaderTensor, dequantize
 
 from paceline.core.errors import ModelError
+from paceline.models.convert_blocks import check_numbers
 from paceline.models.folder import BLOCKS_FILE, SINGLE_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, WHOLE_TYPES
+from paceline.models.gguf_metadata import Metadata
 from paceline.models.safetensors_writer import Entry, write_safetensors
 
 _NAMES: Mapping[str, str] = {
@@ -69,7 +71,7 @@ Parts = Sequence[ReaderTensor]
 """A tensor of the file, or its halves."""
 
 
-def convert_gemma4(reader: GGUFReader, metadata: Mapping[str, Any], target: Path) -> None:
+def convert_gemma4(reader: GGUFReader, metadata: Metadata, target: Path) -> None:
     """Write config.json, bf16 safetensors and the file's quantized blocks to `target`.
 
     Raises:
@@ -136,9 +138,10 @@ def _whole(parts: Parts) -> Entry:
     def write() -> Iterator[memoryview]:
         # Pieces of halves and their halves have one type each, in turns.
         for index, piece in enumerate(_pieces(parts)):
-            kind = parts[index % len(parts)].tensor_type
+            part = parts[index % len(parts)]
             for first in range(0, len(piece), _ROWS):
-                rows = torch.tensor(dequantize(piece[first : first + _ROWS], kind)).bfloat16()
+                rows = torch.tensor(dequantize(piece[first : first + _ROWS], part.tensor_type)).bfloat16()
+                check_numbers(part.name, rows)
                 yield rows.view(torch.uint8).numpy().data
 
     return Entry("BF16", _shape(parts), write)
@@ -152,24 +155,24 @@ def _blocks(parts: Parts) -> Entry:
 class _Config:
     """The fields of config.json, from the file's metadata and the shapes of its tensors."""
 
-    def __init__(self, metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> None:
+    def __init__(self, metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> None:
         self._metadata = metadata
         self._tensors = tensors
-        self._layers = int(self._field("block_count"))
-        pattern = self._field("attention.sliding_window_pattern")
+        self._layers = self._whole("block_count")
+        pattern = metadata.get("gemma4.attention.sliding_window_pattern")
         if not isinstance(pattern, list) or len(pattern) != self._layers:
             raise ModelError(f"its sliding_window_pattern does not name {self._layers} layers")
         self._sliding = [bool(own) for own in pattern]
-        self._shared = int(self._field("attention.shared_kv_layers", 0))
+        self._shared = self._whole("attention.shared_kv_layers", 0, 0)
         self._head_dims = {
             True: self._one_size("attention.key_length_swa", "attention.value_length_swa"),
             False: self._one_size("attention.key_length", "attention.value_length"),
         }
 
     def fields(self) -> dict[str, Any]:
-        vocab_size, hidden = self._rows("token_embd.weight"), int(self._field("embedding_length"))
+        vocab_size, hidden = self._rows("token_embd.weight"), self._whole("embedding_length")
         inner = self._rows("blk.0.ffn_gate.weight")
-        inputs = int(self._field("embedding_length_per_layer_input", 0))
+        inputs = self._whole("embedding_length_per_layer_input", 0, 0)
         return {
             "architectures": ["Gemma4ForCausalLM"],
             "model_type": "gemma4_text",
@@ -180,20 +183,20 @@ class _Config:
             "use_double_wide_mlp": self._rows(f"blk.{self._layers - 1}.ffn_gate.weight") == 2 * inner,
             "num_hidden_layers": self._layers,
             "layer_types": ["sliding_attention" if own else "full_attention" for own in self._sliding],
-            "num_attention_heads": int(self._field("attention.head_count")),
+            "num_attention_heads": self._whole("attention.head_count"),
             "num_key_value_heads": self._kv_heads(True),
             "num_global_key_value_heads": self._kv_heads(False),
             "head_dim": self._head_dims[True],
             "global_head_dim": self._head_dims[False],
             "attention_k_eq_v": f"blk.{self._first(False)}.attn_v.weight" not in self._tensors,
             "num_kv_shared_layers": self._shared,
-            "sliding_window": int(self._field("attention.sliding_window")),
+            "sliding_window": self._whole("attention.sliding_window"),
             "rope_parameters": self._ropes(),
-            "max_position_embeddings": int(self._field("context_length")),
+            "max_position_embeddings": self._whole("context_length"),
             # In fp32 in the file. Seven digits give the number back that was written.
-            "rms_norm_eps": float(f"{self._field('attention.layer_norm_rms_epsilon'):.7g}"),
+            "rms_norm_eps": float(f"{self._real('attention.layer_norm_rms_epsilon', 0):.7g}"),
             "hidden_activation": "gelu_pytorch_tanh",
-            "final_logit_softcapping": self._field("final_logit_softcapping", 0.0) or None,
+            "final_logit_softcapping": self._real("final_logit_softcapping", 0, 0.0) or None,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "hidden_size_per_layer_input": inputs,
             "vocab_size_per_layer_input": self._rows("per_layer_token_embd.weight") if inputs else vocab_size,
@@ -201,31 +204,31 @@ class _Config:
         }
 
     def _experts(self) -> dict[str, Any]:
-        count = int(self._field("expert_count", 0))
+        count = self._whole("expert_count", 0, 0)
         if not count:
             return {"enable_moe_block": False}
         return {
             "enable_moe_block": True,
             "num_experts": count,
-            "top_k_experts": int(self._field("expert_used_count")),
-            "moe_intermediate_size": int(self._field("expert_feed_forward_length")),
+            "top_k_experts": self._metadata.whole("gemma4.expert_used_count", most=count),
+            "moe_intermediate_size": self._whole("expert_feed_forward_length"),
         }
 
     def _ropes(self) -> dict[str, Any]:
-        if self._field("rope.dimension_count_swa", self._head_dims[True]) != self._head_dims[True]:
+        if self._whole("rope.dimension_count_swa", default=self._head_dims[True]) != self._head_dims[True]:
             raise ModelError("its sliding layers rotate only a part of each head")
         divisors = self._tensor(_FACTORS).data
         rotated = int((divisors == 1).sum())
-        if (divisors[:rotated] != 1).any() or (divisors[rotated:] < _NO_ROTATION).any():
+        if (divisors[:rotated] != 1).any() or not (divisors[rotated:] >= _NO_ROTATION).all():
             raise ModelError(f"its rope scaling ({_FACTORS}) would be lost")
         return {
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": float(self._field("rope.freq_base_swa", 10_000.0)),
+                "rope_theta": self._real("rope.freq_base_swa", 1, 10_000.0),
             },
             "full_attention": {
                 "rope_type": "proportional",
-                "rope_theta": float(self._field("rope.freq_base")),
+                "rope_theta": self._real("rope.freq_base", 1),
                 "partial_rotary_factor": 2 * rotated / self._head_dims[False],
             },
         }
@@ -239,19 +242,19 @@ class _Config:
         return self._rows(f"blk.{layer}.attn_k.weight") // self._head_dims[self._sliding[layer]]
 
     def _one_size(self, keys: str, values: str) -> int:
-        size = int(self._field(keys))
-        if self._field(values, size) != size:
+        size = self._whole(keys)
+        if self._whole(values, default=size) != size:
             raise ModelError(f"its {keys} and {values} differ")
         return size
 
-    def _field(self, name: str, default: Any = None) -> Any:
-        value = self._metadata.get(f"gemma4.{name}", default)
-        if value is None:
-            raise ModelError(f"it does not say gemma4.{name}")
-        return value
+    def _whole(self, name: str, least: int = 1, default: int | None = None) -> int:
+        return self._metadata.whole(f"gemma4.{name}", least, default=default)
+
+    def _real(self, name: str, least: float, default: float | None = None) -> float:
+        return self._metadata.real(f"gemma4.{name}", least, default)
 
     def _rows(self, name: str) -> int:
-        return int(self._tensor(name).shape[1])
+        return int(self._tensor(name).shape[-1])
 
     def _tensor(self, name: str) -> ReaderTensor:
         if name not in self._tensors:

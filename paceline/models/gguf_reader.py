@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField
 from numpy.typing import DTypeLike, NDArray
+
+from paceline.core.errors import ModelError
+
+
+class DamagedError(ModelError):
+    """A GGUF file has a value that no converter writes. The text says what is wrong, and does not name the file."""
+
+
+def open_gguf(file: Path) -> CheckedReader:
+    """Return a reader of a file whose header was read.
+
+    Raises:
+        DamagedError: the header cannot be read, or contradicts itself.
+    """
+    try:
+        return CheckedReader(file)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise DamagedError(str(error)) from error
 
 
 class CheckedReader(GGUFReader):
-    """A reader that refuses what lies after the end of its file.
+    """A reader that refuses tensors that overlap, and what lies after the end of its file.
 
     The package's own reader takes it for empty. A file of a few bytes that says that a list has 2^60 numbers would keep
     it busy, and fill the memory, for as long as it may run.
@@ -23,3 +44,30 @@ class CheckedReader(GGUFReader):
         if offset + size > len(self.data):
             raise ValueError(f"it says that it has {count} values at byte {offset}, and ends before them")
         return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), offset)
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        self._check_places(start_offs, fields)
+        super()._build_tensors(start_offs, fields)
+
+    def _check_places(self, data_start: int, fields: Sequence[ReaderField]) -> None:
+        """Raise DamagedError if a tensor is not aligned, overlaps another one, or ends after the file.
+
+        Args:
+            data_start: byte of the file from which offsets of tensors count.
+            fields: the descriptions of all tensors.
+        """
+        end, before = data_start, ""
+        for field in sorted(fields, key=lambda field: int(field.parts[-1][0])):
+            _, name_bytes, _, shape, kind, own_offset = field.parts
+            name, offset = bytes(name_bytes).decode(), int(own_offset[0])
+            if offset % self.alignment:
+                raise DamagedError(
+                    f"its tensor {name} has the offset {offset}, which is not a multiple of {self.alignment}"
+                )
+            if data_start + offset < end:
+                raise DamagedError(f"its tensors {before} and {name} overlap")
+            block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
+            end = data_start + offset + math.prod(shape.tolist()) // block_elements * block_bytes
+            if end > len(self.data):
+                raise DamagedError(f"its tensor {name} ends at byte {end}, but the file has {len(self.data)} bytes")
+            before = name

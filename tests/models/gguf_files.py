@@ -40,7 +40,7 @@ def write_gguf(
         bos: whether prompts begin with BOS; with None, the file does not say.
         without: name of a tensor that the file does not have.
         beside: name of a tensor that the file has in addition.
-        more: further metadata, with __ instead of dots.
+        more: further or other metadata as (value, type), with __ instead of dots; None removes a key.
     """
     writer = gguf.GGUFWriter(path, architecture)
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ", *([whole] if whole else [])]
@@ -55,10 +55,12 @@ def write_gguf(
     if bos is not None:
         writer.add_add_bos_token(bos)
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    for name, value in more.items():
-        writer.add_key_value(name.replace("__", "."), *value)
     if reference is not None:
         _add_weights(writer, reference, quantized, without)
+    for name, value in more.items():
+        writer.kv_data[0].pop(name.replace("__", "."), None)
+        if value is not None:
+            writer.add_key_value(name.replace("__", "."), *value)
     if beside:
         writer.add_tensor(beside, np.ones(4, dtype=np.float32))
     writer.write_header_to_file()

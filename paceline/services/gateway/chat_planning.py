@@ -28,6 +28,7 @@ async def with_media(
     request: Request,
     make: Callable[[Expansions], T],
     param: str = "messages",
+    keeps_newest: bool = False,
 ) -> T:
     """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count.
 
@@ -39,7 +40,14 @@ async def with_media(
     owner = owner_of(request)
     most_tokens = model.fleet.max_model_len() * len(chats) or None
     work = model.media_preparer.plan(
-        items, make, budget=budget, options=options, owner=owner, param=param, most_tokens=most_tokens
+        items,
+        make,
+        budget=budget,
+        options=options,
+        owner=owner,
+        param=param,
+        most_tokens=most_tokens,
+        keeps_newest=keeps_newest,
     )
     # If a client leaves, its media no longer occupy memory and a process that decodes.
     made = await until_disconnect(request.receive, work) if items else await work
@@ -54,10 +62,11 @@ async def plan_with_media(
     request: Request,
     make: Callable[[ServedModel, Expansions], Plan],
     param: str = "messages",
+    keeps_newest: bool = False,
 ) -> Plan:
     """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
     served = await model.served_model()
-    return await with_media(model, chats, request, lambda media: make(served, media), param)
+    return await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
 
 
 async def plan_conversation(model: ModelFleet, chat: ChatRequest, request: Request) -> Plan:

@@ -73,9 +73,15 @@ def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -
     Raises InvalidRequestError if the template rejects it, or has no place for its media.
     """
     arranged = list(_arranged(request.messages, tokenizer.media_kinds))
-    messages = [message.for_template() for message in arranged]
     tools = [tool.for_template() for tool in request.tools or ()]
-    if not forms.template_has_tools and forms.tools is not None:
+    writes_tools = not forms.template_has_tools and forms.tools is not None
+    takes_parts = tokenizer.roles_with_parts
+    messages = []
+    for index, message in enumerate(arranged, 1):
+        grows = request.continue_final_message and index == len(arranged)
+        grows |= writes_tools and (message.role == "system" or bool(message.tool_calls))
+        messages.append(message.for_template(message.role in takes_parts and not grows))
+    if writes_tools and forms.tools is not None:
         messages = _with_tools(messages, tools, forms.tools)
     generation_prompt = request.add_generation_prompt
     rendered = tokenizer.render_chat(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
@@ -69,10 +70,19 @@ ContentPart = Annotated[
 ]
 
 
-def joined(parts: Sequence[ContentPart]) -> str | list[ContentPart]:
-    """Return parts as one text, joined by newlines; as they are if some are no texts."""
-    texts = [part.text for part in parts if isinstance(part, TextPart)]
-    return "\n".join(texts) if len(texts) == len(parts) else list(parts)
+def text_of(content: str | Sequence[ContentPart]) -> str:
+    """Return the texts of a content, joined by newlines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if isinstance(part, TextPart))
+
+
+def _with_joined_texts(parts: Sequence[ContentPart]) -> list[ContentPart]:
+    joined: list[ContentPart] = []
+    for is_text, group in itertools.groupby(parts, key=lambda part: isinstance(part, TextPart)):
+        neighbours = list(group)
+        joined += [TextPart(type="text", text=text_of(neighbours))] if is_text else neighbours
+    return joined
 
 
 def _as_clients_write(schema: Json) -> None:
@@ -133,6 +143,14 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     cache_control: CacheControl | None = None
     """A breakpoint at the end of the content."""
+    _joins_texts: bool = PrivateAttr(False)
+
+    @staticmethod
+    def of_blocks(role: str, blocks: list[ContentPart], **fields: Any) -> ChatMessage:
+        """Return a message whose neighbouring texts are joined by newlines, whatever the chat template would do."""
+        message = ChatMessage(role=role, content=blocks, **fields)
+        message._joins_texts = True
+        return message
 
     @model_validator(mode="before")
     @classmethod
@@ -143,20 +161,25 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str | None:
-        """The content as one text, its texts joined by newlines; None if there is none."""
-        if not isinstance(self.content, list):
-            return self.content
-        return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
+        """The content as one text; None if there is none."""
+        return None if self.content is None else text_of(self.content)
 
     @property
     def media(self) -> list[MediaPart]:
         """The parts of the content that are no texts."""
         return [part for part in self.content if isinstance(part, MediaPart)] if isinstance(self.content, list) else []
 
-    def for_template(self) -> Json:
-        content = joined(self.content) if isinstance(self.content, list) else self.content
-        parts = [part.for_template() for part in content] if isinstance(content, list) else content
-        message = {"role": self.role, "content": parts, **(self.model_extra or {})}
+    def for_template(self, takes_parts: bool) -> Json:
+        """Return the message as a chat template reads it.
+
+        Args:
+            takes_parts: whether the template reads lists of texts. A list with media stays a list anyway.
+        """
+        content: object = self.text
+        if isinstance(self.content, list) and (self.media or (takes_parts and not self._joins_texts)):
+            parts = _with_joined_texts(self.content) if self._joins_texts else self.content
+            content = [part.for_template() for part in parts]
+        message = {"role": self.role, "content": content, **(self.model_extra or {})}
         if self.tool_calls:
             message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.tool_call_id is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -22,6 +24,8 @@ Message = Mapping[str, Any]
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_FIRST, _SECOND = "zeroth6", "nextafter6"
+"""Texts that no template has."""
 
 
 class ChatTemplate:
@@ -102,6 +106,29 @@ class ChatTemplate:
                 raise
         return render(merged, add_generation_prompt, given)
 
+    @cached_property
+    def roles_with_parts(self) -> frozenset[str]:
+        """The roles whose messages may have a list of texts as content. Other templates print its Python form."""
+        texts = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
+        asked = {"role": "user", "content": "a"}
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+        before: dict[str, list[Message]] = {
+            "system": [],
+            "user": [],
+            "assistant": [asked],
+            "tool": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}],
+        }
+        found = set()
+        for role, messages in before.items():
+            result = {"tool_call_id": call["id"], "name": "f"} if role == "tool" else {}
+            probe = [*messages, {"role": role, "content": texts, **result}, *([] if role == "user" else [asked])]
+            with contextlib.suppress(InvalidRequestError):
+                rendered = self._render([_plain(message) for message in probe], True, {"tools": None})
+                is_printed = re.search(rf"text\W+{_FIRST}", rendered) is not None
+                if _FIRST in rendered and _SECOND in rendered and not is_printed:
+                    found.add(role)
+        return frozenset(found)
+
     def _render(self, conversation: list[dict[str, Any]], generation_prompt: bool, given: Mapping[str, Any]) -> str:
         names = {
             **self._special_tokens,
@@ -151,16 +178,23 @@ def _shorten_ids(message: dict[str, Any]) -> None:
         message["tool_call_id"] = short(message["tool_call_id"])
 
 
+def _text(content: object) -> str:
+    """Return a content as one text."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if "text" in part)
+    return content if isinstance(content, str) else ""
+
+
 def _with_one_system_message(conversation: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Return the conversation with all system messages joined into one at its beginning.
 
     Some templates refuse later ones. Returns None if there are none that could be joined.
     """
-    texts = [message.get("content") for message in conversation if message.get("role") == "system"]
+    texts = [_text(message.get("content")) for message in conversation if message.get("role") == "system"]
     others = [message for message in conversation if message.get("role") != "system"]
     if not texts or (len(texts) == 1 and conversation[0].get("role") == "system"):
         return None
-    joined = "\n\n".join(text for text in texts if isinstance(text, str) and text)
+    joined = "\n\n".join(filter(None, texts))
     return [{"role": "system", "content": joined}, *others]
 
 

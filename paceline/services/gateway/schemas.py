@@ -16,6 +16,7 @@ from paceline.services.gateway.chat_schemas import (
     ToolDefinition,
 )
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.media.parts import name_places
 from paceline.services.gateway.named_request import NamedRequest
 
 MAX_CHOICES = 128
@@ -176,6 +177,11 @@ class ChatFields(NamedRequest):
     reasoning_effort: ReasoningEffort | None = None
     cache_control: CacheControl | None = None
     """A cache breakpoint at the end of the prompt."""
+
+    @model_validator(mode="after")
+    def _name_places(self) -> ChatFields:
+        name_places(self.messages, "messages")
+        return self
 
 
 class ChatRequest(ChatFields, GenerationRequest):

@@ -184,6 +184,11 @@ class Tokenizer:
             tools=tools,
         )
 
+    @property
+    def roles_with_parts(self) -> frozenset[str]:
+        """As of the model's ChatTemplate."""
+        return frozenset() if self._chat_template is None else self._chat_template.roles_with_parts
+
     def template(self, source: str) -> ChatTemplate:
         """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""
         return ChatTemplate(source, self._special_tokens)

@@ -123,7 +123,7 @@ def called(call_id: str, arguments: str) -> list[dict[str, Any]]:
         {"role": "user", "content": "Hi"},
         ChatMessage.model_validate(
             {"role": "assistant", "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
-        ).for_template(),
+        ).for_template(True),
         {"role": "tool", "tool_call_id": call_id, "content": "rain"},
     ]
 

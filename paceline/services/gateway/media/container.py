@@ -14,6 +14,9 @@ from paceline.services.gateway.media.decoded import BrokenItemError, check_not_t
 
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,wav,flac,mp3,aac,aiff,caf,gif"
 """Containers that are read. Playlists (hls, dash, concat) are not among them, because FFmpeg would open their files."""
+_JPEG = b"\xff\xd8\xff"
+_FRAMES_FORMAT, _FRAMES_PER_SECOND = "mjpeg", "1"
+"""How JPEG files that follow each other are read, if they are a video. vLLM takes the same rate."""
 
 
 @contextlib.contextmanager
@@ -27,9 +30,17 @@ def open_container(data: memoryview, kind: str) -> Iterator[InputContainer]:
     """
     check_not_text(data, kind)
     av.logging.set_level(None)
-    options = {"format_whitelist": _FORMATS}
+    are_frames = bytes(data[: len(_JPEG)]) == _JPEG
+    options = {"framerate": _FRAMES_PER_SECOND} if are_frames else {"format_whitelist": _FORMATS}
     try:
-        with av.open(io.BytesIO(data), "r", options=options, metadata_errors="replace", io_open=_refuse) as container:
+        with av.open(
+            io.BytesIO(data),
+            "r",
+            format=_FRAMES_FORMAT if are_frames else None,
+            options=options,
+            metadata_errors="replace",
+            io_open=_refuse,
+        ) as container:
             yield container
     except av.error.FFmpegError as error:
         if isinstance(error, av.error.MemoryError):

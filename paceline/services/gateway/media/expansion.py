@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -42,6 +43,16 @@ class Expansion:
         """Bytes of its inputs."""
         return sum(len(piece.input.data) for piece in self.pieces if isinstance(piece, Run))
 
+    @property
+    def tokens(self) -> int:
+        """Its placeholder tokens."""
+        return sum(piece.input.length for piece in self.pieces if isinstance(piece, Run))
+
+    @property
+    def digest(self) -> str:
+        """The digest of its inputs."""
+        return hashlib.sha256(b"".join(piece.digest for piece in self.pieces if isinstance(piece, Run))).hexdigest()
+
 
 Expansions: TypeAlias = Mapping[MediaItem, Expansion]
 """What stands in prompts for the items of a request."""
@@ -50,6 +61,9 @@ Expansions: TypeAlias = Mapping[MediaItem, Expansion]
 class _Nothing(dict[MediaItem, Expansion]):
     def __missing__(self, item: MediaItem) -> Expansion:
         return Expansion()
+
+    def __contains__(self, item: object) -> bool:
+        return True
 
 
 NOTHING: Expansions = _Nothing()

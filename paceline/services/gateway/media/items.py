@@ -21,15 +21,19 @@ class MediaItem:
     url: str | None
     """An http, https, data or file URL. None if the client sends only the `uuid` of an item that it has sent before."""
     uuid: str | None = None
+    digest: str = ""
+    """The digest of what the uuid must mean; "" if it may mean anything."""
+    place: str = field(default="", compare=False)
+    """Where it is in the request, such as `messages[0].content[1]`; "" if this is not known."""
 
 
 def places_of(items: Sequence[MediaItem]) -> list[str]:
-    """Return names of items for errors: their kinds, and their numbers among all of the kind."""
+    """Return names of items for errors: their places, or else their kinds and their numbers among all of the kind."""
     counts: Counter[str] = Counter()
     places = []
     for item in items:
         counts[item.kind] += 1
-        places.append(f"{item.kind} {counts[item.kind]}")
+        places.append(item.place or f"{item.kind} {counts[item.kind]}")
     return places
 
 

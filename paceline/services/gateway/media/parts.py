@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.items import ItemKind, MediaItem
 
 Json = dict[str, Any]
@@ -15,9 +17,48 @@ Json = dict[str, Any]
 MediaType = Literal["image_url", "video_url", "audio_url", "input_image", "input_audio"]
 MEDIA_TYPES = get_args(MediaType)
 MAX_UUID_CHARACTERS = 256
+_DETAILS = ("auto", "low", "high", "original")
 
 
-class MediaPart(Body):
+class Placed(Body):
+    """The base of parts that know where in the request they are."""
+
+    _place: str = PrivateAttr("")
+
+    @property
+    def place(self) -> str:
+        """The path to the part, such as `messages[0].content[1]`; "" if `name_places` has not seen the part."""
+        return self._place
+
+
+def name_places(found: object, place: str) -> None:
+    """Tell all parts below `found`, which is at `place`, where they are. Parts that know a place keep it."""
+    for path, part in _parts_below(found, place):
+        part._place = part._place or path
+
+
+def pin_meanings(found: object, media: Expansions) -> None:
+    """Have all parts below `found` that are only a uuid mean what they mean now, whatever the uuid means later."""
+    for _, part in _parts_below(found, ""):
+        if isinstance(part, MediaPart) and part.url is None and part.item in media:
+            part.digest = media[part.item].digest
+
+
+def _parts_below(found: object, place: str) -> Iterator[tuple[str, Placed]]:
+    """Yield the parts in lists and bodies below `found`, which is at `place`, and their places."""
+    if isinstance(found, Placed):
+        yield place, found
+    elif isinstance(found, list):
+        for index, entry in enumerate(found):
+            if isinstance(entry, list | BaseModel):
+                yield from _parts_below(entry, f"{place}[{index}]")
+    elif isinstance(found, BaseModel):
+        for name, value in found:
+            if isinstance(value, list | BaseModel):
+                yield from _parts_below(value, f"{place}.{name}")
+
+
+class MediaPart(Placed):
     """An image, a video or audio in a message. Without data, it is the one that came before with the same uuid."""
 
     model_config = ConfigDict(json_schema_extra=lambda schema: _as_clients_write(schema))
@@ -25,6 +66,12 @@ class MediaPart(Body):
     type: MediaType
     url: str | None = None
     uuid: str | None = None
+    digest: str = ""
+    """As in `MediaItem`. This server adds it to stored parts that have a uuid alone."""
+    detail: str = "auto"
+    """OpenAI's wish for the size of an image, which is kept and changes nothing: `mm_processor_kwargs` does."""
+    form: str | None = None
+    """The `format` of an `input_audio`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,12 +87,18 @@ class MediaPart(Body):
         given = data.get(field)
         url = _audio_url(given) if kind == "input_audio" else _url(given, field)
         if url is None and uuid is None:
-            raise _error(f"{field} is missing; only an item with the uuid of an earlier one may leave it out")
-        return {"type": kind, "url": url, "uuid": uuid}
+            raise _error(f"{field} is missing or empty; only an item with the uuid of an earlier one may leave it out")
+        read = {"type": kind, "url": url, "uuid": uuid, "digest": data.get("digest") or ""}
+        if kind == "input_audio" and isinstance(given, dict):
+            read["form"] = given["format"]
+        detail = given.get("detail") if kind == "image_url" and isinstance(given, dict) else data.get("detail")
+        if detail is not None and detail not in _DETAILS:
+            raise _error(f"detail must be one of {', '.join(_DETAILS)}")
+        return read if detail is None else {**read, "detail": detail}
 
     @property
     def item(self) -> MediaItem:
-        return MediaItem(self.kind, self.url, self.uuid)
+        return MediaItem(self.kind, self.url, self.uuid, self.digest, self.place)
 
     @property
     def kind(self) -> ItemKind:
@@ -57,11 +110,14 @@ class MediaPart(Body):
     @model_serializer
     def stored(self) -> Json:
         """Return the part as a client may send it again."""
-        uuid = {} if self.uuid is None else {"uuid": self.uuid}
+        names = {name: value for name in ("uuid", "digest") if (value := getattr(self, name))}
         if self.kind == "image":
-            return {"type": "input_image", "image_url": self.url, "detail": "auto", **uuid}
+            return {"type": "input_image", "image_url": self.url, "detail": self.detail, **names}
+        if self.form is not None:
+            data = (self.url or "").removeprefix(_audio_beginning(self.form))
+            return {"type": "input_audio", "input_audio": {"data": data, "format": self.form}, **names}
         field = f"{self.kind}_url"
-        return {"type": field, field: {"url": self.url}, **uuid}
+        return {"type": field, field: {"url": self.url}, **names}
 
 
 def _url(given: Any, field: str) -> str | None:
@@ -80,12 +136,16 @@ def _audio_url(given: Any) -> str | None:
     data, form = (given.get("data"), given.get("format")) if isinstance(given, dict) else (None, None)
     if not isinstance(data, str) or not isinstance(form, str) or not form.isalnum():
         raise _error("input_audio must be an object with data, in base64, and format, such as wav or mp3")
-    return data_url(f"audio/{form}", data)
+    return data_url(_audio_beginning(form), data)
 
 
-def data_url(media_type: str, data: str) -> str:
-    """Return data in base64 as a URL. Data that is such a URL already stays as it is."""
-    return data if data.startswith("data:") else f"data:{media_type};base64,{data}"
+def _audio_beginning(form: str) -> str:
+    return f"data:audio/{form};base64,"
+
+
+def data_url(beginning: str, data: str) -> str:
+    """Return data in base64 after the beginning of its URL. Data that is such a URL already stays as it is."""
+    return data if data[:5].lower() == "data:" else f"{beginning}{data}"
 
 
 def _error(message: str) -> PydanticCustomError:

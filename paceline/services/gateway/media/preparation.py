@@ -6,21 +6,17 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar, get_args
-
-from numpy.typing import NDArray
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.options import parse_bytes
-from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media.budget import RequestBudget
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
-from paceline.services.gateway.media.items import ImageSize, ItemKind, MediaItem, places_of
-from paceline.services.gateway.media.loader import MediaLoader, MediaService
-from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, PADDING_SECONDS, Processor
+from paceline.services.gateway.media.items import ItemKind, MediaItem
+from paceline.services.gateway.media.loader import MediaService
+from paceline.services.gateway.media.loading import ItemLoading
+from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, Processor
 from paceline.services.gateway.media.recent import RecentMedia, recall, without_data
 
 T = TypeVar("T")
@@ -66,6 +62,7 @@ class MediaPreparer:
         owner: str,
         param: str = "messages",
         most_tokens: int | None = None,
+        keeps_newest: bool = False,
     ) -> T:
         """Return what `make` makes of the request's media. `make` runs in threads.
 
@@ -77,8 +74,9 @@ class MediaPreparer:
             budget: counts the media, and afterwards the inputs that were made of them.
             options: the request's `mm_processor_kwargs`.
             owner: who sends the request. Only the same owner can use an item's uuid later.
-            param: the field of the request that errors name.
+            param: the field of the request that errors name if they are about no single item.
             most_tokens: the most placeholder tokens that the media may have together; None if this is not known.
+            keeps_newest: whether too many items are no error. Then `make` gets the last ones, as many as are allowed.
 
         Raises:
             InvalidRequestError: an item, an option or a number of items is wrong; or what `make` raises.
@@ -88,13 +86,20 @@ class MediaPreparer:
         processor = self._with_options(options)
         if processor is None or not items:
             return await asyncio.to_thread(make, NO_ITEMS)
-        self._check_counts(items, param)
-        known = self._find_known(items, processor, owner, param)
+        wanted = self._newest(items) if keeps_newest else items
+        self._check_counts(wanted, param)
+        known = self._find_known(wanted, processor, owner, param)
         await asyncio.to_thread(make, NOTHING)
         for expansion in known.values():
             budget.take(expansion.size)
-        room = _Room(budget, most_tokens)
-        loaded = await self._load_all(items, processor, room, owner, param)
+        loading = ItemLoading(self._service, processor, budget, param)
+        if keeps_newest:
+            loaded = await loading.load_newest(wanted, known, most_tokens)
+        else:
+            loaded = await loading.load_all(wanted, most_tokens)
+        for item in items:
+            if item.uuid is not None and item in loaded:
+                self._recent.put(_key(item, processor, owner), loaded[item])
         return await asyncio.to_thread(make, {**loaded, **recall(items, known, loaded, param)})
 
     def _with_options(self, options: Json | None) -> Processor | None:
@@ -103,6 +108,18 @@ class MediaPreparer:
         if self._processor is None:
             raise InvalidRequestError(f"{OPTIONS_FIELD}: this model takes text alone; leave it out", OPTIONS_FIELD)
         return self._processor.with_options(options)
+
+    def _newest(self, items: Sequence[MediaItem]) -> list[MediaItem]:
+        """Return the last items, as many as are allowed. Those that repeat an earlier one have its data."""
+        sent = iter(without_data(items))
+        whole = [item if item.url is not None else next(sent)[2] or item for item in items]
+        kept: Counter[str] = Counter()
+        for start in range(len(whole), max(0, len(whole) - self._max_items), -1):
+            kind = whole[start - 1].kind
+            kept[kind] += 1
+            if kept[kind] > self._limits.get(kind, kept[kind]):
+                return whole[start:]
+        return whole[-self._max_items :] if self._max_items else []
 
     def _check_counts(self, items: Sequence[MediaItem], param: str) -> None:
         if len(items) > self._max_items:
@@ -132,111 +149,16 @@ class MediaPreparer:
                 raise InvalidRequestError(
                     f"{place}: no {item.kind} with the uuid {item.uuid!r:.80} is kept here, for this API key and these "
                     f"{OPTIONS_FIELD}; send the {item.kind} again with its uuid",
-                    param,
+                    item.place or param,
+                )
+            if item.digest not in ("", found.digest):
+                raise InvalidRequestError(
+                    f"{place}: the uuid {item.uuid!r:.80} has got another meaning since this part was stored; send the "
+                    f"{item.kind} again with a uuid of its own",
+                    item.place or param,
                 )
             known[item] = found
         return known
-
-    async def _load_all(
-        self, items: Sequence[MediaItem], processor: Processor, room: _Room, owner: str, param: str
-    ) -> dict[MediaItem, Expansion]:
-        """Return what stands in the prompt for items that have a URL. Each is loaded once, however often it comes."""
-        places: dict[MediaItem, str] = {}
-        for item, place in zip(items, places_of(items), strict=True):
-            if item.url is not None:
-                places.setdefault(item, place)
-        loader = MediaLoader(self._service, room.budget)
-        tasks = [
-            asyncio.create_task(self._load(loader, room, processor, item, place)) for item, place in places.items()
-        ]
-        try:
-            loaded = dict(zip(places, await asyncio.gather(*tasks), strict=True))
-        except InvalidRequestError as error:
-            error.param = param
-            raise
-        finally:
-            await end_tasks(*tasks)
-        for item in items:
-            if item.url is not None and item.uuid is not None:
-                self._recent.put(_key(item, processor, owner), loaded[item])
-        return loaded
-
-    async def _load(
-        self, loader: MediaLoader, room: _Room, processor: Processor, item: MediaItem, place: str
-    ) -> Expansion:
-        """Return what stands in the prompt for an item, with its inputs counted by the budget."""
-        assert item.url is not None
-        array: NDArray[Any]
-        shape: Sequence[int]
-        compute: Callable[[], Expansion]
-        try:
-            match item.kind:
-                case "image":
-                    fit = _Fit(processor, room)
-                    array = await loader.image(item.url, place, fit)
-                    shape = (*fit.size, 3)
-                    compute = partial(processor.image, array, fit.size)
-                case "audio":
-                    seconds = processor.audio_seconds + PADDING_SECONDS
-                    array = await loader.audio(item.url, place, seconds)
-                    shape = array.shape
-                    compute = partial(processor.audio, array)
-                case "video":
-                    video = await loader.video(item.url, place, processor.sampling)
-                    array = video.frames
-                    shape = array.shape
-                    compute = partial(processor.video, list(array), video.timestamps.tolist())
-            room.take(processor.tokens_of(item.kind, shape))
-            expansion = await self._service.preprocess(compute)
-            room.budget.give(array.nbytes)
-            room.budget.take(expansion.size)
-            return expansion
-        except MediaError:
-            raise
-        except InvalidRequestError as error:
-            raise InvalidRequestError(f"{place}: {error}", place) from None
-
-
-class _Fit:
-    """Says to which size an image is resized, and refuses it if no context has room for it. Remembers its size."""
-
-    def __init__(self, processor: Processor, room: _Room) -> None:
-        self._processor = processor
-        self._room = room
-        self.size = (0, 0)
-        """Height and width."""
-
-    def __call__(self, height: int, width: int) -> ImageSize | None:
-        self.size = (height, width)
-        self._room.check(self._processor.tokens_of("image", (height, width, 3)))
-        return self._processor.fit(height, width)
-
-
-class _Room:
-    """The room for the media of one request: in memory, and in the context of the model.
-
-    Args:
-        most_tokens: the most placeholder tokens of all media; None is no limit.
-    """
-
-    def __init__(self, budget: RequestBudget, most_tokens: int | None) -> None:
-        self.budget = budget
-        self._most = most_tokens
-        self._taken = 0
-
-    def take(self, tokens: int) -> None:
-        """Count the placeholder tokens of an item. Raises InvalidRequestError if no context has room for them."""
-        self.check(tokens)
-        self._taken += tokens
-
-    def check(self, tokens: int) -> None:
-        """Raise InvalidRequestError if no context has room for the placeholder tokens of an item."""
-        if self._most is not None and self._taken + tokens > self._most:
-            before = f", and the items before it {self._taken}" if self._taken else ""
-            raise InvalidRequestError(
-                f"it has at least {tokens} tokens for the model{before}, and the longest context has {self._most}; "
-                "send a smaller one, or fewer"
-            )
 
 
 def _key(item: MediaItem, processor: Processor, owner: str) -> Hashable:

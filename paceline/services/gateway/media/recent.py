@@ -73,11 +73,15 @@ def recall(
 ) -> dict[MediaItem, Expansion]:
     """Return what stands in the prompt for items that have only a uuid: what the request has sent, or what was kept.
 
+    Items whose data were not loaded are left out.
+
     Raises InvalidRequestError if a uuid means two different items, because the prompt has one entry for both.
     """
     recalled: dict[MediaItem, Expansion] = {}
     for item, place, sent in without_data(items):
-        expansion = known[item] if sent is None else loaded[sent]
+        expansion = known.get(item) if sent is None else loaded.get(sent)
+        if expansion is None:
+            continue
         if recalled.setdefault(item, expansion) != expansion:
             raise InvalidRequestError(
                 f"{place}: the uuid {item.uuid!r:.80} means another {item.kind} earlier in this request; give each "

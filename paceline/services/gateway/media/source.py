@@ -16,8 +16,12 @@ from paceline.services.gateway.media.fetch import Fetcher
 
 _BASE64_CHARACTERS = 1 << 20
 """Characters of base64 that are decoded at once; other requests wait meanwhile. A multiple of 4."""
-_QUOTED = (("%2B", "+"), ("%2b", "+"), ("%2F", "/"), ("%2f", "/"), ("%3D", "="), ("%3d", "="))
+_QUOTED = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "="}
 """Characters of base64 that a URL may have in percent-encoding."""
+_BREAKS = dict.fromkeys(("\r", "\n", "%0D", "%0d", "%0A", "%0a"), "")
+"""Line breaks, which many programs write into base64."""
+_FRAMES = "data:video/jpeg;"
+"""The beginning of a video that is sent as vLLM allows it: as JPEG files with commas between them."""
 
 
 class Sources:
@@ -62,23 +66,29 @@ class Sources:
 
 
 async def read_data_url(url: str, max_bytes: int) -> bytearray:
-    """Return the contents of a data: URL in base64. Raises MediaError if it is malformed or too large."""
+    """Return the contents of a data: URL in base64. Raises MediaError if it is malformed or too large.
+
+    The frames of a video that is sent as JPEG files follow each other, which is a video in the format MJPEG.
+    """
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise MediaError("a data: URL must be in base64, such as data:image/png;base64,iVBORw0KGgo=")
     # Other characters need no quotes in base64, and decoding all of them would stop other requests for seconds.
-    for quoted, character in _QUOTED:
+    for quoted, character in (_QUOTED | _BREAKS).items():
         text = text.replace(quoted, character)
         await asyncio.sleep(0)
     if len(text) * 3 // 4 - text[-2:].count("=") > max_bytes:
         raise MediaError(f"the data: URL has more than {max_bytes} bytes (--max-media-size); send a smaller file")
     data = bytearray()
     try:
-        for start in range(0, len(text), _BASE64_CHARACTERS):
-            data += binascii.a2b_base64(text[start : start + _BASE64_CHARACTERS], strict_mode=True)
-            await asyncio.sleep(0)
+        for part in text.split(",") if head.lower().startswith(_FRAMES) else (text,):
+            for start in range(0, len(part), _BASE64_CHARACTERS):
+                data += binascii.a2b_base64(part[start : start + _BASE64_CHARACTERS], strict_mode=True)
+                await asyncio.sleep(0)
     except ValueError as error:
-        raise MediaError(f"the data: URL is not valid base64: {error}") from None
+        raise MediaError(
+            f"the data: URL is not valid base64 ({error}); send standard base64, with + and /, and = at its end"
+        ) from None
     return data
 
 

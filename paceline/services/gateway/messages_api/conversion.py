@@ -22,9 +22,8 @@ from paceline.services.gateway.chat_schemas import (
     ToolCall,
     ToolChoice,
     ToolDefinition,
-    joined,
 )
-from paceline.services.gateway.media.parts import MediaPart, data_url
+from paceline.services.gateway.media.parts import MediaPart, data_url, name_places
 from paceline.services.gateway.messages_api.schemas import (
     AssistantBlock,
     CountRequest,
@@ -137,30 +136,33 @@ def _user(blocks: Sequence[UserBlock]) -> Iterator[ChatMessage]:
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             mark = _last_mark([block, *_blocks(block.content or "")])
-            yield ChatMessage(role="tool", content=_result(block), tool_call_id=block.tool_use_id, cache_control=mark)
+            yield ChatMessage.of_blocks("tool", _result(block), tool_call_id=block.tool_use_id, cache_control=mark)
     shown = [_part(block) for block in blocks if isinstance(block, TextBlock | ImageBlock)]
     if shown or not blocks:
-        # Parts stay apart if a breakpoint is between them. The prompt is the same.
-        is_marked = any(isinstance(part, TextPart) and part.cache_control for part in shown)
         mark = _last_mark([block for block in blocks if isinstance(block, ImageBlock)])
-        yield ChatMessage(role="user", content=shown if is_marked else joined(shown), cache_control=mark)
+        yield ChatMessage.of_blocks("user", shown, cache_control=mark)
 
 
 def _part(block: TextBlock | ImageBlock | SearchResultBlock | UnreadBlock) -> ContentPart:
     if isinstance(block, ImageBlock):
         source = block.source
-        url = source.url if isinstance(source, UrlSource) else data_url(source.media_type, source.data)
-        return MediaPart.model_validate({"type": "image_url", "image_url": url})
+        if isinstance(source, UrlSource):
+            url = source.url
+        else:
+            url = data_url(f"data:{source.media_type};base64,", source.data)
+        part = MediaPart.model_validate({"type": "image_url", "image_url": url})
+        name_places(part, block.place)
+        return part
     return TextPart(type="text", text=block.text, cache_control=block.cache_control)
 
 
-def _result(block: ToolResultBlock) -> str | list[ContentPart]:
+def _result(block: ToolResultBlock) -> list[ContentPart]:
     parts = [_part(part) for part in _blocks(block.content or "")]
     first = parts[0] if parts else None
     if block.is_error:
         begin = first.text if isinstance(first, TextPart) else ""
         parts = [TextPart(type="text", text=f"Error: {begin}"), *parts[isinstance(first, TextPart) :]]
-    return joined(parts)
+    return parts
 
 
 def _assistant(blocks: Sequence[AssistantBlock]) -> ChatMessage:

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.chat_schemas import CacheControl, ReasoningEffort
+from paceline.services.gateway.media.parts import Placed, name_places
 from paceline.services.gateway.named_request import NamedRequest, warn_of_hosted_tools
 from paceline.services.gateway.schemas import StopString
 
@@ -75,9 +76,16 @@ class UrlSource(Body):
     url: str = Field(min_length=1)
 
 
-class ImageBlock(Marked):
+def _check_source(source: Any) -> Any:
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "file":
+        raise PydanticCustomError("unsupported", "this server keeps no files; send a source of type base64 or url")
+    return source
+
+
+class ImageBlock(Marked, Placed):
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type"), BeforeValidator(_check_source)]
 
 
 class SearchResultBlock(Marked):
@@ -243,8 +251,9 @@ class CountRequest(NamedRequest):
     """Ignored: the model sees the whole conversation."""
 
     @model_validator(mode="after")
-    def _check_tools(self) -> CountRequest:
+    def _check_count(self) -> CountRequest:
         warn_of_hosted_tools(tool.type or "" for tool in self.tools or () if not tool.is_custom)
+        name_places(self.messages, "messages")
         return self
 
 

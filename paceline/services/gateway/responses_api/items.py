@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, field_v
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answer_format import Body
-from paceline.services.gateway.chat_schemas import ContentPart, TextPart, joined, kind_of_part
+from paceline.services.gateway.chat_schemas import ContentPart, TextPart, kind_of_part, text_of
 from paceline.services.gateway.media.parts import MediaPart
 
 Json = dict[str, Any]
@@ -105,13 +105,16 @@ class MessageItem(Item):
     content: str | list[ContentPart]
 
     def add_to(self, messages: Messages) -> None:
-        content = self.content if isinstance(self.content, str) else joined(self.content)
-        if self.role != "assistant":
-            messages.add(self.role, content)
-        elif isinstance(content, str):
-            messages.add_text("content", content)
+        parts = [] if isinstance(self.content, str) else self.content
+        if self.role == "user":
+            messages.add(self.role, self.content)
+        elif media := next((part for part in parts if isinstance(part, MediaPart)), None):
+            message = f"{media.place}: a message of the role {self.role!r} can have text alone"
+            raise InvalidRequestError(message, media.place)
+        elif self.role == "assistant":
+            messages.add_text("content", text_of(self.content))
         else:
-            raise InvalidRequestError("input: a message of the assistant can have text alone", "input")
+            messages.add(self.role, text_of(self.content))
 
     def stored(self, new_id: str) -> Json:
         texts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
@@ -192,6 +195,8 @@ class ComputerCallItem(Item):
 class UnreadPart(Body):
     """A document in a tool's output. The model sees a note in its place, because an agent cannot know what comes."""
 
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
     type: Literal["input_file"]
 
     def for_message(self) -> TextPart:
@@ -228,7 +233,7 @@ class CallOutputItem(Item):
         if isinstance(self.output, dict):
             content: str | list[ContentPart] = json.dumps(self.output, ensure_ascii=False)
         elif isinstance(self.output, list):
-            content = joined([part.for_message() if isinstance(part, UnreadPart) else part for part in self.output])
+            content = [part.for_message() if isinstance(part, UnreadPart) else part for part in self.output]
         else:
             content = self.output
         messages.add("tool", content, tool_call_id=self.call_id)

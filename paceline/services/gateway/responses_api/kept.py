@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.media.parts import name_places
 from paceline.services.gateway.responses_api.background import RESTARTED
 from paceline.services.gateway.responses_api.builder import id_key, response_of_item
 from paceline.services.gateway.responses_api.items import InputItem, ReferenceItem, read_items
@@ -63,6 +64,7 @@ class KeptResponses:
         if request.previous_response_id is not None:
             for turn in await self.turns(request.previous_response_id, owner):
                 items += read_items([*turn.input, *turn.response["output"]])
+            name_places(items, "previous_response_id")
         for index, item in enumerate(request.input_items):
             items.append(await self._find(item, index, owner) if isinstance(item, ReferenceItem) else item)
         return items
@@ -91,7 +93,9 @@ class KeptResponses:
         found = next((item for item in known if item["id"] == reference.id), None)
         if found is None:
             raise ApiError(404, f"Item with id {reference.id!r} not found.", param=f"input[{index}].id")
-        return read_items([found])[0]
+        item = read_items([found])[0]
+        name_places(item, f"input[{index}]")
+        return item
 
     async def _checked(self, record: Record) -> Record:
         """Return a response, as failed if the gateway that computed it has ended."""

@@ -10,11 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.core.errors import InvalidRequestError
+from paceline.services.gateway.chat_prompt import media_of
 from paceline.services.gateway.errors import ApiError, ContextLengthError
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_chat
-from paceline.services.gateway.responses_api.items import InputItem, MessageItem, Messages
+from paceline.services.gateway.responses_api.items import CallOutputItem, InputItem, MessageItem, Messages
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.schemas import ChatRequest, GenerationRequest
@@ -41,22 +42,28 @@ def plan_response(
     items: Sequence[InputItem],
     model: ServedModel,
     media: Expansions = NO_ITEMS,
-) -> Plan:
-    """Return the plan of a response. With truncation, the oldest turns are left out until the others fit.
+) -> tuple[Plan, Sequence[InputItem]]:
+    """Return the plan of a response, and the items in its prompt. With truncation, older items are left out.
 
     Args:
         items: the whole conversation, without references.
-        media: what stands in the prompt for each image, video or audio clip.
+        media: what stands in the prompt for each image, video or audio clip. What has items that are not among them
+            does not fit.
 
     Raises:
         InvalidRequestError, ApiError, NoWorkerError: as `plan_chat`. Errors name the fields of a response.
     """
 
     def plan(part: Sequence[InputItem]) -> Plan:
-        return plan_chat(chat_request(request, toolbox, part), model, media)
+        chat = chat_request(request, toolbox, part)
+        if any(item not in media for item in media_of(chat.messages, model.tokenizer)):
+            raise _MediaLeftOutError
+        return plan_chat(chat, model, media)
 
     with in_client_fields():
-        return plan(items) if request.truncation == "disabled" else _plan_what_fits(items, plan)
+        if request.truncation == "disabled":
+            return plan(items), items
+        return _plan_what_fits(items, plan)
 
 
 @contextlib.contextmanager
@@ -111,24 +118,58 @@ def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[In
         raise ApiError(400, f"{place}: {first['msg']}", param=place) from error
 
 
-def _plan_what_fits(items: Sequence[InputItem], plan: Callable[[Sequence[InputItem]], Plan]) -> Plan:
-    """Return the plan with as many of the latest turns as fit. A turn begins with a message of the user."""
-    head = next((index for index, item in enumerate(items) if not _is_system(item)), len(items))
-    begins = [index for index, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
-    cuts = [head, *(index for index in begins if index > head)]
+class _MediaLeftOutError(InvalidRequestError):
+    """There was no room for an image, a video or audio."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "input: even the latest items have more images, videos and audio clips than the model's context, "
+            "--max-media-items and --limit-mm-per-prompt allow; send fewer or smaller ones",
+            "input",
+        )
+
+
+def _plan_what_fits(
+    items: Sequence[InputItem], plan: Callable[[Sequence[InputItem]], Plan]
+) -> tuple[Plan, Sequence[InputItem]]:
+    """Return the plan with as many of the latest items as fit, and these items."""
     try:
-        return plan(items)
-    except ContextLengthError:
-        fitting = plan([*items[:head], *items[cuts[-1] :]])
-    first, last = 1, len(cuts) - 1
+        return plan(items), items
+    except (ContextLengthError, _MediaLeftOutError):
+        parts = _shortened(items)
+        if not parts:
+            raise
+        fitting = plan(parts[-1])
+    first, last = 0, len(parts) - 1
     while first < last:
         middle = (first + last) // 2
         try:
-            fitting = plan([*items[:head], *items[cuts[middle] :]])
+            fitting = plan(parts[middle])
             last = middle
-        except ContextLengthError:
+        except (ContextLengthError, _MediaLeftOutError):
             first = middle + 1
-    return fitting
+    return fitting, parts[last]
+
+
+def _shortened(items: Sequence[InputItem]) -> list[Sequence[InputItem]]:
+    """Return a conversation without its oldest items, in all lengths from the longest to the shortest.
+
+    First, whole turns go, which begin with a message of the user. Of the last turn, that message stays, and the oldest
+    calls of tools go with their results, as in the long turns of agents.
+    """
+    begin = next((index for index, item in enumerate(items) if not _is_system(item)), len(items))
+    turns = [index for index, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
+    last = turns[-1] if turns else begin - 1
+    calls = [
+        index
+        for index in range(last + 2, len(items))
+        if isinstance(items[index - 1], CallOutputItem) and not isinstance(items[index], CallOutputItem)
+    ]
+    asked = items[max(begin, last) : last + 1]
+    return [
+        *([*items[:begin], *items[index:]] for index in turns if index > begin),
+        *([*items[:begin], *asked, *items[index:]] for index in calls),
+    ]
 
 
 def _is_system(item: InputItem) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request
@@ -22,7 +22,8 @@ from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
-from paceline.services.gateway.media.expansion import Expansions
+from paceline.services.gateway.media.expansion import NOTHING, Expansions
+from paceline.services.gateway.media.parts import pin_meanings
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
@@ -81,12 +82,21 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         items = await kept.conversation(body, owner_of(request))
         toolbox = Toolbox(body, items)
 
+        truncates = body.truncation == "auto"
+        shown: Sequence[InputItem] = items
+        if truncates:
+            # Media of items that do not fit even as text are not loaded.
+            _, shown = await asyncio.to_thread(plan_response, body, toolbox, items, await model.served_model(), NOTHING)
+
         def plan(served: ServedModel, media: Expansions) -> Plan:
-            return plan_response(body, toolbox, items, served, media)
+            found, _ = plan_response(body, toolbox, shown, served, media)
+            if media is not NOTHING:
+                pin_meanings(body.input, media)
+            return found
 
         with in_client_fields():
-            chat = await asyncio.to_thread(chat_request, body, toolbox, items)
-            planned = await plan_with_media(model, [chat], request, plan, "input")
+            chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
+            planned = await plan_with_media(model, [chat], request, plan, "input", keeps_newest=truncates)
         if body.store and store is not None and planned.learnt is None:
             planned = dataclasses.replace(planned, learnt=STORED)
         return items, toolbox, planned

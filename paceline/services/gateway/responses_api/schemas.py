@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from paceline.services.gateway.answer_format import AnswerFormat, Body, JsonSchemaFormat
 from paceline.services.gateway.chat_schemas import ReasoningEffort
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.media.parts import name_places
 from paceline.services.gateway.named_request import warn_of_hosted_tools
 from paceline.services.gateway.responses_api.items import InputItem, MessageItem
 from paceline.services.gateway.schemas import GenerationRequest
@@ -200,6 +201,7 @@ class ResponsesRequest(GenerationRequest):
         if self.background and not self.store:
             raise ApiError(400, "background needs store to be true: the response is fetched later", param="background")
         warn_of_hosted_tools(tool.type for tool in self.tools or () if isinstance(tool, HostedTool))
+        name_places(self.input, "input")
         return self
 
     @property

@@ -95,7 +95,7 @@ async def test_a_later_request_names_a_video_by_its_uuid(seeing: Stack) -> None:
 async def test_what_is_wrong_is_told(seeing: Stack) -> None:
     long = {"type": "image_url", "image_url": {"url": data_url(image_file(image=picture(402, 2)))}}
     told = await refusal(seeing, IMAGE_PART, long)
-    assert told.startswith("image 2: one side is 201.0 times as long as the other")
+    assert told.startswith("messages[0].content[1]: one side is 201.0 times as long as the other")
     assert "at most 1 of the kind video" in await refusal(seeing, VIDEO_PART, VIDEO_PART)
     assert "no option 'max_soft_tokens'" in await refusal(seeing, mm_processor_kwargs={"max_soft_tokens": 70})
     sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}

@@ -177,7 +177,7 @@ async def test_what_is_wrong_is_told(seeing: Stack) -> None:
 
     assert "at most 2 of the kind image (--limit-mm-per-prompt)" in await refusal(PART, PART, PART)
     assert "no option 'size'" in await refusal(PART, mm_processor_kwargs={"size": 3})
-    assert "image 1: " in await refusal({"type": "image_url", "image_url": "data:image/png;base64,AAAA"})
+    assert "messages[0].content[0]: " in await refusal({"type": "image_url", "image_url": "data:image/png;base64,AAAA"})
     assert "cannot be truncated" in await refusal(PART, truncate_prompt_tokens=5)
     # The URL would fail, too, but a prompt that cannot be computed costs no fetch.
     assert "maximum context length" in await refusal(DEAD, text("a" * 600))

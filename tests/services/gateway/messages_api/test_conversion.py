@@ -20,7 +20,7 @@ def messages(*turns: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     """Return what the chat template gets for a conversation."""
     body = CountRequest.model_validate({"messages": list(turns), **fields})
     return [
-        {name: value for name, value in message.for_template().items() if value is not None}
+        {name: value for name, value in message.for_template(True).items() if value is not None}
         for message in chat_fields(body).messages
     ]
 

@@ -1,0 +1,153 @@
+"""The metadata of a GGUF file, read by key with a type and bounds.
+
+Without a key, transformers silently takes the value of some other model. At an impossible value it fails without naming
+the key. So everything that a conversion depends on is read here first.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gguf import GGUFReader, GGUFValueType, ReaderField
+
+from paceline.core.errors import ModelError
+from paceline.models.gguf_reader import DamagedError
+
+# Keys below the architecture's name. A file must have the first ones.
+_SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length")
+_OPTIONAL_SIZES = (
+    "vocab_size",
+    "attention.key_length",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "expert_feed_forward_length",
+)
+
+# Lists of a tokenizer, and the one from which each kind of vocabulary knows what to merge first.
+_MERGES = "tokenizer.ggml.merges"
+_LISTS: Mapping[str, GGUFValueType] = {
+    _MERGES: GGUFValueType.STRING,
+    "tokenizer.ggml.scores": GGUFValueType.FLOAT32,
+    "tokenizer.ggml.token_type": GGUFValueType.INT32,
+}
+_RANKS: Mapping[str, str] = {"gpt2": _MERGES, "llama": "tokenizer.ggml.scores", "gemma4": _MERGES}
+_TOKEN_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding"))
+_FLAGS = tuple(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix"))
+
+
+class TokenizerList(NamedTuple):
+    """A list of a tokenizer. It can have a million entries, so they are not kept."""
+
+    entries: GGUFValueType
+    length: int
+
+    def __repr__(self) -> str:
+        return f"a list of {self.length} {self.entries.name} values"
+
+
+class Metadata(dict[str, Any]):
+    """Values by key, with a `TokenizerList` for each list of the tokenizer. Methods raise DamagedError."""
+
+    def __init__(self, reader: GGUFReader) -> None:
+        try:
+            super().__init__((name, _value(name, field)) for name, field in reader.fields.items())
+        except ValueError as error:
+            raise DamagedError(f"its metadata have a text that is not UTF-8: {error}") from error
+        self.tensors: dict[str, list[int]] = {tensor.name: tensor.shape.tolist()[::-1] for tensor in reader.tensors}
+        """Shapes by the tensors' names in the file, outer dimension first."""
+
+    @property
+    def architecture(self) -> str:
+        return str(self.get("general.architecture"))
+
+    def whole(self, key: str, least: int = 1, most: int | None = None, default: int | None = None) -> int:
+        """Return a whole number within these bounds. Without a default, the file must have the key."""
+        value = self.get(key, default)
+        if type(value) is int and least <= value and (most is None or value <= most):
+            return value
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise self._unexpected(key, f"a whole number {bounds}")
+
+    def real(self, key: str, least: float, default: float | None = None) -> float:
+        """Return a finite number of at least `least`. Without a default, the file must have the key."""
+        value: Any = self.get(key, default)
+        if type(value) in (int, float) and math.isfinite(value) and value >= least:
+            return float(value)
+        raise self._unexpected(key, f"a finite number of at least {least}")
+
+    def length(self, key: str, entries: GGUFValueType, wanted: int | None = None) -> int:
+        """Return the length of a list of the tokenizer, which must be `wanted` if this is not None."""
+        value = self.get(key)
+        if isinstance(value, TokenizerList) and value.entries == entries and wanted in (None, value.length):
+            return value.length
+        raise self._unexpected(key, f"a list of {'' if wanted is None else f'{wanted} '}{entries.name} values")
+
+    def one_of(self, key: str, wanted: tuple[object, ...]) -> Any:
+        """Return a value that must be one of `wanted`."""
+        value = self.get(key)
+        if value in wanted:
+            return value
+        raise self._unexpected(key, f"one of {', '.join(map(repr, wanted))}")
+
+    def _unexpected(self, key: str, wanted: str) -> DamagedError:
+        if key not in self:
+            return DamagedError(f"it has no {key}, which must be {wanted}")
+        # A damaged value can be a text of any length.
+        return DamagedError(f"its {key} is {repr(self[key])[:100]}, but must be {wanted}")
+
+
+def _value(name: str, field: ReaderField) -> Any:
+    is_list = field.types[0] == GGUFValueType.ARRAY
+    if is_list and name.startswith("tokenizer."):
+        return TokenizerList(field.types[-1], len(field.data))
+    return field.contents()
+
+
+def check_sizes(metadata: Metadata) -> None:
+    """Check that the sizes of a model that transformers converts are possible and fit together.
+
+    Raises:
+        DamagedError: a size is missing, of the wrong type or out of bounds.
+        ModelError: the file has tensors of more or fewer layers than its metadata say.
+    """
+    place = metadata.architecture
+    for name in (*_SIZES, *(name for name in _OPTIONAL_SIZES if f"{place}.{name}" in metadata)):
+        metadata.whole(f"{place}.{name}")
+    metadata.real(f"{place}.attention.layer_norm_rms_epsilon", 0)
+    # A Llama whose config.json had no base has none in its file either.
+    metadata.real(f"{place}.rope.freq_base", 1, default=10_000.0 if place == "llama" else None)
+    if f"{place}.expert_used_count" in metadata:
+        metadata.whole(f"{place}.expert_used_count", most=metadata.whole(f"{place}.expert_count"))
+    heads = metadata.whole(f"{place}.attention.head_count")
+    kv_heads = metadata.whole(f"{place}.attention.head_count_kv", most=heads)
+    if heads % kv_heads:
+        raise DamagedError(f"its {place}.attention.head_count {heads} is not a multiple of head_count_kv {kv_heads}")
+    hidden = metadata.whole(f"{place}.embedding_length")
+    if f"{place}.attention.key_length" not in metadata and hidden % heads:
+        raise DamagedError(f"its {place}.embedding_length {hidden} is not a multiple of attention.head_count {heads}")
+    layers = {int(name.split(".")[1]) for name in metadata.tensors if re.match(r"blk\.\d+\.", name)}
+    count = metadata.whole(f"{place}.block_count")
+    if layers and max(layers) + 1 != count:
+        raise ModelError(f"it has tensors of {max(layers) + 1} layers, but its metadata say {count}")
+
+
+def check_tokenizer(metadata: Metadata) -> None:
+    """Raise DamagedError if a list of the tokenizer is missing or incomplete, or a token id has no token."""
+    kind = metadata.one_of("tokenizer.ggml.model", tuple(_RANKS))
+    count = metadata.length("tokenizer.ggml.tokens", GGUFValueType.STRING)
+    for key in {_RANKS[kind], *(key for key in _LISTS if key in metadata)}:
+        metadata.length(key, _LISTS[key], None if key == _MERGES else count)
+    for key in _TOKEN_IDS:
+        if key in metadata:
+            metadata.whole(key, least=0, most=count - 1)
+    for key in _FLAGS:
+        if key in metadata:
+            metadata.one_of(key, (False, True))
+    rows = metadata.tensors.get("token_embd.weight", [count])[0]
+    if count > rows:
+        raise DamagedError(f"its tokenizer has {count} tokens, but its token_embd.weight only {rows} rows")
