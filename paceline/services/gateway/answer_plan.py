@@ -74,11 +74,6 @@ def answer_constraint(
         InvalidRequestError: the tools cannot be enforced. The error names the field.
     """
     thought = forms.thought
-    if request.tools and forms.tools is None:
-        raise InvalidRequestError(
-            "tools: this server knows no form of tool calls for this model; start it with --tool-call-parser NAME",
-            "tools",
-        )
     budget = request.thinking_token_budget
     budget = None if budget is None or budget < 0 else budget
     if budget is not None and thought is None:

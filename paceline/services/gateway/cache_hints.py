@@ -74,7 +74,10 @@ def text_marks(
     found: list[TextMark] = []
     position = 0
     for number, (index, own, mark) in enumerate(places, 1):
-        if (start := text.find(own, position)) >= 0:
+        if (start := text.find(own, position)) < 0:
+            own = own.strip()  # as templates do
+            start = text.find(own, position)
+        if start >= 0:
             if marks and messages[index].role not in ("system", "developer"):
                 # Templates write tools within the system prompt or next to it.
                 found += [TextMark(start, MARK_SECONDS[tool.ttl]) for tool in marks]

@@ -70,10 +70,16 @@ def media_of(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[Medi
 def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -> RenderedChat:
     """Return a conversation as the chat template writes it.
 
-    Raises InvalidRequestError if the template rejects it, or has no place for its media.
+    Raises InvalidRequestError if the template rejects it or has no place for its media, or if it has tools, of which
+    the model can call none.
     """
     arranged = list(_arranged(request.messages, tokenizer.media_kinds))
     tools = [tool.for_template() for tool in request.tools or ()]
+    if tools and forms.tools is None:
+        raise InvalidRequestError(
+            "tools: this server knows no form of tool calls for this model; start it with --tool-call-parser NAME",
+            "tools",
+        )
     writes_tools = not forms.template_has_tools and forms.tools is not None
     takes_parts = tokenizer.roles_with_parts
     messages = []

@@ -111,6 +111,30 @@ def test_contradictions_are_refused(options: dict[str, Any], param: str) -> None
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("source", "roles"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", set()),
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", set()),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", set()),
+        (
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+            "{{ part.text }}{% endfor %}{% endif %}{% endfor %}",
+            {"system", "user", "assistant", "tool"},
+        ),
+        (
+            "{{ messages[0].content[0].text if messages[0].role == 'system' }}{% for m in messages %}"
+            "{% if m.role == 'user' and m.content is not string %}{{ m.content | map(attribute='text') | join }}"
+            "{% else %}{{ m.content | upper }}{% endif %}{% endfor %}",
+            {"user"},
+        ),
+        ("{{ raise_exception('no') }}", set()),
+    ],
+)
+def test_templates_that_read_lists_of_texts_are_found(source: str, roles: set[str]) -> None:
+    assert ChatTemplate(source, SPECIAL).roles_with_parts == roles
+
+
 def test_a_broken_template_is_refused_at_the_start() -> None:
     with pytest.raises(ModelError, match="line 1"):
         ChatTemplate("{% for %}", {})

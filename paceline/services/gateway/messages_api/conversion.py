@@ -24,22 +24,24 @@ from paceline.services.gateway.chat_schemas import (
     ToolDefinition,
 )
 from paceline.services.gateway.media.parts import MediaPart, data_url, name_places
-from paceline.services.gateway.messages_api.schemas import (
+from paceline.services.gateway.messages_api.blocks import (
     AssistantBlock,
-    CountRequest,
     ImageBlock,
     Marked,
-    MessagesRequest,
-    SearchResultBlock,
-    SystemMessage,
+    ShownBlock,
     TextBlock,
     ThinkingBlock,
-    Tool,
     ToolResultBlock,
     ToolUseBlock,
     UnreadBlock,
     UrlSource,
     UserBlock,
+)
+from paceline.services.gateway.messages_api.schemas import (
+    CountRequest,
+    MessagesRequest,
+    SystemMessage,
+    Tool,
 )
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
 
@@ -137,13 +139,13 @@ def _user(blocks: Sequence[UserBlock]) -> Iterator[ChatMessage]:
         if isinstance(block, ToolResultBlock):
             mark = _last_mark([block, *_blocks(block.content or "")])
             yield ChatMessage.of_blocks("tool", _result(block), tool_call_id=block.tool_use_id, cache_control=mark)
-    shown = [_part(block) for block in blocks if isinstance(block, TextBlock | ImageBlock)]
+    shown = [_part(block) for block in blocks if isinstance(block, ShownBlock)]
     if shown or not blocks:
         mark = _last_mark([block for block in blocks if isinstance(block, ImageBlock)])
         yield ChatMessage.of_blocks("user", shown, cache_control=mark)
 
 
-def _part(block: TextBlock | ImageBlock | SearchResultBlock | UnreadBlock) -> ContentPart:
+def _part(block: ShownBlock | UnreadBlock) -> ContentPart:
     if isinstance(block, ImageBlock):
         source = block.source
         if isinstance(source, UrlSource):

@@ -10,7 +10,7 @@ from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Co
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.generation import Generation
-from paceline.services.gateway.responses_api.items import id_prefix
+from paceline.services.gateway.responses_api.conversation import id_prefix
 from paceline.services.gateway.responses_api.output import (
     CustomCall,
     FunctionCall,

@@ -15,8 +15,10 @@ from paceline.services.gateway.errors import ApiError, ContextLengthError
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_chat
-from paceline.services.gateway.responses_api.items import CallOutputItem, InputItem, MessageItem, Messages
+from paceline.services.gateway.responses_api.conversation import Messages
+from paceline.services.gateway.responses_api.items import InputItem, MessageItem
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
+from paceline.services.gateway.responses_api.tool_items import OutputItem
 from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.schemas import ChatRequest, GenerationRequest
 
@@ -163,7 +165,7 @@ def _shortened(items: Sequence[InputItem]) -> list[Sequence[InputItem]]:
     calls = [
         index
         for index in range(last + 2, len(items))
-        if isinstance(items[index - 1], CallOutputItem) and not isinstance(items[index], CallOutputItem)
+        if isinstance(items[index - 1], OutputItem) and not isinstance(items[index], OutputItem)
     ]
     asked = items[max(begin, last) : last + 1]
     return [

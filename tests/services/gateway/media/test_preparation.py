@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -45,11 +46,22 @@ def budget() -> Iterator[RequestBudget]:
 
 
 async def prepare(
-    preparer: MediaPreparer, *items: MediaItem, owner: str = "", most_tokens: int | None = None, **options: Any
+    preparer: MediaPreparer,
+    *items: MediaItem,
+    owner: str = "",
+    most_tokens: int | None = None,
+    keeps_newest: bool = False,
+    **options: Any,
 ) -> Expansions:
     with MemoryBudget(1 << 30, 1).request() as budget:
         media = await preparer.plan(
-            items, lambda media: media, budget=budget, options=options, owner=owner, most_tokens=most_tokens
+            items,
+            lambda media: media,
+            budget=budget,
+            options=options,
+            owner=owner,
+            most_tokens=most_tokens,
+            keeps_newest=keeps_newest,
         )
         # The files and the decoded arrays count no longer, the inputs do. Items without data have those of others.
         assert budget.used == sum({id(expansion): expansion.size for expansion in media.values()}.values())
@@ -134,6 +146,10 @@ async def test_errors_name_the_item_and_the_field(preparer: MediaPreparer, budge
     with pytest.raises(MediaError, match=r"^image 2: ") as caught:
         await preparer.plan([IMAGE, broken], lambda media: media, budget=budget, options=None, owner="", param="input")
     assert caught.value.param == "input"
+    placed = dataclasses.replace(broken, place="messages[0].content[1]")
+    with pytest.raises(MediaError, match=r"^messages\[0\]\.content\[1\]: ") as caught:
+        await prepare(preparer, IMAGE, placed)
+    assert caught.value.param == placed.place
     for wrong, told in (
         (RECALLED, "no image with the uuid 'cat' is kept here"),
         (
@@ -222,3 +238,46 @@ async def test_preprocessing_has_a_deadline() -> None:
         await service.preprocess(go_on.wait, 10)
     go_on.set()
     await service.close()
+
+
+def images(count: int) -> list[MediaItem]:
+    """Return different images."""
+    return [MediaItem("image", data_url(image_file(image=picture(6 + index, 4)))) for index in range(count)]
+
+
+async def test_the_newest_items_are_kept_as_far_as_there_is_room(processor: Processor, service: MediaService) -> None:
+    preparer = MediaPreparer(GatewayConfig(max_media_items=12), processor, service)
+    items = images(14)
+    tokens = [processor.tokens_of("image", (4, 6 + index, 3)) for index in range(14)]
+    assert set(await prepare(preparer, *items, keeps_newest=True)) == set(items[2:])
+    # More items than are loaded at the same time.
+    kept = await prepare(preparer, *items, keeps_newest=True, most_tokens=sum(tokens[-9:]))
+    assert list(kept) == items[:-10:-1]
+    assert not await prepare(preparer, *items, keeps_newest=True, most_tokens=tokens[-1] - 1)
+    dead = MediaItem("image", "http://127.0.0.1:1/cat.png")
+    assert dead not in await prepare(preparer, dead, *items[:12], keeps_newest=True)
+
+
+async def test_the_newest_items_are_kept_within_the_limits_of_their_kinds(preparer: MediaPreparer) -> None:
+    first, second, third = images(3)
+    audio = MediaItem("audio", data_url(audio_file()))
+    assert set(await prepare(preparer, audio, first, second, third, keeps_newest=True)) == {second, third}
+    assert set(await prepare(preparer, audio, second, third, keeps_newest=True)) == {audio, second, third}
+
+
+async def test_a_repeated_uuid_has_the_data_of_an_older_item_that_is_left_out(preparer: MediaPreparer) -> None:
+    first, second = images(2)
+    media = await prepare(preparer, NAMED, first, RECALLED, second, keeps_newest=True)
+    assert (media[RECALLED], first in media) == (media[NAMED], False)
+    # The uuid alone is kept from earlier requests, too.
+    again = await prepare(preparer, first, second, RECALLED, keeps_newest=True)
+    assert (again[RECALLED], set(again)) == (media[NAMED], {second, RECALLED})
+
+
+async def test_a_stored_uuid_never_means_another_item(preparer: MediaPreparer) -> None:
+    meant = (await prepare(preparer, NAMED))[NAMED].digest
+    stored = MediaItem("image", None, "cat", meant)
+    assert (await prepare(preparer, stored))[stored].digest == meant
+    await prepare(preparer, MediaItem("image", data_url(image_file(image=picture(9, 9))), "cat"))
+    with pytest.raises(InvalidRequestError, match="'cat' has got another meaning since this part was stored; send the"):
+        await prepare(preparer, stored)

@@ -169,6 +169,80 @@ async def test_a_conversation_of_responses_keeps_its_images(
     assert "'input_file' is not supported" in refused.json()["error"]["message"]
 
 
+async def test_a_stored_uuid_keeps_its_meaning(start_stack: StartStack, media_model: Path, tmp_path: Path) -> None:
+    stack = await start_stack(model=str(media_model), store=str(tmp_path / "responses.db"))
+
+    async def respond(*content: Json, **body: Any) -> Any:
+        items = [{"role": "user", "content": list(content)}]
+        return await stack.post("/v1/responses", input=items, max_output_tokens=2, **SMALL, **body)
+
+    assert (await chat(stack, {**PART, "uuid": "cat"})).status_code == 200
+    first = (await respond({"type": "input_image", "uuid": "cat"})).json()
+    later = {"type": "input_text", "text": "and?"}
+    assert (await respond(later, previous_response_id=first["id"])).status_code == 200
+    other = {"type": "image_url", "image_url": f"data:image/png;base64,{png(PIXELS[:20])}", "uuid": "cat"}
+    assert (await chat(stack, other)).status_code == 200
+    refused = await respond(later, previous_response_id=first["id"])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "previous_response_id[0].content[0]"
+    assert "another meaning" in refused.json()["error"]["message"]
+
+
+async def test_truncation_keeps_the_newest_images(seeing: Stack, picture: Run) -> None:
+    looks = [
+        {"type": kind, "call_id": str(index), **fields}
+        for index, url in enumerate(["http://127.0.0.1:1/a.png", "http://127.0.0.1:1/b.png", URL, URL])
+        for kind, fields in (
+            ("computer_call", {"action": {"type": "screenshot"}}),
+            ("computer_call_output", {"output": {"type": "computer_screenshot", "image_url": url}}),
+        )
+    ]
+    items = [{"role": "user", "content": "look"}, *looks]
+    body = {"input": items, "max_output_tokens": 2, **SMALL}
+    answer = await seeing.post("/v1/responses", truncation="auto", **body)
+    assert answer.status_code == 200, answer.text
+    # The gateway takes two images of a request.
+    assert [span.digest for span in shown(seeing)[1]] == [picture.digest] * 2
+    refused = await seeing.post("/v1/responses", **body)
+    assert (refused.status_code, "at most 2 of the kind image" in refused.text) == (400, True)
+
+
+async def test_texts_are_parts_for_a_template_that_reads_parts(seeing: Stack) -> None:
+    assert (await chat(seeing, text("a"), text("b"))).status_code == 200
+    together = shown(seeing)[0]
+    assert (await chat(seeing, text("ab"))).status_code == 200
+    assert shown(seeing)[0] == together
+
+
+async def test_errors_name_the_part_in_each_api(seeing: Stack) -> None:
+    broken = "data:image/png;base64,AAAA"
+    image = {"type": "input_image", "image_url": broken}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text("x"), block]}
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    output = {"type": "function_call_output", "call_id": "a", "output": [image]}
+    for path, field, messages, place in (
+        ("/v1/responses", "input", [{"role": "user", "content": [image]}], "input[0].content[0]"),
+        ("/v1/responses", "input", [{"role": "user", "content": "a"}, output], "input[1].output[0]"),
+        ("/v1/messages", "messages", [{"role": "user", "content": [text("a"), block]}], "messages[0].content[1]"),
+        (
+            "/v1/messages",
+            "messages",
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [call]},
+                {"role": "user", "content": [result]},
+            ],
+            "messages[2].content[0].content[1]",
+        ),
+    ):
+        limit = {"max_tokens": 2} if path == "/v1/messages" else {}
+        answer = await seeing.post(path, **{field: messages}, **limit)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"].startswith(f"{place}: ")) == (400, True), answer.text
+        assert error.get("param", place) == place
+
+
 async def test_what_is_wrong_is_told(seeing: Stack) -> None:
     async def refusal(*content: Any, **body: Any) -> str:
         answer = await chat(seeing, *content, **body)

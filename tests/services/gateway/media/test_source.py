@@ -54,6 +54,21 @@ async def test_reads_data_url(size: int) -> None:
         assert await read_data_url(head + base64.b64encode(data).decode(), MAX_BYTES) == data
 
 
+async def test_base64_may_have_line_breaks() -> None:
+    data = bytes(range(256))
+    broken = base64.encodebytes(data).decode()
+    for text in (broken, broken.replace("\n", "\r\n"), broken.replace("\n", "%0A")):
+        assert await read_data_url(f"data:image/png;base64,{text}", MAX_BYTES) == data
+
+
+async def test_frames_of_a_video_follow_each_other() -> None:
+    frames = [b"a", b"bc", b"def"]
+    text = ",".join(base64.b64encode(frame).decode() for frame in frames)
+    assert await read_data_url(f"data:video/jpeg;base64,{text}", MAX_BYTES) == b"abcdef"
+    with pytest.raises(MediaError, match="send standard base64"):
+        await read_data_url(f"data:video/mp4;base64,{text}", MAX_BYTES)
+
+
 async def test_reads_quoted_data_url() -> None:
     for text in ("%2B%2F8%3D", "%2b%2f8%3d", "+/8="):
         assert await read_data_url(f"data:;base64,{text}", MAX_BYTES) == b"\xfb\xff"

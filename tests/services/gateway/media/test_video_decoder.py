@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from paceline.services.gateway.errors import MediaError
 from paceline.services.gateway.media import video_decoder
@@ -16,7 +18,7 @@ from paceline.services.gateway.media.decoded import BrokenItemError
 from paceline.services.gateway.media.items import FrameSampling
 from paceline.services.gateway.media.video_decoder import sample
 from tests.services.gateway.media.conftest import Decode
-from tests.services.gateway.media.samples import MUTATIONS, Mutation, audio_file, image_file, video_file
+from tests.services.gateway.media.samples import MUTATIONS, Mutation, audio_file, image_file, picture, video_file
 
 OPTIONS: dict[str, Any] = {"max_pixels": 1 << 20, "max_seconds": 60.0, "sampling": {"most": 5}}
 CONTAINERS = [
@@ -45,6 +47,18 @@ def test_samples_evenly() -> None:
 def test_samples_by_rate(total: int, rate: float, count: int) -> None:
     """Two frames a second, at least 4 and at most 20. The file says what its rate is, so it may be anything."""
     assert len(sample(total, rate, FrameSampling(20, 4, 2.0))) == count
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_jpeg_files_are_the_frames_of_a_video(decode: Decode, count: int) -> None:
+    thumbnail = image_file("JPEG", picture(4, 4))
+    frames = [picture(32, 16).point(lambda value, step=index: value * (step + 1) // 10) for index in range(count)]
+    files = [image_file("JPEG", frame, quality=95, subsampling=0, comment=thumbnail) for frame in frames]
+    facts, array = decode("video", b"".join(files), **OPTIONS)
+    numbers = sample(count, 1.0, FrameSampling(5))
+    assert facts["timestamps"].tolist() == numbers
+    expected = np.stack([np.asarray(Image.open(io.BytesIO(files[number])).convert("RGB")) for number in numbers])
+    assert np.abs(array.astype(int) - expected).max() <= 1
 
 
 samplings = st.builds(

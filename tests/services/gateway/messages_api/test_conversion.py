@@ -89,7 +89,20 @@ def test_reasoning_of_earlier_answers() -> None:
             },
             "T\na.org\nx\ny",
         ),
-        ({"content": [text("see"), {"type": "document"}]}, "see\n[document: this model takes no documents]"),
+        (
+            {
+                "content": [
+                    text("see"),
+                    {"type": "document", "title": "T", "source": {"type": "base64", "data": "JVBE"}},
+                ]
+            },
+            "see\nT\n[document: this model takes text alone]",
+        ),
+        ({"content": [{"type": "document", "source": {"type": "text", "data": "page"}}]}, "page"),
+        (
+            {"content": [{"type": "tool_reference", "tool_name": "f"}]},
+            "[tool_reference: this server searches no tools]",
+        ),
     ],
 )
 def test_results_of_tools(fields: dict[str, Any], expected: str) -> None:
@@ -128,3 +141,20 @@ def test_calls_of_hosted_tools_are_left_out() -> None:
     result = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
     answer = {"role": "assistant", "content": [use, result, text("found")]}
     assert messages(USER, answer, USER) == [USER, {"role": "assistant", "content": "found"}, USER]
+
+
+def test_documents_of_text_are_read() -> None:
+    whole = {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": "page"}}
+    parts = {"type": "document", "source": {"type": "content", "content": [text("x"), text("y")]}}
+    found = {"type": "search_result", "title": "S", "source": "a.org", "content": [text("z")]}
+    expected = "T\nC\npage\nx\ny\nS\na.org\nz\nso?"
+    assert messages({"role": "user", "content": [whole, parts, found, text("so?")]}) == [
+        {"role": "user", "content": expected}
+    ]
+
+
+def test_a_cache_breakpoint_between_texts_does_not_change_the_prompt() -> None:
+    plain = {"type": "text", "text": "a"}
+    assert messages({"role": "user", "content": [text("a"), plain]}) == messages(
+        {"role": "user", "content": [plain, plain]}
+    )

@@ -27,8 +27,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-        "content of type 'document' is not supported here; send text or image or tool_result",
+        {"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]},
+        "'redacted_thinking' is not supported here; send text or image or search_result or document or tool_result",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "http://a"}}]}
+            ]
+        },
+        "messages[0].content[0]: this server reads no documents but texts; send a source of type text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}]},
+        "messages[0].content[0].source: this server keeps no files; send a source of type base64 or url",
     ),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "image is not supported; this model takes text alone"),
     ({"messages": [{"role": "user", "content": [CALL]}]}, "content of type 'tool_use' is not"),

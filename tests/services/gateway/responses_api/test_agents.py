@@ -155,7 +155,7 @@ async def test_items_of_other_servers_in_a_history_are_left_out(codex: tuple[Sta
     client.history += [
         {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "q"}},
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAB-of-another-server"},
-        {"type": "local_shell_call", "call_id": "c", "status": "completed", "action": {"type": "exec", "command": []}},
+        {"type": "code_interpreter_call", "id": "c", "status": "completed", "code": "1", "container_id": "d"},
         {"type": "compaction", "encrypted_content": "x"},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "in short"}], "encrypted_content": None},
     ]
@@ -164,6 +164,32 @@ async def test_items_of_other_servers_in_a_history_are_left_out(codex: tuple[Sta
     await client.turn("ok")
     expected = "agent.\n\nlate rule<|user|>x<|assistant|><think>in short</think><|user|>y<|assistant|>"
     assert prompt_of(stack).endswith(expected)
+
+
+async def test_tools_of_other_servers_that_ran_at_the_client_are_seen(codex: tuple[Stack, Codex]) -> None:
+    stack, client = codex
+    client.say("x")
+    edit = {"type": "update_file", "path": "a", "diff": "+b"}
+    client.history += [
+        {"type": "shell_call", "call_id": "a", "status": "completed", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "a", "output": [{"stdout": "b", "stderr": "", "outcome": {}}]},
+        {"type": "local_shell_call", "call_id": "c", "status": "completed", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c", "output": "d"},
+        {"type": "apply_patch_call", "call_id": "e", "status": "completed", "operation": edit},
+        {"type": "apply_patch_call_output", "call_id": "e", "status": "failed", "output": "no"},
+        {"type": "mcp_call", "id": "m", "server_label": "notes", "name": "find", "arguments": "{}", "output": "f"},
+        {"type": "mcp_call", "id": "n", "server_label": "notes", "name": "find", "arguments": "{}", "error": "away"},
+    ]
+    client.say("y")
+    await client.turn("ok")
+    prompt = prompt_of(stack)
+    results = ['[{"stdout": "b", "stderr": "", "outcome": {}}]', "d", "no", "f", 'Error: "away"']
+    places = [prompt.index(f"<|tool|>{result}<|") for result in results]
+    names = ["shell", "local_shell", "apply_patch", "notes__find"]
+    assert places == sorted(places)
+    assert [prompt.count(f'"name": "{name}"') for name in names] == [1, 1, 1, 2]
+    assert '"commands": ["ls"]' in prompt
+    assert '"diff": "+b"' in prompt
 
 
 async def test_items_can_bring_further_tools(codex: tuple[Stack, Codex]) -> None:

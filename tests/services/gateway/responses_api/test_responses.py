@@ -342,3 +342,25 @@ async def test_the_request_id_of_the_body_is_used_or_refused(agents: Stack) -> N
     assert answer.json()["id"].startswith("resp_")
     refused = await agents.post("/v1/responses", input="x", request_id="two words")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+
+
+async def test_truncation_drops_the_oldest_calls_of_a_long_turn(start_agents: StartAgents) -> None:
+    agents = await start_agents(tool_call_parser="none", reasoning_parser="none")
+    calls = [
+        {"type": kind, "call_id": f"c{index}", **fields}
+        for index in range(6)
+        for kind, fields in (
+            ("function_call", {"name": f"f{index}", "arguments": "{}"}),
+            ("function_call_output", {"output": f"r{index}" * 1000}),
+        )
+    ]
+    items: list[Any] = [{"role": "user", "content": "old"}, {"role": "user", "content": "do"}, *calls]
+    recite(agents, "ok")
+    body = {"input": items, "instructions": "be", "max_output_tokens": 10, **SEED}
+    answer = await agents.post("/v1/responses", truncation="auto", **body)
+    assert answer.status_code == 200, answer.text
+    prompt = prompt_of(agents)
+    assert prompt.startswith("<|system|>be<|user|>do<|assistant|>")
+    assert [f"r{index}" in prompt for index in range(6)] == [False] * 2 + [True] * 4
+    # A result without its call would be a riddle to the model.
+    assert prompt.index("<|tool|>") > prompt.index("<|assistant|>")

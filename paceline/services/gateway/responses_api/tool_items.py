@@ -1,0 +1,155 @@
+"""The items of tools: calls of the model, and what they returned."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+
+from paceline.services.gateway.answer_format import Body
+from paceline.services.gateway.chat_schemas import ContentPart, TextPart, kind_of_part
+from paceline.services.gateway.media.parts import MediaPart
+from paceline.services.gateway.responses_api.conversation import Item, Messages
+
+Json = dict[str, Any]
+
+
+class FunctionCallItem(Item):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    namespace: str | None = None
+    arguments: str
+
+    def add_to(self, messages: Messages) -> None:
+        messages.add_call(self.call_id, self.name, self.namespace, self.arguments)
+
+
+class CustomCallItem(Item):
+    """A call of a tool that takes a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    namespace: str | None = None
+    input: str
+
+    def add_to(self, messages: Messages) -> None:
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        messages.add_call(self.call_id, self.name, self.namespace, arguments)
+
+
+class AgentCallItem(Item):
+    """A call of one of OpenAI's tools that run at the client: a computer, a shell or edits of files.
+
+    Its result is an item of its own.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    type: Literal["computer_call", "shell_call", "local_shell_call", "apply_patch_call"]
+    call_id: str
+    action: Json | None = None
+    actions: list[Json] | None = None
+    operation: Json | None = None
+
+    def add_to(self, messages: Messages) -> None:
+        arguments = self.action or self.operation or {"actions": self.actions or []}
+        name = self.type.removesuffix("_call")
+        messages.add_call(self.call_id, name, None, json.dumps(arguments, ensure_ascii=False))
+
+
+class McpCallItem(Item):
+    """A call of a tool on an MCP server with what it returned."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    type: Literal["mcp_call"]
+    id: str
+    name: str = Field(min_length=1)
+    server_label: str
+    arguments: str
+    output: str | None = None
+    error: Any = None
+
+    def add_to(self, messages: Messages) -> None:
+        messages.add_call(self.id, self.name, self.server_label, self.arguments)
+        failure = None if self.error is None else f"Error: {json.dumps(self.error, ensure_ascii=False)}"
+        messages.add("tool", self.output or failure or "", tool_call_id=self.id)
+
+
+class UnreadPart(Body):
+    """A document in a tool's output. The model sees a note in its place, because an agent cannot know what comes."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    type: Literal["input_file"]
+
+    def for_message(self) -> TextPart:
+        return TextPart(type="text", text=f"[{self.type}: this model takes no documents]")
+
+
+def _kind_of_output(data: Any) -> str:
+    kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
+    return "unread part" if kind == "input_file" else kind_of_part(data)
+
+
+OutputPart = Annotated[
+    Annotated[TextPart, Tag("text part")]
+    | Annotated[MediaPart, Tag("media part")]
+    | Annotated[UnreadPart, Tag("unread part")],
+    Discriminator(_kind_of_output),
+]
+
+
+class OutputItem(Item):
+    """The base of what tools returned."""
+
+
+class CallOutputItem(OutputItem):
+    """What a tool returned. It may be one image, such as a computer's screenshot."""
+
+    type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
+    call_id: str
+    output: str | list[OutputPart] | Json
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _read_image(cls, given: Any) -> Any:
+        is_image = isinstance(given, dict) and given.get("type") in ("computer_screenshot", "input_image")
+        return [{**given, "type": "input_image"}] if is_image else given
+
+    def add_to(self, messages: Messages) -> None:
+        if isinstance(self.output, dict):
+            content: str | list[ContentPart] = json.dumps(self.output, ensure_ascii=False)
+        elif isinstance(self.output, list):
+            content = [part.for_message() if isinstance(part, UnreadPart) else part for part in self.output]
+        else:
+            content = self.output
+        messages.add("tool", content, tool_call_id=self.call_id)
+
+    def stored(self, new_id: str) -> Json:
+        fields = super().stored(new_id)
+        match self.type, self.output:
+            case "computer_call_output", [MediaPart() as screenshot]:
+                fields["output"] = {**screenshot.stored(), "type": "computer_screenshot"}
+        return fields
+
+
+class AgentOutputItem(OutputItem):
+    """What one of OpenAI's tools returned: text, or what each command of a shell wrote and how it ended."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    type: Literal["shell_call_output", "local_shell_call_output", "apply_patch_call_output"]
+    call_id: str | None = None
+    """Items of the oldest type name the call in `id`."""
+    output: str | list[Json] | None = None
+    status: str | None = None
+
+    def add_to(self, messages: Messages) -> None:
+        text = json.dumps(self.output, ensure_ascii=False) if isinstance(self.output, list) else self.output
+        messages.add("tool", text or self.status or "", tool_call_id=self.call_id or self.id)
