@@ -224,6 +224,21 @@ def test_tensors_of_another_shape_are_named(tmp_path: Path, save_llama: Any) -> 
         load(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantized_tensors_are_refused_without_a_word_in_the_config(
+    tmp_path: Path, save_llama: Any, dtype: torch.dtype
+) -> None:
+    save_llama()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, "unused": torch.ones(2, dtype=torch.uint8)}, file, {"format": "pt"})
+    load(tmp_path)
+    save_file({**tensors, name: (100 * tensors[name]).to(dtype)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name} has dtype .*; quantized checkpoints are not supported"):
+        load(tmp_path)
+
+
 def test_tensors_that_are_not_used_are_counted(
     tmp_path: Path, save_llama: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.models.checkpoint import refuse_misfits
@@ -21,6 +22,8 @@ _LONGEST_MESSAGE = 400
 
 log = logging.getLogger(__name__)
 
+_QUANTIZED = ("I8", "U8", "F8", "F6", "F4")
+"""Beginnings of the names of dtypes that hold codes of quantized weights in safetensors."""
 _SWITCHING_ROPES = ("dynamic", "longrope")
 """Types of rotary embeddings that change when a context grows beyond its original length."""
 
@@ -71,11 +74,11 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
     Its weights are mapped if they have this dtype.
 
     Raises:
-        ModelError: `transformers` has no causal model of this kind or cannot load it, or weights are missing.
+        ModelError: `transformers` has no causal model of this kind or cannot load it, or weights do not fit it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    weight_files(folder)
+    files = weight_files(folder)
     register()
     config.use_cache = False
     config.return_dict = True
@@ -94,6 +97,7 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
         )
         (causal.get_decoder() if reads_images(config) else causal).set_attn_implementation(NAME)
     _check_report(folder, report)
+    _check_dtypes(files, report["unexpected_keys"])
     return causal.requires_grad_(False).eval().to(device)
 
 
@@ -108,6 +112,19 @@ def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
             len(unused),
             unused[0],
         )
+
+
+def _check_dtypes(files: Iterable[Path], unused: Container[str]) -> None:
+    """Raise ModelError if a tensor of the model is quantized, because `transformers` would take codes for values.
+
+    It knows them only by the `quantization_config` of config.json, which may be missing.
+    """
+    for file in files:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            dtypes = {name: tensors.get_slice(name).get_dtype() for name in sorted(tensors.keys())}
+        for name, dtype in dtypes.items():
+            if dtype.startswith(_QUANTIZED) and name not in unused:
+                raise ModelError(f"{file}: {name} has dtype {dtype}; quantized checkpoints are not supported")
 
 
 def reads_images(config: Any) -> bool:
