@@ -438,7 +438,7 @@ def _save(
     with torch.no_grad():
         for parameter in model.parameters():
             # Large enough that every term changes the logits. Norms and biases, too, differ from their initial values.
-            scale = 0.2 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            scale = 0.2 if parameter.dim() == 1 else max(1, parameter.shape[-1]) ** -0.5
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "layer_scalar")):

@@ -84,6 +84,11 @@ class Checkpoint:
         tensor = self.take_table(name, size, dtypes=(torch.int64, torch.int32))
         return tensor if tensor.is_meta else tensor.to(self._device, torch.int64, copy=True)
 
+    def _is_empty(self, name: str) -> bool:
+        """Return whether a tensor has no elements, as the matrices of no shared experts."""
+        _, handle = self._file_of[name]
+        return 0 in handle.get_slice(name).get_shape()
+
     def has(self, name: str, *shape: int) -> bool:
         if name not in self._file_of or not shape:
             return name in self._file_of
@@ -174,7 +179,7 @@ class Checkpoint:
             ModelError: names the tensors that are missing, have another shape, or were not taken.
         """
         # Old checkpoints hold rotary frequencies, which are computed from the config here.
-        left = [name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")]
+        left = [name for name in self._file_of if not name.endswith("rotary_emb.inv_freq") and not self._is_empty(name)]
         surplus = [name for name in left if not name.startswith(tuple(unread))]
         if known := [name for name in left if name not in surplus]:
             log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))

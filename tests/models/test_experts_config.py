@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
-from paceline.models.model_config import Experts
+from paceline.models.model_config import Experts, Rope
 from tests.models.configs import (
     GPT_OSS,
     LLAMA,
@@ -35,6 +35,9 @@ def test_windows_of_models_with_experts(tmp_path: Path) -> None:
     mixtral = {**LLAMA, "architectures": ["MixtralForCausalLM"]}
     assert read(tmp_path, mixtral).attention["full"].rope.theta == 1_000_000.0
     assert read(tmp_path, mixtral, sliding_window=4096).attention["sliding"].window == 4096
+    # Its code ignores the types of layers.
+    names = ["full_attention", "sliding_attention"]
+    assert set(read(tmp_path, mixtral, sliding_window=4096, layer_types=names).layer_types) == {"sliding"}
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
@@ -47,6 +50,8 @@ def test_gpt_oss(tmp_path: Path) -> None:
     assert full.rope.attention_factor == pytest.approx(1.3466, abs=1e-4)
     assert config.experts == Experts(32, 80, Routing(4, normalize=True), "clamped_swiglu", bias=True)
     assert config.dtype == "bfloat16"
+    plain = read(tmp_path, GPT_OSS, rope_parameters={}).attention["full"].rope
+    assert plain == Rope(150_000.0)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ def test_granite_hybrid(tmp_path: Path) -> None:
     assert (config.embedding_multiplier, config.residual_multiplier, config.logits_divisor) == (12.0, 0.246, 3.0)
     assert read(tmp_path, GRANITE, position_embedding_type="rope").attention["full"].rope == Rope(10_000.0)
     assert read(tmp_path, GRANITE, mamba_d_head="auto").mamba == config.mamba
+    unscaled = read(tmp_path, GRANITE, attention_multiplier=None).attention["full"]
+    assert unscaled.scale == unscaled.head_dim**-0.5
     for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
         assert read(tmp_path, GRANITE, time_step_limit=limit) == config
     names = ["linear_attention", "full_attention", "linear_attention"]
@@ -87,7 +89,8 @@ def test_qwen3_5_is_the_text_model_of_a_model_for_images(tmp_path: Path) -> None
         (QWEN3_NEXT, {"num_experts": 8}, "a token cannot have 10 experts: it chooses among 8"),
         (QWEN3_5, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
         (QWEN3_5, {"text_config": {"num_hidden_layers": 2}}, "vocab_size is missing"),
-        (QWEN3_5, {"text_config": ["x"]}, "a field has a value of the wrong kind"),
+        (QWEN3_5, {"text_config": ["x"]}, r"text_config must be an object, not \['x'\]"),
+        (QWEN3_NEXT, {"partial_rotary_factor": 0}, "0.0 must rotate an even number of 256 dimensions"),
     ],
 )
 def test_what_we_do_not_compute_is_refused(

@@ -66,7 +66,7 @@ def deepseek_v3(fields: Fields) -> ModelConfig:
         factor=fields.number("routed_scaling_factor", 2.5),
     )
     # transformers 5 writes `num_mtp_layers`.
-    unused = int(fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", 0)))
+    unused = fields.count("num_nextn_predict_layers", fields.count("num_mtp_layers", 0))
     return replace(_deepseek(fields, routing), unused_layers=unused)
 
 
@@ -79,7 +79,7 @@ def _deepseek(fields: Fields, routing: Routing) -> ModelConfig:
     layers, full = fields.size("num_hidden_layers"), _full(fields)
     kind: LayerType = "full"
     activation = fields.activation("hidden_act", "silu")
-    dense_layers = frozenset(range(min(layers, int(fields.get("first_k_dense_replace", 0)))))
+    dense_layers = frozenset(range(min(layers, fields.count("first_k_dense_replace", 0))))
     return ModelConfig(
         **fields.common(),
         activation=activation,
@@ -94,7 +94,7 @@ def _deepseek(fields: Fields, routing: Routing) -> ModelConfig:
             inner_size=fields.size("moe_intermediate_size"),
             routing=routing,
             activation=activation,
-            shared_size=int(fields.get("n_shared_experts", 0)) * fields.size("moe_intermediate_size"),
+            shared_size=fields.count("n_shared_experts", 0) * fields.size("moe_intermediate_size"),
             dense_layers=dense_layers,
         ),
     )

@@ -19,6 +19,24 @@ _QUANTIZED: Mapping[str, str] = {"GptOssForCausalLM": "mxfp4"}
 """The quantization of checkpoints that we read, for each architecture that has one."""
 
 
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("layer_types", "layers_block_type", "no_rope_layers", "mlp_only_layers", "time_step_limit"), list),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "per_layer_config", "quantization_config"), dict),
+    **dict.fromkeys(("text_config", "vision_config", "audio_config"), dict),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "position_embedding_type", "topk_method", "scoring_func"), str),
+}
+"""What values fields must be that are no numbers, if they are neither missing nor null."""
+_KIND_NAMES: Mapping[type, str] = {list: "a list", dict: "an object", str: "a text"}
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), 1 << 12),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 24),
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), 1 << 40),
+}
+_MOST_OF_OTHERS = 1 << 20
+"""The largest sizes that are read. A broken config.json must not keep workers busy until their memory is full."""
+
+
 class NotNativeError(ModelError):
     """No native code here computes what config.json asks for; the model's own code in transformers may."""
 
@@ -62,7 +80,7 @@ class Fields:
 
     def with_rope(self, default: Json) -> Fields:
         """Return the same fields, with `default` as `rope_parameters` if none are given in the style of any version."""
-        if self.raw.get("rope_parameters") or self.raw.get("rope_scaling"):
+        if self.raw.get("rope_parameters") is not None or self.raw.get("rope_scaling"):
             return self
         return self.changed(rope_parameters=default)
 
@@ -72,7 +90,10 @@ class Fields:
         if value is None:
             raise ModelError(f"{name} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(f"{name} must be a positive whole number, not {value!r}")
+            raise ModelError(f"{name} must be a positive whole number, not {value!r:.80}")
+        most = _MOST.get(name, _MOST_OF_OTHERS)
+        if value > most:
+            raise ModelError(f"{name} must be at most {most}, not {value!r:.80}")
         return value
 
     def count(self, name: str, default: int) -> int:
@@ -131,7 +152,7 @@ class Fields:
             head_dim: see `read_rope`.
             part: the part of a head that is rotated by default.
         """
-        part = float(self.get("partial_rotary_factor", part))
+        part = self.number("partial_rotary_factor", part)
         parameters = {"partial_rotary_factor": part, **self.rope_parameters()}
         return read_rope(parameters, self.positive("rope_theta", default_theta), max_position, head_dim)
 
@@ -147,6 +168,10 @@ class Fields:
 
     def refuse_unsupported(self) -> None:
         """Raise ModelError if a field that any architecture may have asks for something that no model here does."""
+        for name, kind in _KINDS.items():
+            value = self.raw.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise ModelError(f"{name} must be {_KIND_NAMES[kind]}, not {value!r:.80}")
         quantization = self.raw.get("quantization_config")
         if quantization and quantization.get("quant_method") != _QUANTIZED.get(self.architecture):
             raise ModelError("quantized checkpoints are not supported; use the bf16 one")
@@ -172,14 +197,14 @@ def read_rope(parameters: Json, default_theta: float, max_position: int, head_di
     Args:
         head_dim: size of a head of which only a part may be rotated; 0 if the architecture rotates whole heads.
     """
-    part = float(parameters.get("partial_rotary_factor") or 1.0)
+    part = _number(parameters, "partial_rotary_factor", 1.0)
     if part == 1.0:
         return _read_scaling(parameters, default_theta, max_position)
     if not head_dim:
         raise NotNativeError("a partial rotary embedding (partial_rotary_factor) is not supported")
     rotated = int(head_dim * part)
     if not 0 < rotated <= head_dim or rotated % 2:
-        raise ModelError(f"partial_rotary_factor {part} must rotate an even number of {head_dim} dimensions")
+        raise NotNativeError(f"partial_rotary_factor {part} must rotate an even number of {head_dim} dimensions")
     return replace(_read_scaling(parameters, default_theta, max_position), rotated_dims=rotated)
 
 
@@ -204,13 +229,15 @@ def _read_scaling(parameters: Json, default_theta: float, max_position: int) -> 
 
 def _read_yarn(parameters: Json, theta: float, max_position: int) -> Rope:
     """Read the fields of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071)."""
+    if theta == 1.0:
+        raise ModelError("rope's rope_theta must not be 1 with the type yarn")
     original = int(read_factor(parameters, "original_max_position_embeddings", max_position))
     factor = read_factor(parameters, "factor", max_position / original)
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    own, all_dims = (float(parameters.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
+    own, all_dims = (_number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim"))
     attention_factor = magnitude(own) / magnitude(all_dims) if own and all_dims else magnitude(1.0)
     if parameters.get("attention_factor") is not None:
         attention_factor = read_factor(parameters, "attention_factor")
@@ -228,7 +255,17 @@ def _read_yarn(parameters: Json, theta: float, max_position: int) -> Rope:
 
 def read_factor(parameters: Json, name: str, default: float = 0.0) -> float:
     """Return a number of a rotary embedding. Raises ModelError if it is not finite and above 0."""
-    value = float(parameters.get(name) or default)
+    value = _number(parameters, name, 0.0) or default
     if not 0 < value < math.inf:
         raise ModelError(f"rope's {name} must be given, finite and above 0")
     return value
+
+
+def _number(parameters: Json, name: str, default: float) -> float:
+    """Return a number of a rotary embedding; `default` if it is missing or null."""
+    value = parameters.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"rope's {name} must be a number, not {value!r:.80}")
+    return float(value)

@@ -29,6 +29,12 @@ def granite_experts(fields: Fields, shared_size: int) -> Experts:
     )
 
 
+def granite_scale(fields: Fields, head_dim: int) -> float:
+    """Return the factor on attention scores. If config.json says null, attention has its usual factor."""
+    is_null = "attention_multiplier" in fields.raw and fields.raw["attention_multiplier"] is None
+    return head_dim**-0.5 if is_null else fields.number("attention_multiplier", 1.0)
+
+
 def granite_hybrid(fields: Fields) -> ModelConfig:
     layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
     names = fields.get("layer_types", fields.get("layers_block_type", ["mamba"] * layers))
@@ -37,11 +43,12 @@ def granite_hybrid(fields: Fields) -> ModelConfig:
         raise NotNativeError(f"position_embedding_type {position} is not supported; supported are: nope, rope")
     max_position = fields.size("max_position_embeddings", 2048)
     rope, bias = fields.rope(10_000.0, max_position), fields.flag("attention_bias", False)
+    head_dim = fields.size("head_dim", fields.size("hidden_size") // heads)
     attention = AttentionConfig(
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),
-        head_dim=fields.size("head_dim", fields.size("hidden_size") // heads),
-        scale=fields.number("attention_multiplier", 1.0),
+        head_dim=head_dim,
+        scale=granite_scale(fields, head_dim),
         rope=rope if position == "rope" else None,
         bias=bias,
         output_bias=bias,

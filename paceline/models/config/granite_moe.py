@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.models.config.fields import Fields
-from paceline.models.config.granite_hybrid import granite_experts
+from paceline.models.config.granite_hybrid import granite_experts, granite_scale
 from paceline.models.config.llama import llama
 from paceline.models.model_config import ModelConfig
 
 
 def granite_moe(fields: Fields) -> ModelConfig:
     dense = llama(fields)
-    attention = replace(dense.attention["full"], scale=fields.number("attention_multiplier", 1.0))
+    full = dense.attention["full"]
+    attention = replace(full, scale=granite_scale(fields, full.head_dim))
     return replace(
         dense,
         attention={"full": attention},

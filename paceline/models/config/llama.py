@@ -23,6 +23,8 @@ def smollm3(fields: Fields) -> ModelConfig:
         max_position_embeddings=32_768, rope_theta=2_000_000.0, tie_word_embeddings=True, num_key_value_heads=4
     )
     config = llama(fields)
+    if fields.get("use_sliding_window", False) and fields.raw.get("sliding_window") is not None:
+        raise NotNativeError(f"use_sliding_window is not supported for {fields.architecture}")
     interval, layers = fields.size("no_rope_layer_interval", 4), config.num_layers
     rotates = fields.get("no_rope_layers", [(layer + 1) % interval for layer in range(layers)])
     if len(rotates) != layers:

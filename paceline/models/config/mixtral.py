@@ -12,7 +12,8 @@ from paceline.models.model_config import Experts, ModelConfig
 
 def mixtral(fields: Fields) -> ModelConfig:
     fields = fields.with_defaults(max_position_embeddings=131_072, rope_theta=1_000_000.0, rms_norm_eps=1e-5)
-    dense = mistral_like(fields)
+    # Its code gives all layers the same window, whatever `layer_types` says.
+    dense = mistral_like(fields.changed(layer_types=None))
     return replace(
         dense,
         experts=Experts(

@@ -66,7 +66,7 @@ def pack_linears(causal: Any, kernels: Kernels, pack: Pack) -> None:
 
     for name, module in list(causal.named_modules()):
         new: nn.Module
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module.weight.numel():
             new = PackedLinear(packed(name, module.weight), _vector(module.bias), kernels)
         elif type(module) is Conv1D:
             new = PackedLinear(packed(name, module.weight, transposed=True), _vector(module.bias), kernels)

@@ -100,7 +100,10 @@ class Tokenizer:
         special_tokens = _special_tokens({**read_object(folder / "special_tokens_map.json"), **settings})
 
         self.vocabulary = Vocabulary(self._tokenizer)
-        self.vocab_size: int = _text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
+        size = _text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
+        if not isinstance(size, int):
+            raise ModelError(f"{folder / 'config.json'}: vocab_size must be a positive whole number, not {size!r:.80}")
+        self.vocab_size = size
         """Width of the logits: every token id is lower."""
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         """Upper bound of the characters that one token stands for."""
@@ -221,7 +224,7 @@ class Tokenizer:
 def _text_value(config: Mapping[str, Any], name: str) -> Any:
     """Return a value of config.json. Multimodal models have the language model's values in `text_config`."""
     value = config.get(name)
-    return value if value is not None else config.get("text_config", {}).get(name)
+    return value if value is not None else (config.get("text_config") or {}).get(name)
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -58,6 +58,11 @@ def test_ends_of_sequence_come_from_both_configs(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": [8, 9], "vocab_size": 280}}))
     assert Tokenizer(folder).eos_token_ids == {8, 9, END}
     assert Tokenizer(folder).vocab_size == 280
+    (folder / "config.json").write_text(json.dumps({"text_config": None, "vocab_size": 280}))
+    assert Tokenizer(folder).vocab_size == 280
+    (folder / "config.json").write_text(json.dumps({"vocab_size": "many"}))
+    with pytest.raises(ModelError, match="vocab_size must be a positive whole number, not 'many'"):
+        Tokenizer(folder)
 
 
 def test_ends_that_the_model_cannot_choose_are_left_out(tmp_path: Path) -> None:
