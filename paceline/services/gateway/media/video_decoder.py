@@ -54,10 +54,13 @@ def decode(
             f"the video has {index.duration:.0f} seconds, but at most {max_seconds:g} are allowed "
             "(--max-video-seconds); send a part of it"
         )
-    wanted = [index.times[number] for number in sample(len(index.times), index.rate, wish)]
+    numbers = sample(len(index.times), index.rate, wish)
+    wanted = [index.times[number] for number in numbers]
     pictures = _Pictures(len(wanted), max_bytes, _frame_pixels(wish, len(wanted), max_pixels))
     with _open(data, max_pixels) as (container, stream):
-        for frame in _frames_at(container, stream, wanted, index):
+        timed = index.is_exact
+        found = _frames_at(container, stream, wanted, index) if timed else _numbered(container, stream, numbers)
+        for frame in found:
             pictures.add(frame)
     array = pictures.array()
     # A broken file may end before its index says so.
@@ -102,6 +105,8 @@ class _Index:
     """Seconds."""
     rate: float
     """Frames per second on average."""
+    is_exact: bool
+    """Whether the times of packets are those of their frames. AVI gives B-frames of H.264 the times of decoding."""
 
 
 @contextlib.contextmanager
@@ -128,13 +133,15 @@ def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
     times: set[int] = set()
     key_times: list[int] = []
     begin: int | None = None
-    end = 0
+    end, last, is_ordered = 0, None, True
     for number, packet in enumerate(container.demux(stream)):
         if number > _MAX_FRAMES:  # The last packet of any file is empty.
             raise BrokenItemError(f"the video has more than {_MAX_FRAMES} frames; send a part of it")
         time = packet.pts if packet.pts is not None else packet.dts
         if time is None or not packet.size:
             continue
+        is_ordered &= last is None or last < time
+        last = time
         if begin is None:
             begin = time if packet.dts is None else packet.dts
         if packet.is_keyframe:
@@ -151,7 +158,8 @@ def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
     duration = float(shown * stream.time_base) or 1 / float(stream.average_rate or 1)
     # What the head says of the rate is more exact than times, which may be in milliseconds. It need not be true.
     rate = float(stream.average_rate or 0) or len(ordered) / duration
-    return _Index(ordered, sorted(key_times), begin, stream.time_base, duration, rate)
+    is_exact = not (is_ordered and container.format.name == "avi" and stream.codec_context.has_b_frames)
+    return _Index(ordered, sorted(key_times), begin, stream.time_base, duration, rate, is_exact)
 
 
 def _frames_at(container: InputContainer, stream: VideoStream, times: list[int], index: _Index) -> Iterator[VideoFrame]:
@@ -172,6 +180,16 @@ def _frames_at(container: InputContainer, stream: VideoStream, times: list[int],
             return
         position = time if frame.pts is None else frame.pts
         yield frame
+
+
+def _numbered(container: InputContainer, stream: VideoStream, numbers: Sequence[int]) -> Iterator[VideoFrame]:
+    """Yield the frames with these ascending numbers. Frames are decoded in the order in which they are shown."""
+    wanted = set(numbers)
+    for number, frame in enumerate(container.decode(stream)):
+        if number in wanted:
+            yield frame
+        if number >= numbers[-1]:
+            return
 
 
 def _decode_from(

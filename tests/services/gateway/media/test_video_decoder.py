@@ -106,6 +106,15 @@ def test_finds_frames_between_key_frames_that_are_close_together(decode: Decode)
         assert frames[:, 12, 24].mean(axis=1) == pytest.approx([10 * number for number in numbers], abs=8)
 
 
+@pytest.mark.parametrize("most", [20, 5, 2])
+def test_frames_of_avi_are_counted_if_their_times_are_those_of_decoding(decode: Decode, most: int) -> None:
+    file = video_file(format="avi", codec="h264", gop=20, b_frames=3)
+    facts, frames = decode("video", file, **{**OPTIONS, "sampling": {"most": most}})
+    numbers = range(0, 20, 20 // most)
+    assert facts["timestamps"] == pytest.approx([number / 10 for number in numbers], abs=0.002)
+    assert frames[:, 12, 24].mean(axis=1) == pytest.approx([10 * number for number in numbers], abs=4)
+
+
 def test_decodes_from_the_beginning_if_the_index_leads_nowhere_else() -> None:
     file = memoryview(video_file(format="avi", gop=2, b_frames=2))
     with video_decoder._open(file, 1 << 20) as (container, stream):
