@@ -78,7 +78,7 @@ def video_file(
         stream.pix_fmt = "yuv420p"
         stream.gop_size = gop
         if b_frames is not None:
-            stream.codec_context.max_b_frames = b_frames
+            stream.options = {"bf": str(b_frames), "b-adapt": "0"}  # The latter, of H.264, wants exactly so many.
         if matrix:
             stream.set_display_matrix(matrix)
         for number in range(count):
