@@ -34,6 +34,7 @@ TEXT = ("model.language_model.", "language_model.", "lm_head.", "mtp.")
 
 def text_place(weights: Weights) -> str:
     """Return the prefix of the text model's tensors: inside a model for several media, it has one of two spellings."""
+    # All have this tensor. The embedding may be missing if it is the head's matrix.
     nested = ("model.language_model", "language_model.model")
     return next((place for place in nested if weights.has(f"{place}.norm.weight")), "model")
 

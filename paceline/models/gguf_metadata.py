@@ -68,6 +68,8 @@ class Metadata(dict[str, Any]):
     def whole(self, key: str, least: int = 1, most: int | None = None, default: int | None = None) -> int:
         """Return a whole number within these bounds. Without a default, the file must have the key."""
         value = self.get(key, default)
+        if isinstance(value, list):
+            raise ModelError(f"its {key} differs from layer to layer, which would be lost")
         if type(value) is int and least <= value and (most is None or value <= most):
             return value
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -87,12 +89,12 @@ class Metadata(dict[str, Any]):
             return value.length
         raise self._unexpected(key, f"a list of {'' if wanted is None else f'{wanted} '}{entries.name} values")
 
-    def one_of(self, key: str, wanted: tuple[object, ...]) -> Any:
-        """Return a value that must be one of `wanted`."""
+    def flag(self, key: str) -> bool:
+        """Return a truth value, which the file must have."""
         value = self.get(key)
-        if value in wanted:
+        if isinstance(value, bool):
             return value
-        raise self._unexpected(key, f"one of {', '.join(map(repr, wanted))}")
+        raise self._unexpected(key, "true or false")
 
     def _unexpected(self, key: str, wanted: str) -> DamagedError:
         if key not in self:
@@ -137,8 +139,15 @@ def check_sizes(metadata: Metadata) -> None:
 
 
 def check_tokenizer(metadata: Metadata) -> None:
-    """Raise DamagedError if a list of the tokenizer is missing or incomplete, or a token id has no token."""
-    kind = metadata.one_of("tokenizer.ggml.model", tuple(_RANKS))
+    """Check that the tokenizer is complete, and of a kind that transformers converts.
+
+    Raises:
+        DamagedError: a list is missing or too short, or a token id has no token.
+        ModelError: its kind is another.
+    """
+    kind = str(metadata.get("tokenizer.ggml.model"))
+    if kind not in _RANKS:
+        raise ModelError(f"its tokenizer.ggml.model is {kind!r:.100}, and only {', '.join(_RANKS)} are converted")
     count = metadata.length("tokenizer.ggml.tokens", GGUFValueType.STRING)
     for key in {_RANKS[kind], *(key for key in _LISTS if key in metadata)}:
         metadata.length(key, _LISTS[key], None if key == _MERGES else count)
@@ -147,7 +156,7 @@ def check_tokenizer(metadata: Metadata) -> None:
             metadata.whole(key, least=0, most=count - 1)
     for key in _FLAGS:
         if key in metadata:
-            metadata.one_of(key, (False, True))
+            metadata.flag(key)
     rows = metadata.tensors.get("token_embd.weight", [count])[0]
     if count > rows:
         raise DamagedError(f"its tokenizer has {count} tokens, but its token_embd.weight only {rows} rows")

@@ -15,7 +15,7 @@ from paceline.core.errors import ModelError
 
 
 class DamagedError(ModelError):
-    """A GGUF file has a value that no converter writes. The text says what is wrong, and does not name the file."""
+    """A GGUF file contradicts itself or is incomplete. The text says what is wrong, and does not name the file."""
 
 
 def open_gguf(file: Path) -> CheckedReader:

@@ -25,7 +25,7 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("text_config", "vision_config", "audio_config"), dict),
     **dict.fromkeys(("hidden_act", "hidden_activation", "position_embedding_type", "topk_method", "scoring_func"), str),
 }
-"""What values fields must be that are no numbers, if they are neither missing nor null."""
+"""The types of fields that are not numbers. They may be missing or null."""
 _KIND_NAMES: Mapping[type, str] = {list: "a list", dict: "an object", str: "a text"}
 _MOST: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), 1 << 12),
@@ -107,14 +107,14 @@ class Fields:
         """
         value = self.raw.get(name, default)
         if value not in (None, False, True):
-            raise ModelError(f"{name} must be true or false, not {value!r}")
+            raise ModelError(f"{name} must be true or false, not {value!r:.80}")
         return bool(value)
 
     def number(self, name: str, default: float) -> float:
         """Return a number that may be 0. Raises ModelError if the field is negative, not finite, or no number."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ModelError(f"{name} must be a finite number that is not negative, not {value!r}")
+            raise ModelError(f"{name} must be a finite number that is not negative, not {value!r:.80}")
         return float(value)
 
     def positive(self, name: str, default: float) -> float:

@@ -75,7 +75,7 @@ def text_marks(
     position = 0
     for number, (index, own, mark) in enumerate(places, 1):
         if (start := text.find(own, position)) < 0:
-            own = own.strip()  # as templates do
+            own = own.strip()  # Many templates strip texts.
             start = text.find(own, position)
         if start >= 0:
             if marks and messages[index].role not in ("system", "developer"):

@@ -70,8 +70,8 @@ def media_of(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[Medi
 def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -> RenderedChat:
     """Return a conversation as the chat template writes it.
 
-    Raises InvalidRequestError if the template rejects it or has no place for its media, or if it has tools, of which
-    the model can call none.
+    Raises InvalidRequestError if the template rejects it or has no place for its media, or if it has tools and this
+    server knows no form of tool calls for the model.
     """
     arranged = list(_arranged(request.messages, tokenizer.media_kinds))
     tools = [tool.for_template() for tool in request.tools or ()]
@@ -81,12 +81,12 @@ def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -
             "tools",
         )
     writes_tools = not forms.template_has_tools and forms.tools is not None
-    takes_parts = tokenizer.roles_with_parts
     messages = []
-    for index, message in enumerate(arranged, 1):
-        grows = request.continue_final_message and index == len(arranged)
-        grows |= writes_tools and (message.role == "system" or bool(message.tool_calls))
-        messages.append(message.for_template(message.role in takes_parts and not grows))
+    for message in arranged:
+        role = "system" if message.role == "developer" else message.role
+        # Tools and their calls are added to these texts.
+        grows = writes_tools and (role == "system" or bool(message.tool_calls))
+        messages.append(message.for_template(role in tokenizer.roles_with_parts and not grows))
     if writes_tools and forms.tools is not None:
         messages = _with_tools(messages, tools, forms.tools)
     generation_prompt = request.add_generation_prompt
@@ -163,16 +163,13 @@ def _named(kinds: frozenset[ItemKind]) -> str:
 
 def _check_media(message: ChatMessage, kinds: frozenset[ItemKind]) -> None:
     for part in message.media:
+        place = part.place or "messages"
         if part.kind not in kinds:
-            raise InvalidRequestError(
-                f"messages: {part.kind} is not supported; this model takes {_named(kinds)}", "messages"
-            )
+            told = f"{part.kind} is not supported; this model takes {_named(kinds)}"
+            raise InvalidRequestError(f"{place}: {told}", place)
         if message.role in ("system", "developer", "assistant"):
-            raise InvalidRequestError(
-                f"messages: a message of the role {message.role!r} cannot have {part.kind}; put it into a message of "
-                "the user",
-                "messages",
-            )
+            told = f"a message of the role {message.role!r} cannot have {part.kind}; put it into a message of the user"
+            raise InvalidRequestError(f"{place}: {told}", place)
 
 
 def _template_kwargs(request: ChatFields) -> Json:

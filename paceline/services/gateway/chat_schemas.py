@@ -147,7 +147,10 @@ class ChatMessage(Body):
 
     @staticmethod
     def of_blocks(role: str, blocks: list[ContentPart], **fields: Any) -> ChatMessage:
-        """Return a message whose neighbouring texts are joined by newlines, whatever the chat template would do."""
+        """Return a message whose neighbouring texts are joined by newlines, whatever the chat template would do.
+
+        Clients of the Messages API write paragraphs as blocks, and most templates would join them without a space.
+        """
         message = ChatMessage(role=role, content=blocks, **fields)
         message._joins_texts = True
         return message

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,17 @@ _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _FIRST, _SECOND = "zeroth6", "nextafter6"
 """Texts that no template has."""
+_TOOL: Message = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+_CALL: Message = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
+_SYSTEM: Message = {"role": "system", "content": "a"}
+_ASKED: Message = {"role": "user", "content": "a"}
+_BEFORE: Mapping[str, Sequence[Message]] = {
+    "system": (),
+    "user": (),
+    "assistant": (_ASKED,),
+    "tool": (_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}),
+}
+"""Roles, and messages that come before a message of this role in a conversation."""
 
 
 class ChatTemplate:
@@ -108,26 +119,33 @@ class ChatTemplate:
 
     @cached_property
     def roles_with_parts(self) -> frozenset[str]:
-        """The roles whose messages may have a list of texts as content. Other templates print its Python form."""
-        texts = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
-        asked = {"role": "user", "content": "a"}
-        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
-        before: dict[str, list[Message]] = {
-            "system": [],
-            "user": [],
-            "assistant": [asked],
-            "tool": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}],
-        }
-        found = set()
-        for role, messages in before.items():
-            result = {"tool_call_id": call["id"], "name": "f"} if role == "tool" else {}
-            probe = [*messages, {"role": role, "content": texts, **result}, *([] if role == "user" else [asked])]
-            with contextlib.suppress(InvalidRequestError):
-                rendered = self._render([_plain(message) for message in probe], True, {"tools": None})
-                is_printed = re.search(rf"text\W+{_FIRST}", rendered) is not None
-                if _FIRST in rendered and _SECOND in rendered and not is_printed:
-                    found.add(role)
-        return frozenset(found)
+        """The roles whose messages may have a list of texts as content.
+
+        For others, templates fail, or write the list as Python or JSON does.
+        """
+        return frozenset(role for role in _BEFORE if self._reads_parts(role))
+
+    def _reads_parts(self, role: str) -> bool:
+        """Return whether the template reads a list wherever it reads a text, with or without tools and instructions."""
+        parts = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
+        readings = []
+        for tools, system in itertools.product((None, [_TOOL]), ([], [_SYSTEM] if role != "system" else [])):
+
+            def render(content: object, tools: object = tools, system: Sequence[Message] = system) -> str:
+                result = {"tool_call_id": _CALL["id"], "name": "f"} if role == "tool" else {}
+                asked = [] if role == "user" else [_ASKED]
+                probe = [*system, *_BEFORE[role], {"role": role, "content": content, **result}, *asked]
+                try:
+                    return self._render([_plain(message) for message in probe], True, {"tools": tools})
+                except InvalidRequestError:
+                    return ""
+
+            if _FIRST in render(_FIRST):
+                rendered = render(parts)
+                # A list that is written as it is has "text': 'zeroth6".
+                is_written = re.search(rf"text\W+{_FIRST}", rendered) is not None
+                readings.append(_FIRST in rendered and _SECOND in rendered and not is_written)
+        return bool(readings) and all(readings)
 
     def _render(self, conversation: list[dict[str, Any]], generation_prompt: bool, given: Mapping[str, Any]) -> str:
         names = {
@@ -149,12 +167,16 @@ class ChatTemplate:
     ) -> str:
         conversation = [*conversation[:-1], dict(conversation[-1])]
         content = conversation[-1].get("content")
-        if not isinstance(content, str):
-            raise InvalidRequestError("continue_final_message needs a last message with text content", "messages")
-        conversation[-1]["content"] = content + _END_MARK
+        parts = content if isinstance(content, list) and content else [{"text": content}]
+        text = parts[-1].get("text")
+        if not isinstance(text, str):
+            raise InvalidRequestError("continue_final_message needs a last message that ends with text", "messages")
+        marked = text + _END_MARK
+        is_list = isinstance(content, list)
+        conversation[-1]["content"] = [*parts[:-1], {**parts[-1], "text": marked}] if is_list else marked
         rendered = self._render(conversation, generation_prompt, given)
         mark = _END_MARK.strip()
-        if mark not in rendered or content.strip() not in rendered:
+        if mark not in rendered or text.strip() not in rendered:
             raise InvalidRequestError(
                 "the model's chat template changes the last message, so that it cannot be continued",
                 "continue_final_message",

@@ -189,7 +189,7 @@ class Tokenizer:
 
     @property
     def roles_with_parts(self) -> frozenset[str]:
-        """As of the model's ChatTemplate."""
+        """The roles whose messages may have a list of texts as content; empty without a chat template."""
         return frozenset() if self._chat_template is None else self._chat_template.roles_with_parts
 
     def template(self, source: str) -> ChatTemplate:

@@ -56,6 +56,16 @@ def test_continues_the_last_message_as_transformers_does(name: str) -> None:
     assert ours == theirs(source, TURNS, continue_final_message=True)
 
 
+def test_continues_a_list_of_texts_as_transformers_does() -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}{{ eos_token }}"
+        "{% endfor %}"
+    )
+    turns = [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    ours = ChatTemplate(source, SPECIAL).render(turns, add_generation_prompt=False, continue_final_message=True)
+    assert ours == theirs(source, turns, continue_final_message=True) == "[assistant]ab"
+
+
 def test_strftime_now_is_in_scope() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(TURNS).isdigit()
 
@@ -125,8 +135,20 @@ def test_contradictions_are_refused(options: dict[str, Any], param: str) -> None
         (
             "{{ messages[0].content[0].text if messages[0].role == 'system' }}{% for m in messages %}"
             "{% if m.role == 'user' and m.content is not string %}{{ m.content | map(attribute='text') | join }}"
-            "{% else %}{{ m.content | upper }}{% endif %}{% endfor %}",
+            "{% else %}{{ m.content + '' }}{% endif %}{% endfor %}",
             {"user"},
+        ),
+        (  # as of some versions of Llama 3.2, which write tools into the first message of the user
+            "{% if tools %}{{ messages[0].content | trim }}{% endif %}{% for m in messages %}"
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}"
+            "{% endfor %}{% endif %}{% endfor %}",
+            {"assistant", "tool"},
+        ),
+        (
+            "{% set first = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
+            "{% if first and m.role == 'user' %}{{ first + m.content }}{% elif m.content is string %}{{ m.content }}"
+            "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}",
+            {"assistant", "tool"},
         ),
         ("{{ raise_exception('no') }}", set()),
     ],

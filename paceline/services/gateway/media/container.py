@@ -11,11 +11,11 @@ import av.logging
 from av.container import InputContainer
 
 from paceline.services.gateway.media.decoded import BrokenItemError, check_not_text
+from paceline.services.gateway.media.items import JPEG
 
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,wav,flac,mp3,aac,aiff,caf,gif"
 """Containers that are read. Playlists (hls, dash, concat) are not among them, because FFmpeg would open their files."""
-_JPEG = b"\xff\xd8\xff"
-_FRAMES_FORMAT, _FRAMES_PER_SECOND = "mjpeg", "1"
+_JPEG_FRAMES_FORMAT, _JPEG_FRAMES_PER_SECOND = "mjpeg", "1"
 """How JPEG files that follow each other are read, if they are a video. vLLM takes the same rate."""
 
 
@@ -30,13 +30,14 @@ def open_container(data: memoryview, kind: str) -> Iterator[InputContainer]:
     """
     check_not_text(data, kind)
     av.logging.set_level(None)
-    are_frames = bytes(data[: len(_JPEG)]) == _JPEG
-    options = {"framerate": _FRAMES_PER_SECOND} if are_frames else {"format_whitelist": _FORMATS}
+    # Only the bytes reach the process that decodes.
+    are_frames = bytes(data[: len(JPEG)]) == JPEG
+    options = {"framerate": _JPEG_FRAMES_PER_SECOND} if are_frames else {"format_whitelist": _FORMATS}
     try:
         with av.open(
             io.BytesIO(data),
             "r",
-            format=_FRAMES_FORMAT if are_frames else None,
+            format=_JPEG_FRAMES_FORMAT if are_frames else None,
             options=options,
             metadata_errors="replace",
             io_open=_refuse,

@@ -63,6 +63,7 @@ class _Nothing(dict[MediaItem, Expansion]):
         return Expansion()
 
     def __contains__(self, item: object) -> bool:
+        # No item counts as left out while media are not loaded yet.
         return True
 
 

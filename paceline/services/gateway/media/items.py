@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias
 
 ItemKind: TypeAlias = Literal["image", "video", "audio"]
 
+JPEG = b"\xff\xd8\xff"
+"""The first bytes of a JPEG file."""
 SAMPLING_RATE = 16_000
 """Samples per second of decoded audio, which all common models of speech expect."""
 

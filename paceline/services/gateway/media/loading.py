@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline.services.gateway.media.expansion import Expansion
 from paceline.services.gateway.media.items import ImageSize, MediaItem, places_of
 from paceline.services.gateway.media.loader import MediaLoader, MediaService
 from paceline.services.gateway.media.processors.base import PADDING_SECONDS, Processor
+from paceline.services.gateway.media.recent import not_kept
 
 _NEWEST_AT_ONCE = 8
 """Items that are loaded at the same time if only the newest ones are needed."""
@@ -49,7 +51,12 @@ class ItemLoading:
         for item, place in zip(items, places_of(items), strict=True):
             if item.url is not None:
                 places.setdefault(item, place)
-        return await self._load_together(places, _Room(most_tokens))
+        room = _Room(most_tokens)
+        tasks = [asyncio.create_task(self._load(item, place, room)) for item, place in places.items()]
+        try:
+            return dict(zip(places, await asyncio.gather(*tasks), strict=True))
+        finally:
+            await end_tasks(*tasks)
 
     async def load_newest(
         self, items: Sequence[MediaItem], known: Mapping[MediaItem, Expansion], most_tokens: int | None
@@ -62,25 +69,33 @@ class ItemLoading:
         """
         newest = list(dict(zip(items[::-1], places_of(items)[::-1], strict=True)).items())
         fitting: dict[MediaItem, Expansion] = {}
-        taken = 0
+        left = math.inf if most_tokens is None else most_tokens
         for start in range(0, len(newest), _NEWEST_AT_ONCE):
             group = newest[start : start + _NEWEST_AT_ONCE]
-            own = {item: place for item, place in group if item.url is not None}
-            loaded = await self._load_together(own, _Room(None))
-            for item, _ in group:
-                expansion = known[item] if item.url is None else loaded[item]
-                taken += expansion.tokens
-                if most_tokens is not None and taken > most_tokens:
-                    self._budget.give(sum(each.size for other, each in loaded.items() if other not in fitting))
-                    return fitting
-                if item.url is not None:
+            own = [(item, place) for item, place in group if item.url is not None]
+            loaded = dict(zip([item for item, _ in own], await self._load_each(own), strict=True))
+            for item, place in group:
+                if left <= 0:  # What is wrong with an item that has no room does not matter.
+                    break
+                expansion = loaded[item] if item.url is not None else known.get(item)
+                if expansion is None:
+                    raise not_kept(item, place, self._param)
+                if isinstance(expansion, BaseException):
+                    raise expansion
+                left -= expansion.tokens
+                if left >= 0 and item.url is not None:
                     fitting[item] = expansion
+            unused = [each for item, each in loaded.items() if item not in fitting and isinstance(each, Expansion)]
+            self._budget.give(sum(each.size for each in unused))
+            if left <= 0:
+                break
         return fitting
 
-    async def _load_together(self, places: Mapping[MediaItem, str], room: _Room) -> dict[MediaItem, Expansion]:
-        tasks = [asyncio.create_task(self._load(item, place, room)) for item, place in places.items()]
+    async def _load_each(self, places: Iterable[tuple[MediaItem, str]]) -> Sequence[Expansion | BaseException]:
+        """Return what stands in the prompt for each item, or what is wrong with it."""
+        tasks = [asyncio.create_task(self._load(item, place, _Room(None))) for item, place in places]
         try:
-            return dict(zip(places, await asyncio.gather(*tasks), strict=True))
+            return await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await end_tasks(*tasks)
 

@@ -31,31 +31,31 @@ class Placed(Body):
         return self._place
 
 
-def name_places(found: object, place: str) -> None:
-    """Tell all parts below `found`, which is at `place`, where they are. Parts that know a place keep it."""
-    for path, part in _parts_below(found, place):
+def name_places(body: object, place: str) -> None:
+    """Set the place of all parts in `body`, which is at `place` itself. Parts that know a place keep it."""
+    for path, part in _parts_of(body, place):
         part._place = part._place or path
 
 
-def pin_meanings(found: object, media: Expansions) -> None:
-    """Have all parts below `found` that are only a uuid mean what they mean now, whatever the uuid means later."""
-    for _, part in _parts_below(found, ""):
+def pin_meanings(body: object, media: Expansions) -> None:
+    """Record in each part that has only a uuid the digest of its media, so that a stored response keeps its meaning."""
+    for _, part in _parts_of(body, ""):
         if isinstance(part, MediaPart) and part.url is None and part.item in media:
             part.digest = media[part.item].digest
 
 
-def _parts_below(found: object, place: str) -> Iterator[tuple[str, Placed]]:
-    """Yield the parts in lists and bodies below `found`, which is at `place`, and their places."""
-    if isinstance(found, Placed):
-        yield place, found
-    elif isinstance(found, list):
-        for index, entry in enumerate(found):
+def _parts_of(body: object, place: str) -> Iterator[tuple[str, Placed]]:
+    """Yield the places and the parts in `body`, which is at `place` itself."""
+    if isinstance(body, Placed):
+        yield place, body
+    elif isinstance(body, list):
+        for index, entry in enumerate(body):
             if isinstance(entry, list | BaseModel):
-                yield from _parts_below(entry, f"{place}[{index}]")
-    elif isinstance(found, BaseModel):
-        for name, value in found:
+                yield from _parts_of(entry, f"{place}[{index}]")
+    elif isinstance(body, BaseModel):
+        for name, value in body:
             if isinstance(value, list | BaseModel):
-                yield from _parts_below(value, f"{place}.{name}")
+                yield from _parts_of(value, f"{place}.{name}")
 
 
 class MediaPart(Placed):
@@ -70,7 +70,7 @@ class MediaPart(Placed):
     """As in `MediaItem`. This server adds it to stored parts that have a uuid alone."""
     detail: str = "auto"
     """OpenAI's wish for the size of an image, which is kept and changes nothing: `mm_processor_kwargs` does."""
-    form: str | None = None
+    audio_format: str | None = None
     """The `format` of an `input_audio`."""
 
     @model_validator(mode="before")
@@ -90,7 +90,7 @@ class MediaPart(Placed):
             raise _error(f"{field} is missing or empty; only an item with the uuid of an earlier one may leave it out")
         read = {"type": kind, "url": url, "uuid": uuid, "digest": data.get("digest") or ""}
         if kind == "input_audio" and isinstance(given, dict):
-            read["form"] = given["format"]
+            read["audio_format"] = given["format"]
         detail = given.get("detail") if kind == "image_url" and isinstance(given, dict) else data.get("detail")
         if detail is not None and detail not in _DETAILS:
             raise _error(f"detail must be one of {', '.join(_DETAILS)}")
@@ -113,9 +113,10 @@ class MediaPart(Placed):
         names = {name: value for name in ("uuid", "digest") if (value := getattr(self, name))}
         if self.kind == "image":
             return {"type": "input_image", "image_url": self.url, "detail": self.detail, **names}
-        if self.form is not None:
-            data = (self.url or "").removeprefix(_audio_beginning(self.form))
-            return {"type": "input_audio", "input_audio": {"data": data, "format": self.form}, **names}
+        if self.type == "input_audio":
+            beginning = data_url(f"audio/{self.audio_format}", "")
+            sent = self.url and {"data": self.url.removeprefix(beginning), "format": self.audio_format}
+            return {"type": "input_audio", "input_audio": sent, **names}
         field = f"{self.kind}_url"
         return {"type": field, field: {"url": self.url}, **names}
 
@@ -136,16 +137,12 @@ def _audio_url(given: Any) -> str | None:
     data, form = (given.get("data"), given.get("format")) if isinstance(given, dict) else (None, None)
     if not isinstance(data, str) or not isinstance(form, str) or not form.isalnum():
         raise _error("input_audio must be an object with data, in base64, and format, such as wav or mp3")
-    return data_url(_audio_beginning(form), data)
+    return data_url(f"audio/{form}", data)
 
 
-def _audio_beginning(form: str) -> str:
-    return f"data:audio/{form};base64,"
-
-
-def data_url(beginning: str, data: str) -> str:
-    """Return data in base64 after the beginning of its URL. Data that is such a URL already stays as it is."""
-    return data if data[:5].lower() == "data:" else f"{beginning}{data}"
+def data_url(media_type: str, data: str) -> str:
+    """Return data in base64 as a URL. Data that is such a URL already stays as it is."""
+    return data if data[:5].lower() == "data:" else f"data:{media_type};base64,{data}"
 
 
 def _error(message: str) -> PydanticCustomError:

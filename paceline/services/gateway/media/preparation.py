@@ -17,7 +17,7 @@ from paceline.services.gateway.media.items import ItemKind, MediaItem
 from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.media.loading import ItemLoading
 from paceline.services.gateway.media.processors.base import OPTIONS_FIELD, Processor
-from paceline.services.gateway.media.recent import RecentMedia, recall, without_data
+from paceline.services.gateway.media.recent import RecentMedia, not_kept, recall, without_data
 
 T = TypeVar("T")
 Json = Mapping[str, Any]
@@ -88,7 +88,11 @@ class MediaPreparer:
             return await asyncio.to_thread(make, NO_ITEMS)
         wanted = self._newest(items) if keeps_newest else items
         self._check_counts(wanted, param)
-        known = self._find_known(wanted, processor, owner, param)
+        known = self._find_known(wanted, processor, owner)
+        if not keeps_newest:
+            for item, place, sent in without_data(wanted):
+                if sent is None and item not in known:
+                    raise not_kept(item, place, param)
         await asyncio.to_thread(make, NOTHING)
         for expansion in known.values():
             budget.take(expansion.size)
@@ -110,9 +114,13 @@ class MediaPreparer:
         return self._processor.with_options(options)
 
     def _newest(self, items: Sequence[MediaItem]) -> list[MediaItem]:
-        """Return the last items, as many as are allowed. Those that repeat an earlier one have its data."""
-        sent = iter(without_data(items))
-        whole = [item if item.url is not None else next(sent)[2] or item for item in items]
+        """Return the last items, as many as are allowed. An item with only the uuid of an earlier one is that item."""
+        whole: list[MediaItem] = []
+        sent: dict[tuple[str, str | None], MediaItem] = {}
+        for item in items:
+            if item.url is not None:
+                sent[item.kind, item.uuid] = item
+            whole.append(sent.get((item.kind, item.uuid), item) if item.url is None else item)
         kept: Counter[str] = Counter()
         for start in range(len(whole), max(0, len(whole) - self._max_items), -1):
             kind = whole[start - 1].kind
@@ -136,29 +144,11 @@ class MediaPreparer:
                     param,
                 )
 
-    def _find_known(
-        self, items: Sequence[MediaItem], processor: Processor, owner: str, param: str
-    ) -> dict[MediaItem, Expansion]:
+    def _find_known(self, items: Sequence[MediaItem], processor: Processor, owner: str) -> dict[MediaItem, Expansion]:
         """Return what is kept of items that have only a uuid, unless the request has their data before them."""
-        known = {}
-        for item, place, sent in without_data(items):
-            if sent is not None:
-                continue
-            found = self._recent.get(_key(item, processor, owner))
-            if found is None:
-                raise InvalidRequestError(
-                    f"{place}: no {item.kind} with the uuid {item.uuid!r:.80} is kept here, for this API key and these "
-                    f"{OPTIONS_FIELD}; send the {item.kind} again with its uuid",
-                    item.place or param,
-                )
-            if item.digest not in ("", found.digest):
-                raise InvalidRequestError(
-                    f"{place}: the uuid {item.uuid!r:.80} has got another meaning since this part was stored; send the "
-                    f"{item.kind} again with a uuid of its own",
-                    item.place or param,
-                )
-            known[item] = found
-        return known
+        wanted = [item for item, _, sent in without_data(items) if sent is None]
+        found = {item: self._recent.get(_key(item, processor, owner)) for item in wanted}
+        return {item: expansion for item, expansion in found.items() if expansion is not None}
 
 
 def _key(item: MediaItem, processor: Processor, owner: str) -> Hashable:

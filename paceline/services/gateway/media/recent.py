@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.media.expansion import Expansion
 from paceline.services.gateway.media.items import MediaItem, places_of
+from paceline.services.gateway.media.processors.base import OPTIONS_FIELD
 
 _ENTRY_BYTES = 256
 """What an entry takes besides its inputs."""
@@ -65,6 +66,15 @@ def without_data(items: Sequence[MediaItem]) -> list[tuple[MediaItem, str, Media
     return found
 
 
+def not_kept(item: MediaItem, place: str, param: str) -> InvalidRequestError:
+    """Return the error of an item that has only a uuid, of which nothing is kept."""
+    return InvalidRequestError(
+        f"{place}: no {item.kind} with the uuid {item.uuid!r:.80} is kept here, for this API key and these "
+        f"{OPTIONS_FIELD}; send the {item.kind} again with its uuid",
+        item.place or param,
+    )
+
+
 def recall(
     items: Sequence[MediaItem],
     known: Mapping[MediaItem, Expansion],
@@ -75,17 +85,24 @@ def recall(
 
     Items whose data were not loaded are left out.
 
-    Raises InvalidRequestError if a uuid means two different items, because the prompt has one entry for both.
+    Raises InvalidRequestError if a uuid means two different items, because the prompt has one entry for both, or if a
+    stored one has got another meaning.
     """
     recalled: dict[MediaItem, Expansion] = {}
     for item, place, sent in without_data(items):
         expansion = known.get(item) if sent is None else loaded.get(sent)
         if expansion is None:
             continue
+        name = f"{place}: the uuid {item.uuid!r:.80}"
+        if item.digest not in ("", expansion.digest):
+            raise InvalidRequestError(
+                f"{name} means another {item.kind} now than when this part was stored; send the {item.kind} of that "
+                "time again with this uuid, or send the conversation anew",
+                item.place or param,
+            )
         if recalled.setdefault(item, expansion) != expansion:
             raise InvalidRequestError(
-                f"{place}: the uuid {item.uuid!r:.80} means another {item.kind} earlier in this request; give each "
-                f"{item.kind} a uuid of its own",
-                param,
+                f"{name} means another {item.kind} earlier in this request; give each {item.kind} a uuid of its own",
+                item.place or param,
             )
     return recalled

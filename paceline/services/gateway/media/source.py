@@ -13,15 +13,16 @@ from urllib.parse import unquote, urlsplit
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError
 from paceline.services.gateway.media.body import Take
 from paceline.services.gateway.media.fetch import Fetcher
+from paceline.services.gateway.media.items import JPEG
 
 _BASE64_CHARACTERS = 1 << 20
 """Characters of base64 that are decoded at once; other requests wait meanwhile. A multiple of 4."""
-_QUOTED = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "="}
-"""Characters of base64 that a URL may have in percent-encoding."""
+_QUOTED = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "=", "%2C": ",", "%2c": ","}
+"""Characters that a URL of base64 may have in percent-encoding."""
 _BREAKS = dict.fromkeys(("\r", "\n", "%0D", "%0d", "%0A", "%0a"), "")
 """Line breaks, which many programs write into base64."""
-_FRAMES = "data:video/jpeg;"
-"""The beginning of a video that is sent as vLLM allows it: as JPEG files with commas between them."""
+_JPEG_FRAMES = ("data:video/jpeg;", "data:video/jpg;")
+"""Beginnings of a video that is sent as vLLM allows it: as JPEG files with commas between them."""
 
 
 class Sources:
@@ -79,16 +80,28 @@ async def read_data_url(url: str, max_bytes: int) -> bytearray:
         await asyncio.sleep(0)
     if len(text) * 3 // 4 - text[-2:].count("=") > max_bytes:
         raise MediaError(f"the data: URL has more than {max_bytes} bytes (--max-media-size); send a smaller file")
+    if not head.lower().startswith(_JPEG_FRAMES):
+        return await _decode(text)
+    video = bytearray()
+    for number, frame in enumerate(text.split(","), 1):
+        data = await _decode(frame)
+        if not data.startswith(JPEG):
+            raise MediaError(f"frame {number} of the data: URL is not a JPEG file, as all frames of video/jpeg must be")
+        video += data
+    return video
+
+
+async def _decode(text: str) -> bytearray:
     data = bytearray()
     try:
-        for part in text.split(",") if head.lower().startswith(_FRAMES) else (text,):
-            for start in range(0, len(part), _BASE64_CHARACTERS):
-                data += binascii.a2b_base64(part[start : start + _BASE64_CHARACTERS], strict_mode=True)
-                await asyncio.sleep(0)
+        for start in range(0, len(text), _BASE64_CHARACTERS):
+            data += binascii.a2b_base64(text[start : start + _BASE64_CHARACTERS], strict_mode=True)
+            await asyncio.sleep(0)
     except ValueError as error:
-        raise MediaError(
-            f"the data: URL is not valid base64 ({error}); send standard base64, with + and /, and = at its end"
-        ) from None
+        told = "send standard base64, with + and /, and = at its end"
+        if "," in text:
+            told = "only data:video/jpeg may have several files with commas between them"
+        raise MediaError(f"the data: URL is not valid base64 ({error}); {told}") from None
     return data
 
 

@@ -209,6 +209,11 @@ def _decode_from(
     return itertools.chain(() if first is None else (first,), decoded)
 
 
+def _turns(frame: VideoFrame) -> int:
+    """Return by how many right angles a frame is turned to the left to be shown."""
+    return round(frame.rotation / 90) % 4
+
+
 class _Pictures:
     """Frames as RGB in one array, which is made when the first frame comes.
 
@@ -228,12 +233,13 @@ class _Pictures:
         self._array = np.empty((0, 0, 0, 3), np.uint8)
 
     def add(self, frame: VideoFrame) -> None:
-        """Add a frame, in the size and the orientation of the first one."""
+        """Add a frame, turned as it says, in the size of the first one."""
         if not self._added:
             self._begin(frame)
-        width, height = self._size
+        turns = _turns(frame)
+        width, height = self._size if turns % 2 == self._turns % 2 else self._size[::-1]
         picture = frame.reformat(width, height, "rgb24", interpolation="BICUBIC").to_ndarray()
-        self._array[self._added] = np.rot90(picture, self._turns)
+        self._array[self._added] = np.rot90(picture, turns)
         self._added += 1
 
     def array(self) -> NDArray[np.uint8]:
@@ -245,7 +251,7 @@ class _Pictures:
     def _begin(self, frame: VideoFrame) -> None:
         scale = min(1.0, math.sqrt(self._max_pixels / (frame.width * frame.height)))
         self._size = max(1, int(frame.width * scale)), max(1, int(frame.height * scale))
-        self._turns = round(frame.rotation / 90) % 4
+        self._turns = _turns(frame)
         width, height = self._size if self._turns % 2 == 0 else self._size[::-1]
         if self._count * width * height * 3 > self._max_bytes:
             raise BrokenItemError(

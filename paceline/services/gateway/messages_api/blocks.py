@@ -109,15 +109,18 @@ class DocumentBlock(Marked):
     @property
     def contents(self) -> str | None:
         """The text itself; None if the document is of another kind."""
-        content = self.source.get("data" if self.source.get("type") == "text" else "content")
-        if isinstance(content, list):
-            texts = [block.get("text") if isinstance(block, dict) else None for block in content]
-            content = None if None in texts else "\n".join(map(str, texts))
-        return content if isinstance(content, str) else None
+        match self.source:
+            case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
+                return text
+            case {"type": "content", "content": [*blocks]}:
+                texts = [block.get("text") for block in blocks if isinstance(block, dict)]
+                found = [text for text in texts if isinstance(text, str)]
+                return "\n".join(found) if len(found) == len(blocks) else None
+        return None
 
     @property
     def text(self) -> str:
-        own = "[document: this model takes text alone]" if self.contents is None else self.contents
+        own = "[document: this server reads only text]" if self.contents is None else self.contents
         return "\n".join(filter(None, [self.title, self.context, own]))
 
 
@@ -127,7 +130,7 @@ class ReadableDocument(DocumentBlock):
     @model_validator(mode="after")
     def _check_source(self) -> ReadableDocument:
         if self.contents is None:
-            message = "this server reads no documents but texts; send a source of type text or content with texts alone"
+            message = "this server reads only documents of text; send a source of type text or content, with texts"
             raise PydanticCustomError("unsupported", message)
         return self
 

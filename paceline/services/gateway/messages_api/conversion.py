@@ -148,10 +148,7 @@ def _user(blocks: Sequence[UserBlock]) -> Iterator[ChatMessage]:
 def _part(block: ShownBlock | UnreadBlock) -> ContentPart:
     if isinstance(block, ImageBlock):
         source = block.source
-        if isinstance(source, UrlSource):
-            url = source.url
-        else:
-            url = data_url(f"data:{source.media_type};base64,", source.data)
+        url = source.url if isinstance(source, UrlSource) else data_url(source.media_type, source.data)
         part = MediaPart.model_validate({"type": "image_url", "image_url": url})
         name_places(part, block.place)
         return part

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from pydantic import ConfigDict
 
 from paceline.services.gateway.answer_format import Body
-from paceline.services.gateway.chat_schemas import ContentPart
+from paceline.services.gateway.chat_schemas import ContentPart, text_of
 
 Json = dict[str, Any]
 
@@ -32,8 +32,8 @@ class Messages:
         """Add a message. System messages at the beginning are joined into one."""
         if role in ("system", "developer"):
             role = "system"
-            if isinstance(content, str) and len(self.messages) == 1 and self.messages[0]["role"] == "system":
-                self.messages[0]["content"] += f"\n\n{content}"
+            if len(self.messages) == 1 and self.messages[0]["role"] == "system":
+                self.messages[0]["content"] = _joined(self.messages[0]["content"], content)
                 return
         self.messages.append({"role": role, "content": content, **fields})
 
@@ -43,15 +43,19 @@ class Messages:
             self.add("assistant", "")
         return self.messages[-1]
 
-    def add_text(self, field: Literal["content", "reasoning"], text: str) -> None:
+    def add_text(self, field: Literal["content", "reasoning"], text: str | list[ContentPart]) -> None:
         """Add text to the model's message."""
         message = self.answer()
-        message[field] = f"{message[field]}\n\n{text}" if message.get(field) else text
+        message[field] = _joined(message[field], text) if message.get(field) else text
 
     def add_call(self, call_id: str, name: str, namespace: str | None, arguments: str) -> None:
         """Add a tool call to the model's message."""
         function = {"name": self.names.name_for_model(name, namespace), "arguments": arguments}
         self.answer().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+
+
+def _joined(first: str | list[ContentPart], second: str | list[ContentPart]) -> str:
+    return f"{text_of(first)}\n\n{text_of(second)}"
 
 
 class Item(Body):

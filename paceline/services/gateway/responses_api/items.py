@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answer_format import Body
-from paceline.services.gateway.chat_schemas import ContentPart, TextPart, text_of
+from paceline.services.gateway.chat_schemas import ContentPart, TextPart
 from paceline.services.gateway.media.parts import MediaPart
 from paceline.services.gateway.responses_api.conversation import Item, Messages
 from paceline.services.gateway.responses_api.tool_items import (
@@ -61,9 +61,9 @@ class MessageItem(Item):
             message = f"{media.place}: a message of the role {self.role!r} can have text alone"
             raise InvalidRequestError(message, media.place)
         elif self.role == "assistant":
-            messages.add_text("content", text_of(self.content))
+            messages.add_text("content", self.content)
         else:
-            messages.add(self.role, text_of(self.content))
+            messages.add(self.role, self.content)
 
     def stored(self, new_id: str) -> Json:
         texts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content

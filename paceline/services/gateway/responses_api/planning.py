@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -18,7 +18,7 @@ from paceline.services.gateway.planning import plan_chat
 from paceline.services.gateway.responses_api.conversation import Messages
 from paceline.services.gateway.responses_api.items import InputItem, MessageItem
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
-from paceline.services.gateway.responses_api.tool_items import OutputItem
+from paceline.services.gateway.responses_api.tool_items import McpCallItem, OutputItem
 from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.schemas import ChatRequest, GenerationRequest
 
@@ -49,8 +49,8 @@ def plan_response(
 
     Args:
         items: the whole conversation, without references.
-        media: what stands in the prompt for each image, video or audio clip. What has items that are not among them
-            does not fit.
+        media: what stands in the prompt for each image, video or audio clip. A conversation with an item that is not
+            here counts as too long.
 
     Raises:
         InvalidRequestError, ApiError, NoWorkerError: as `plan_chat`. Errors name the fields of a response.
@@ -138,40 +138,68 @@ def _plan_what_fits(
     try:
         return plan(items), items
     except (ContextLengthError, _MediaLeftOutError):
-        parts = _shortened(items)
-        if not parts:
+        cuts = _cuts(items)
+        if not cuts:
             raise
-        fitting = plan(parts[-1])
-    first, last = 0, len(parts) - 1
+        kept = _shortened(items, cuts[-1])
+        fitting = plan(kept)
+    first, last = 0, len(cuts) - 1
     while first < last:
         middle = (first + last) // 2
+        longer = _shortened(items, cuts[middle])
         try:
-            fitting = plan(parts[middle])
+            fitting, kept = plan(longer), longer
             last = middle
         except (ContextLengthError, _MediaLeftOutError):
             first = middle + 1
-    return fitting, parts[last]
+    return fitting, kept
 
 
-def _shortened(items: Sequence[InputItem]) -> list[Sequence[InputItem]]:
-    """Return a conversation without its oldest items, in all lengths from the longest to the shortest.
+class _Cut(NamedTuple):
+    """A place before which older items are left out, except system messages and one of the user."""
 
-    First, whole turns go, which begin with a message of the user. Of the last turn, that message stays, and the oldest
-    calls of tools go with their results, as in the long turns of agents.
+    begin: int
+    """Index of the first item after it."""
+    asked: int | None
+    """Index of the message of the user to which the next items belong; None if they begin with one."""
+
+
+def _cuts(items: Sequence[InputItem]) -> list[_Cut]:
+    """Return the places before which items may be left out, the oldest first.
+
+    A turn begins with a message of the user. Before a whole turn goes, its calls of tools go one after another with
+    their results, as long as the turns of agents are. No result stays without its call.
     """
-    begin = next((index for index, item in enumerate(items) if not _is_system(item)), len(items))
-    turns = [index for index, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
-    last = turns[-1] if turns else begin - 1
-    calls = [
-        index
-        for index in range(last + 2, len(items))
-        if isinstance(items[index - 1], OutputItem) and not isinstance(items[index], OutputItem)
-    ]
-    asked = items[max(begin, last) : last + 1]
-    return [
-        *([*items[:begin], *items[index:]] for index in turns if index > begin),
-        *([*items[:begin], *asked, *items[index:]] for index in calls),
-    ]
+    system = _system_items(items)
+    results = {item.call_id: index for index, item in enumerate(items) if isinstance(item, OutputItem)}
+    cuts = []
+    asked: int | None = None
+    last_result = -1  # of the calls so far
+    for index, item in enumerate(items):
+        if index > system and index > last_result:
+            if _is_asked(item):
+                cuts.append(_Cut(index, None))
+            elif isinstance(items[index - 1], OutputItem | McpCallItem) and not isinstance(item, OutputItem):
+                cuts.append(_Cut(index, asked))
+        if _is_asked(item):
+            asked = index
+        elif not isinstance(item, OutputItem):
+            last_result = max(last_result, results.get(getattr(item, "call_id", ""), -1))
+    return cuts
+
+
+def _shortened(items: Sequence[InputItem], cut: _Cut) -> Sequence[InputItem]:
+    asked = [] if cut.asked is None else [items[cut.asked]]
+    return [*items[: _system_items(items)], *asked, *items[cut.begin :]]
+
+
+def _system_items(items: Sequence[InputItem]) -> int:
+    """Return the number of system messages at the beginning."""
+    return next((index for index, item in enumerate(items) if not _is_system(item)), len(items))
+
+
+def _is_asked(item: InputItem) -> bool:
+    return isinstance(item, MessageItem) and item.role == "user"
 
 
 def _is_system(item: InputItem) -> bool:

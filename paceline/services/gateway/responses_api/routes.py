@@ -18,11 +18,12 @@ from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.cache_hints import STORED
 from paceline.services.gateway.chat_planning import plan_with_media
+from paceline.services.gateway.chat_prompt import media_of
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
-from paceline.services.gateway.media.expansion import NOTHING, Expansions
+from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansions
 from paceline.services.gateway.media.parts import pin_meanings
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
@@ -84,19 +85,22 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
 
         truncates = body.truncation == "auto"
         shown: Sequence[InputItem] = items
-        if truncates:
-            # Media of items that do not fit even as text are not loaded.
-            _, shown = await asyncio.to_thread(plan_response, body, toolbox, items, await model.served_model(), NOTHING)
+        loaded: Expansions = NO_ITEMS
 
         def plan(served: ServedModel, media: Expansions) -> Plan:
-            found, _ = plan_response(body, toolbox, shown, served, media)
-            if media is not NOTHING:
-                pin_meanings(body.input, media)
-            return found
+            nonlocal loaded
+            loaded = media
+            return plan_response(body, toolbox, shown, served, media)[0]
 
         with in_client_fields():
             chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
+            if truncates and media_of(chat.messages, model.tokenizer):
+                # Media of items that do not fit even as text are not loaded.
+                served = await model.served_model()
+                _, shown = await asyncio.to_thread(plan_response, body, toolbox, items, served, NOTHING)
+                chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
             planned = await plan_with_media(model, [chat], request, plan, "input", keeps_newest=truncates)
+        pin_meanings(body.input, loaded)
         if body.store and store is not None and planned.learnt is None:
             planned = dataclasses.replace(planned, learnt=STORED)
         return items, toolbox, planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.chat_schemas import ContentPart, TextPart, kind_of_part
@@ -13,6 +13,9 @@ from paceline.services.gateway.media.parts import MediaPart
 from paceline.services.gateway.responses_api.conversation import Item, Messages
 
 Json = dict[str, Any]
+
+_KEEPING = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+"""Fields that are not read here are stored, too."""
 
 
 class FunctionCallItem(Item):
@@ -48,7 +51,7 @@ class AgentCallItem(Item):
     Its result is an item of its own.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = _KEEPING
 
     type: Literal["computer_call", "shell_call", "local_shell_call", "apply_patch_call"]
     call_id: str
@@ -65,7 +68,7 @@ class AgentCallItem(Item):
 class McpCallItem(Item):
     """A call of a tool on an MCP server with what it returned."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = _KEEPING
 
     type: Literal["mcp_call"]
     id: str
@@ -84,12 +87,12 @@ class McpCallItem(Item):
 class UnreadPart(Body):
     """A document in a tool's output. The model sees a note in its place, because an agent cannot know what comes."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = _KEEPING
 
     type: Literal["input_file"]
 
     def for_message(self) -> TextPart:
-        return TextPart(type="text", text=f"[{self.type}: this model takes no documents]")
+        return TextPart(type="text", text="[document: this server reads only text]")
 
 
 def _kind_of_output(data: Any) -> str:
@@ -108,12 +111,14 @@ OutputPart = Annotated[
 class OutputItem(Item):
     """The base of what tools returned."""
 
+    call_id: str
+    """The id of the call."""
+
 
 class CallOutputItem(OutputItem):
     """What a tool returned. It may be one image, such as a computer's screenshot."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
-    call_id: str
     output: str | list[OutputPart] | Json
 
     @field_validator("output", mode="before")
@@ -142,14 +147,18 @@ class CallOutputItem(OutputItem):
 class AgentOutputItem(OutputItem):
     """What one of OpenAI's tools returned: text, or what each command of a shell wrote and how it ended."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = _KEEPING
 
     type: Literal["shell_call_output", "local_shell_call_output", "apply_patch_call_output"]
-    call_id: str | None = None
-    """Items of the oldest type name the call in `id`."""
     output: str | list[Json] | None = None
     status: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_call(cls, data: Any) -> Any:
+        # A local_shell_call_output has the id of the call as its own.
+        return {"call_id": data.get("id"), **data} if isinstance(data, dict) else data
+
     def add_to(self, messages: Messages) -> None:
         text = json.dumps(self.output, ensure_ascii=False) if isinstance(self.output, list) else self.output
-        messages.add("tool", text or self.status or "", tool_call_id=self.call_id or self.id)
+        messages.add("tool", text or self.status or "", tool_call_id=self.call_id)

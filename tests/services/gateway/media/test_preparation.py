@@ -254,8 +254,15 @@ async def test_the_newest_items_are_kept_as_far_as_there_is_room(processor: Proc
     kept = await prepare(preparer, *items, keeps_newest=True, most_tokens=sum(tokens[-9:]))
     assert list(kept) == items[:-10:-1]
     assert not await prepare(preparer, *items, keeps_newest=True, most_tokens=tokens[-1] - 1)
-    dead = MediaItem("image", "http://127.0.0.1:1/cat.png")
-    assert dead not in await prepare(preparer, dead, *items[:12], keeps_newest=True)
+    # What has no room may be wrong, whether it is loaded beside others or not.
+    dead, unknown = MediaItem("image", "http://127.0.0.1:1/cat.png"), MediaItem("image", None, "dog")
+    for wrong in (dead, unknown):
+        media = await prepare(preparer, wrong, *items[:3], keeps_newest=True, most_tokens=sum(tokens[:3]))
+        assert set(media) == set(items[:3])
+    with pytest.raises(MediaError, match=r"^image 1: "):
+        await prepare(preparer, dead, *items[:3], keeps_newest=True)
+    with pytest.raises(InvalidRequestError, match=r"^image 1: no image with the uuid 'dog' is kept"):
+        await prepare(preparer, unknown, *items[:3], keeps_newest=True)
 
 
 async def test_the_newest_items_are_kept_within_the_limits_of_their_kinds(preparer: MediaPreparer) -> None:
@@ -279,5 +286,9 @@ async def test_a_stored_uuid_never_means_another_item(preparer: MediaPreparer) -
     stored = MediaItem("image", None, "cat", meant)
     assert (await prepare(preparer, stored))[stored].digest == meant
     await prepare(preparer, MediaItem("image", data_url(image_file(image=picture(9, 9))), "cat"))
-    with pytest.raises(InvalidRequestError, match="'cat' has got another meaning since this part was stored; send the"):
+    with pytest.raises(InvalidRequestError, match="'cat' means another image now than when this part was stored; send"):
         await prepare(preparer, stored)
+    other = MediaItem("image", data_url(image_file(image=picture(8, 8))), "cat")
+    with pytest.raises(InvalidRequestError, match="means another image now"):
+        await prepare(preparer, other, stored)
+    assert (await prepare(preparer, NAMED, stored))[stored].digest == meant

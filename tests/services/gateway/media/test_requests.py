@@ -185,7 +185,7 @@ async def test_a_stored_uuid_keeps_its_meaning(start_stack: StartStack, media_mo
     refused = await respond(later, previous_response_id=first["id"])
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "previous_response_id[0].content[0]"
-    assert "another meaning" in refused.json()["error"]["message"]
+    assert "means another image now" in refused.json()["error"]["message"]
 
 
 async def test_truncation_keeps_the_newest_images(seeing: Stack, picture: Run) -> None:
@@ -207,11 +207,18 @@ async def test_truncation_keeps_the_newest_images(seeing: Stack, picture: Run) -
     assert (refused.status_code, "at most 2 of the kind image" in refused.text) == (400, True)
 
 
-async def test_texts_are_parts_for_a_template_that_reads_parts(seeing: Stack) -> None:
-    assert (await chat(seeing, text("a"), text("b"))).status_code == 200
-    together = shown(seeing)[0]
-    assert (await chat(seeing, text("ab"))).status_code == 200
-    assert shown(seeing)[0] == together
+@pytest.mark.parametrize("role", ["user", "system", "developer", "assistant"])
+async def test_texts_are_parts_for_a_template_that_reads_parts(seeing: Stack, role: str) -> None:
+    asked = [] if role == "user" else [{"role": "user", "content": "c"}]
+    seen = []
+    for kind, path, field in (("text", "chat/completions", "messages"), ("text", "responses", "input")):
+        for texts in (["a", "b"], ["ab"]):
+            content = [{"type": kind, "text": text} for text in texts]
+            turns = [*(asked if role == "assistant" else []), {"role": role, "content": content}, *asked]
+            answer = await seeing.post(f"/v1/{path}", **{field: turns})
+            assert answer.status_code == 200, answer.text
+            seen.append(shown(seeing)[0])
+    assert all(ids == seen[0] for ids in seen)
 
 
 async def test_errors_name_the_part_in_each_api(seeing: Stack) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError
 from paceline.services.gateway.media.fetch import Fetcher, SystemResolver
 from paceline.services.gateway.media.guard import Guard
+from paceline.services.gateway.media.items import JPEG
 from paceline.services.gateway.media.source import Sources, read_data_url
 
 MAX_BYTES = 1 << 20
@@ -62,11 +63,14 @@ async def test_base64_may_have_line_breaks() -> None:
 
 
 async def test_frames_of_a_video_follow_each_other() -> None:
-    frames = [b"a", b"bc", b"def"]
+    frames = [JPEG, JPEG + b"b", JPEG + b"cd"]
     text = ",".join(base64.b64encode(frame).decode() for frame in frames)
-    assert await read_data_url(f"data:video/jpeg;base64,{text}", MAX_BYTES) == b"abcdef"
-    with pytest.raises(MediaError, match="send standard base64"):
+    for url in (f"data:video/jpeg;base64,{text}", f"data:video/jpg;base64,{text.replace(',', '%2C')}"):
+        assert await read_data_url(url, MAX_BYTES) == b"".join(frames)
+    with pytest.raises(MediaError, match="only data:video/jpeg may have several files with commas between them"):
         await read_data_url(f"data:video/mp4;base64,{text}", MAX_BYTES)
+    with pytest.raises(MediaError, match="frame 4 of the data: URL is not a JPEG file"):
+        await read_data_url(f"data:video/jpeg;base64,{text},iVBORw0KGgo=", MAX_BYTES)
 
 
 async def test_reads_quoted_data_url() -> None:

@@ -61,6 +61,17 @@ def test_jpeg_files_are_the_frames_of_a_video(decode: Decode, count: int) -> Non
     assert np.abs(array.astype(int) - expected).max() <= 1
 
 
+def test_each_jpeg_file_is_turned_as_it_says(decode: Decode) -> None:
+    upright = image_file("JPEG", picture(32, 16))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned to the right
+    lying = image_file("JPEG", picture(32, 16).rotate(90, expand=True), exif=exif)
+    for files, shape in (((upright, lying), (16, 32, 3)), ((lying, upright), (16, 32, 3))):
+        _, array = decode("video", b"".join(files), **OPTIONS)
+        assert array.shape[1:] == shape
+        assert np.abs(array[0].astype(int) - array[1]).mean() < 8
+
+
 samplings = st.builds(
     FrameSampling,
     st.integers(1, 1000),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answers.form import Thought
@@ -96,7 +97,7 @@ def test_reasoning_of_earlier_answers() -> None:
                     {"type": "document", "title": "T", "source": {"type": "base64", "data": "JVBE"}},
                 ]
             },
-            "see\nT\n[document: this model takes text alone]",
+            "see\nT\n[document: this server reads only text]",
         ),
         ({"content": [{"type": "document", "source": {"type": "text", "data": "page"}}]}, "page"),
         (
@@ -158,3 +159,17 @@ def test_a_cache_breakpoint_between_texts_does_not_change_the_prompt() -> None:
     assert messages({"role": "user", "content": [text("a"), plain]}) == messages(
         {"role": "user", "content": [plain, plain]}
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "base64", "content": "x", "data": "QQ=="},
+        {"type": "text", "data": [text("x")]},
+        {"type": "content", "content": [{"type": "text", "text": 5}]},
+        {"type": "content", "content": [{"type": "image", "source": {}}]},
+    ],
+)
+def test_documents_of_another_kind_are_refused(source: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="reads only documents of text"):
+        messages({"role": "user", "content": [{"type": "document", "source": source}]})

@@ -36,7 +36,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
                 {"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "http://a"}}]}
             ]
         },
-        "messages[0].content[0]: this server reads no documents but texts; send a source of type text",
+        "messages[0].content[0]: this server reads only documents of text; send a source of type text or",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}]},

@@ -12,6 +12,8 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from paceline.services.gateway.responses_api import planning
+from paceline.services.gateway.responses_api.items import read_items
+from paceline.services.gateway.responses_api.planning import _cuts, _shortened
 from tests.services.gateway.conftest import Stack, eventually
 from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
 
@@ -364,3 +366,41 @@ async def test_truncation_drops_the_oldest_calls_of_a_long_turn(start_agents: St
     assert [f"r{index}" in prompt for index in range(6)] == [False] * 2 + [True] * 4
     # A result without its call would be a riddle to the model.
     assert prompt.index("<|tool|>") > prompt.index("<|assistant|>")
+
+
+def items_of(text: str) -> list[Any]:
+    """Return the items of letters.
+
+    u, s, a: messages of the user, of the system and of the assistant. f0, o0: a call and its result. m: a call of an
+    MCP server.
+    """
+    made = {
+        "u": {"role": "user", "content": "u"},
+        "s": {"role": "system", "content": "s"},
+        "a": {"role": "assistant", "content": "a"},
+        "m": {"type": "mcp_call", "id": "m", "server_label": "x", "name": "f", "arguments": "{}", "output": "o"},
+    }
+    call, output = {"type": "function_call", "name": "f", "arguments": "{}"}, {"type": "function_call_output"}
+    named = {"f": call, "o": {**output, "output": ""}}
+    fields = [made.get(name) or {**named[name[0]], "call_id": name[1:]} for name in text.split()]
+    return read_items(fields)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "shorter"),
+    [
+        ("u a u", ["u"]),
+        ("s u a u a u", ["s u a u", "s u"]),
+        # The calls of the oldest turn go before its message.
+        ("u f0 o0 f1 o1 a u", ["u f1 o1 a u", "u a u", "u"]),
+        ("u f0 f1 o0 f2 o1 o2 a", ["u a"]),
+        ("u f0 f1 o0 o1 f2 o2", ["u f2 o2"]),
+        ("u m m m", ["u m m", "u m"]),
+        ("u m f0 o0 m", ["u f0 o0 m", "u m"]),
+        ("u f0", []),
+        ("s", []),
+    ],
+)
+def test_the_oldest_items_go_first_and_no_result_without_its_call(conversation: str, shorter: list[str]) -> None:
+    items = items_of(conversation)
+    assert [_shortened(items, cut) for cut in _cuts(items)] == [items_of(each) for each in shorter]
