@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -209,8 +210,8 @@ class ChatRequest(ChatFields, GenerationRequest):
             raise ApiError(400, "logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
         if self.tools is not None and not self.tools:
             raise ApiError(400, "tools must not be empty; leave it out if there are none", param="tools")
-        names = [tool.function.name for tool in self.tools or ()]
-        if doubled := next((name for name in names if names.count(name) > 1), None):
+        names = Counter(tool.function.name for tool in self.tools or ())
+        if doubled := next((name for name, count in names.items() if count > 1), None):
             raise ApiError(400, f"tools: there are two functions of the name {doubled!r}", param="tools")
         choice = self.tool_choice
         if choice not in (None, "none") and not names:

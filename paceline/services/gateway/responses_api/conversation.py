@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 
 from pydantic import ConfigDict
 
@@ -11,6 +12,7 @@ from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.chat_schemas import ContentPart, text_of
 
 Json = dict[str, Any]
+Content: TypeAlias = str | list[ContentPart]
 
 
 class ToolNames(Protocol):
@@ -24,38 +26,49 @@ class Messages:
 
     def __init__(self, instructions: str | None, names: ToolNames) -> None:
         self.names = names
-        self.messages: list[Json] = []
+        self._messages: list[Json] = []
+        """Messages whose content and reasoning are still lists of pieces. To join them one by one would take time that
+        grows with the square of their number."""
         if instructions:
             self.add("system", instructions)
 
-    def add(self, role: str, content: str | list[ContentPart], **fields: Any) -> None:
+    def add(self, role: str, content: Content, **fields: Any) -> None:
         """Add a message. System messages at the beginning are joined into one."""
         if role in ("system", "developer"):
             role = "system"
-            if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-                self.messages[0]["content"] = _joined(self.messages[0]["content"], content)
+            if len(self._messages) == 1 and self._messages[0]["role"] == "system":
+                self._messages[0]["content"].append(content)
                 return
-        self.messages.append({"role": role, "content": content, **fields})
+        self._messages.append({"role": role, "content": [content], **fields})
 
     def answer(self) -> Json:
         """Return the message of the model that is being read."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        if not self._messages or self._messages[-1]["role"] != "assistant":
             self.add("assistant", "")
-        return self.messages[-1]
+        return self._messages[-1]
 
-    def add_text(self, field: Literal["content", "reasoning"], text: str | list[ContentPart]) -> None:
+    def add_text(self, field: Literal["content", "reasoning"], text: Content) -> None:
         """Add text to the model's message."""
-        message = self.answer()
-        message[field] = _joined(message[field], text) if message.get(field) else text
+        self.answer().setdefault(field, []).append(text)
 
     def add_call(self, call_id: str, name: str, namespace: str | None, arguments: str) -> None:
         """Add a tool call to the model's message."""
         function = {"name": self.names.name_for_model(name, namespace), "arguments": arguments}
         self.answer().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
+    def whole(self) -> list[Json]:
+        """Return the messages, as the body of a chat has them."""
+        fields = ("content", "reasoning")
+        return [
+            {**message, **{field: _joined(message[field]) for field in fields if field in message}}
+            for message in self._messages
+        ]
 
-def _joined(first: str | list[ContentPart], second: str | list[ContentPart]) -> str:
-    return f"{text_of(first)}\n\n{text_of(second)}"
+
+def _joined(pieces: Sequence[Content]) -> Content:
+    """Return pieces of a message as one. A single one stays as it is; several become one text."""
+    written = [piece for piece in pieces if piece]
+    return written[0] if len(written) == 1 else "\n\n".join(map(text_of, written))
 
 
 class Item(Body):

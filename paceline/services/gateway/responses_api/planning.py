@@ -96,7 +96,7 @@ def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[In
     verbosity = {"verbosity": request.text.verbosity} if request.text.verbosity else {}
     fields: Json = {
         **common,
-        "messages": messages.messages,
+        "messages": messages.whole(),
         "tools": toolbox.definitions,
         "tool_choice": toolbox.choice,
         "parallel_tool_calls": request.parallel_tool_calls,
