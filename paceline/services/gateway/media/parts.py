@@ -17,6 +17,7 @@ Json = dict[str, Any]
 MediaType = Literal["image_url", "video_url", "audio_url", "input_image", "input_audio"]
 MEDIA_TYPES = get_args(MediaType)
 MAX_UUID_CHARACTERS = 256
+_NESTS = (list, BaseModel)
 _DETAILS = ("auto", "low", "high", "original")
 
 
@@ -50,11 +51,12 @@ def _parts_of(body: object, place: str) -> Iterator[tuple[str, Placed]]:
         yield place, body
     elif isinstance(body, list):
         for index, entry in enumerate(body):
-            if isinstance(entry, list | BaseModel):
+            if isinstance(entry, _NESTS):
                 yield from _parts_of(entry, f"{place}[{index}]")
     elif isinstance(body, BaseModel):
-        for name, value in body:
-            if isinstance(value, list | BaseModel):
+        # The fields, without the generator that pydantic has for them: most messages are only texts.
+        for name, value in body.__dict__.items():
+            if isinstance(value, _NESTS):
                 yield from _parts_of(value, f"{place}.{name}")
 
 
