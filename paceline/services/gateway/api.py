@@ -15,8 +15,6 @@ from paceline.services.gateway.api_bodies import (
     CompletionChunk,
     ModelCard,
     ModelList,
-    Text,
-    Tokens,
 )
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_format import ChatFormat
@@ -29,6 +27,7 @@ from paceline.services.gateway.planning import kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.services.gateway.vllm_bodies import Text, Tokens
 
 
 def add_api(router: APIRouter, gateway: Gateway) -> None:

@@ -1,7 +1,7 @@
 """How routes say in `/openapi.json` what they answer.
 
 Errors are the same for most routes: `create_app` adds them. A route names the body of its success, which is a class of
-`api_bodies`, `operation_bodies` or the package of its API:
+`api_bodies`, `vllm_bodies`, `operation_bodies` or the package of its API:
 
     @router.get("/version", response_model=None, responses=answers(Version))
 
@@ -16,9 +16,10 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from paceline.services.gateway.answer_body import AnswerBody
-from paceline.services.gateway.api_bodies import ChatChunk, CompletionChunk, TokensChunk
+from paceline.services.gateway.api_bodies import ChatChunk, CompletionChunk
 from paceline.services.gateway.messages_api.bodies import MessageError, MessageEvent
 from paceline.services.gateway.responses_api.bodies import ResponseEvent
+from paceline.services.gateway.vllm_bodies import TokensChunk
 
 _REFERENCE = "#/components/schemas/{model}"
 

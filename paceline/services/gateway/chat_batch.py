@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
-from paceline.services.gateway.api_bodies import ChatBatch
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_format import ChatFormat
 from paceline.services.gateway.chat_planning import plan_with_media
@@ -21,6 +20,7 @@ from paceline.services.gateway.planning import plan_chats
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.response_format import Json
 from paceline.services.gateway.schemas import MAX_CHOICES, ChatRequest
+from paceline.services.gateway.vllm_bodies import ChatBatch
 
 _ABOUT_PROMPT = ("prompt_logprobs", "prompt_token_ids")
 """Fields about one prompt. A chat has them beside its choices, a batch in each choice."""

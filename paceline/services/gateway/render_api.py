@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from paceline.services.gateway.api_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_prompt import media_of
 from paceline.services.gateway.derender import derender_chat, derender_completion
@@ -23,6 +22,7 @@ from paceline.services.gateway.respond import choose_id
 from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
+from paceline.services.gateway.vllm_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
 
 
 def add_render_api(router: APIRouter, gateway: Gateway) -> None:

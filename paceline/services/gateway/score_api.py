@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from paceline.services.gateway.answer_format import Body
-from paceline.services.gateway.api_bodies import Ranking, Scores
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
@@ -22,6 +21,7 @@ from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_scores
 from paceline.services.gateway.respond import choose_id, start, whole
 from paceline.services.gateway.scoring import probability
+from paceline.services.gateway.vllm_bodies import Ranking, Scores
 
 Json = dict[str, Any]
 

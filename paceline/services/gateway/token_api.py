@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from paceline.services.gateway.access.callers import caller_of
-from paceline.services.gateway.api_bodies import GeneratedTokens, TokensChunk
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.planning import plan_tokens
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.token_format import TokensFormat
 from paceline.services.gateway.token_schemas import AbortRequest, TokensRequest
+from paceline.services.gateway.vllm_bodies import GeneratedTokens, TokensChunk
 
 
 def add_token_api(router: APIRouter, gateway: Gateway) -> None:

@@ -1,0 +1,155 @@
+"""Bodies of answers of the routes that vLLM adds to the OpenAI API, as `/openapi.json` shows them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from paceline.services.gateway.answer_body import AnswerBody
+from paceline.services.gateway.api_bodies import (
+    AboutPrompt,
+    ChatChoice,
+    ChatFinishReason,
+    ChatLogprobs,
+    CompletionChoice,
+    FinishReason,
+    Head,
+    Usage,
+)
+
+Json = dict[str, Any]
+
+
+class Tokens(AnswerBody):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(AnswerBody):
+    prompt: str
+
+
+class BatchChoice(ChatChoice, AboutPrompt):
+    """The answer to one conversation."""
+
+
+class ChatBatch(Head):
+    object: Literal["chat.completion"]
+    choices: list[BatchChoice]
+    usage: Usage
+
+
+class IdLogprob(AnswerBody):
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenIdLogprob(IdLogprob):
+    top_logprobs: list[IdLogprob]
+
+
+class TokenIdLogprobs(AnswerBody):
+    content: list[TokenIdLogprob]
+
+
+class TokensChoice(AnswerBody):
+    index: int
+    token_ids: list[int]
+    text: str = ""
+    logprobs: TokenIdLogprobs | ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class TokensHead(AnswerBody):
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens", "text"]
+
+
+class GeneratedTokens(TokensHead, AboutPrompt):
+    choices: list[TokensChoice]
+    usage: Usage
+    kv_transfer_params: None
+
+
+class TokensChunk(TokensHead):
+    choices: list[TokensChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] = []
+
+
+class RenderedRequest(AnswerBody):
+    """A body for POST /inference/v1/generate."""
+
+    request_id: str
+    token_ids: list[int]
+    features: None
+    sampling_params: Json
+    model: str
+    stream: bool
+    stream_options: Json | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+
+
+class PlainUsage(AnswerBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class DerenderedCompletionChoice(CompletionChoice):
+    finish_reason: FinishReason | None  # type: ignore[assignment]
+
+
+class DerenderedCompletion(Head):
+    object: Literal["text_completion"]
+    choices: list[DerenderedCompletionChoice]
+    usage: PlainUsage
+
+
+class DerenderedChatChoice(ChatChoice):
+    finish_reason: ChatFinishReason | None  # type: ignore[assignment]
+
+
+class DerenderedChat(Head, AboutPrompt):
+    object: Literal["chat.completion"]
+    choices: list[DerenderedChatChoice]
+    usage: PlainUsage
+
+
+class Score(AnswerBody):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(AnswerBody):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+class DocumentText(AnswerBody):
+    text: str
+
+
+class Ranked(AnswerBody):
+    index: int
+    relevance_score: float
+    document: DocumentText | None = None
+
+
+class Ranking(AnswerBody):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage
