@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import check_grammar, check_options
@@ -29,6 +30,21 @@ class Body(BaseModel):
 
     # Strict, so that "5" is not taken for a number, nor true for a token id.
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let lists and objects end at their first error, because a million errors would fill the memory."""
+        schema = handler(source)
+        left: list[object] = [schema]
+        while left:
+            part = left.pop()
+            if isinstance(part, dict):
+                if part.get("type") in ("list", "dict"):
+                    part["fail_fast"] = True
+                left += part.values()
+            elif isinstance(part, list | tuple):
+                left += part
+        return schema
 
 
 Choices = Annotated[list[str], Field(min_length=1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -75,22 +76,24 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
         return await respond(model, body, plan, response_format, request)
 
     @router.post("/tokenize", response_model=None, responses=answers(Tokens))
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         tokenizer, special = model.tokenizer, body.add_special_tokens
         if body.prompt is None:
             tokens = (await encode_conversation(model, body, request, special is True)).token_ids
         else:
             tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, special is not False)
-        return {
-            "count": len(tokens),
-            "max_model_len": model.fleet.max_model_len(),
-            "tokens": tokens,
-            "token_strs": [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None,
-        }
+
+        def encode() -> bytes:
+            strings = [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
+            count = {"count": len(tokens), "max_model_len": model.fleet.max_model_len()}
+            return json.dumps({**count, "tokens": tokens, "token_strs": strings}).encode()
+
+        # In a thread, because a text may have millions of tokens.
+        return Response(await asyncio.to_thread(encode), media_type="application/json")
 
     @router.post("/detokenize", response_model=None, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         model = gateway.pick(body.model)
-        check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+        await asyncio.to_thread(check_ids, body.tokens, model.tokenizer.vocab_size, "tokens")
         return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}

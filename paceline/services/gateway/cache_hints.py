@@ -23,6 +23,8 @@ RETENTION_SECONDS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
 """Values of `prompt_cache_retention`. OpenAI keeps prompts in memory for 5 to 10 minutes."""
 
 _SOURCE_BYTES = 8
+_MOST_MISSES = 64
+"""Texts of messages that are looked for in vain, each time in the whole prompt, before all others count as missing."""
 
 
 class Mark(NamedTuple):
@@ -72,11 +74,13 @@ def text_marks(
         message = f"a request may have cache_control at {MOST_MARKS} places, not {len(asked)}; mark the last ones"
         raise InvalidRequestError(message, "cache_control")
     found: list[TextMark] = []
-    position = 0
+    position = misses = 0
     for number, (index, own, mark) in enumerate(places, 1):
-        if (start := text.find(own, position)) < 0:
-            own = own.strip()  # Many templates strip texts.
-            start = text.find(own, position)
+        start = -1
+        for written in dict.fromkeys((own, own.strip())):  # Many templates strip texts.
+            if start < 0 and misses < _MOST_MISSES:
+                own, start = written, text.find(written, position)
+                misses += start < 0
         if start >= 0:
             if marks and messages[index].role not in ("system", "developer"):
                 # Templates write tools within the system prompt or next to it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import InvalidRequestError
@@ -130,20 +130,29 @@ def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
     return dataclasses.replace(plan, cache_salt=request.cache_salt or "", wanted_priority=request.priority)
 
 
-def plan_scores(prompts: Mapping[str, str], token_ids: Sequence[int], model: ServedModel) -> Plan:
+_MOST_SCORED_TOKENS = 4 << 20
+"""Most tokens of all pairs of a request together. The same query is in each of them."""
+
+
+def plan_scores(prompts: Iterable[tuple[str, str]], token_ids: Sequence[int], model: ServedModel) -> Plan:
     """Return a plan for the logprobs of given tokens after each prompt. One token is generated, which does not matter.
 
     Args:
-        prompts: the rendered text of each prompt, by the field of the request that it comes from.
+        prompts: for each prompt the field of the request that it comes from, and its rendered text.
 
-    Raises the errors of `plan_completion`.
+    Raises the errors of `plan_completion`, and InvalidRequestError if all prompts together are too long.
     """
     fields = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": list(token_ids)}
     params = TokenSampling.model_validate({**fields, "ignore_eos": True})
     plans = []
-    for param, text in prompts.items():
+    left = _MOST_SCORED_TOKENS
+    for param, text in prompts:
         _check_length(text, params, model, param)
         ids = model.tokenizer.encode(text, False, param)
+        left -= len(ids)
+        if left < 0:
+            told = f"{param}: the pairs up to this one have more than {_MOST_SCORED_TOKENS} tokens; send fewer at once"
+            raise InvalidRequestError(told, param)
         plans.append(_plan_prompt(params, model, param, text, ids, _Wanted(1, 1, 0, None)))
     return _plan(params, plans, common_pb2.WORK_KIND_GENERATE, LogprobRules(most=-1))
 

@@ -164,8 +164,10 @@ async def _respond(
     scoring = model.scoring
 
     def plan(served: ServedModel) -> Plan:
-        prompts = {place: scoring.render(*pair, body.instruction) for place, pair in pairs.items()}
-        return plan_scores(prompts, scoring.token_ids, served)
+        token_ids = scoring.token_ids
+        # One after another, because all texts together may be a thousand times as long as the request.
+        prompts = ((place, scoring.render(*pair, body.instruction)) for place, pair in pairs.items())
+        return plan_scores(prompts, token_ids, served)
 
     generation = start(model, await model.plan(plan), request, is_streamed=False)
 

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import Logprob, Token
+from paceline.services.gateway import planning
 from paceline.services.gateway.scoring import Scoring, probability
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.conftest import Stack, StartStack
@@ -128,3 +129,11 @@ def test_a_score_is_the_softmax_of_two_tokens(toy_tokenizer: Tokenizer) -> None:
     token = Token(7, (Logprob(7, -0.1, 1), Logprob(no, math.log(0.01), 3), Logprob(yes, math.log(0.03), 2)))
     assert probability(scoring.margin(token)) == pytest.approx(0.75)
     assert (probability(-1e9), probability(1e9)) == (pytest.approx(0.0), 1.0)
+
+
+async def test_pairs_have_a_limit_together(start_stack: StartStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = await start_stack(**TOKENS)
+    monkeypatch.setattr(planning, "_MOST_SCORED_TOKENS", 600)
+    assert (await stack.post("/score", text_1="q", text_2=["a"])).status_code == 200
+    answer = await stack.post("/score", text_1="q", text_2=["a"] * 50)
+    assert (answer.status_code, "have more than 600 tokens" in answer.text) == (400, True)

@@ -9,7 +9,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from paceline.core.errors import ConstraintError
-from paceline.core.grammar import check_grammar
+from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar
 from paceline.core.types import ConstraintKind
 from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, regex
 
@@ -31,6 +31,7 @@ class Rules:
         self._names: dict[str, str] = {}
         """Names of rules, by themselves if they were given, or by what follows them in their lines."""
         self._lines: list[str] = []
+        self._written = 0
         self._count = 0
 
     def new_name(self) -> str:
@@ -49,6 +50,9 @@ class Rules:
         if known is None:
             known = self._names[name or rest] = name or self.new_name()
             self._lines.append(known + rest)
+            self._written += len(rest)
+            if self._written > MAX_TEXT_BYTES:  # which the check of the whole would find only after all is written
+                raise ConstraintError(f"its grammar is longer than {MAX_TEXT_BYTES >> 10} KiB; shorten it")
         return known
 
     def text(self, schema: Mapping[str, Any], end: str) -> str:
@@ -127,7 +131,7 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, tuple[object, bool]]:
     """Return the schema of each property of an object, and whether the property must be there."""
     listed, needed = schema.get("properties"), schema.get("required")
     properties = dict(listed) if isinstance(listed, Mapping) else {}
-    required = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
+    required = {name: None for name in needed if isinstance(name, str)} if isinstance(needed, list) else {}
     properties |= {name: {} for name in required if name not in properties}
     return {name: (each, name in required) for name, each in properties.items()}
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.core.errors import ConstraintError
-from paceline.core.grammar import check_grammar, check_options, expression_of
+from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar, check_options, expression_of
 from paceline.core.types import ConstraintKind
 from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, regex, without
 
@@ -157,6 +157,11 @@ def grammar_of_tag(form: Form, spelling: Spelling, spacing: dict[str, Any]) -> s
     return "\n".join([f"start: {start}", *writer.rules, ""])
 
 
+_MOST_WRITTEN = 8 * MAX_TEXT_BYTES
+"""Most characters of all expressions that are written, of which some are parts of others. Tags in tags may be written
+several times, so a small request could need a huge grammar."""
+
+
 class _Writer:
     """Writes the rules of a grammar.
 
@@ -168,6 +173,7 @@ class _Writer:
         self.rules: list[str] = []
         self._spelling = spelling
         self._spacing = spacing
+        self._room = _MOST_WRITTEN
 
     def write(self, form: Form, ends: Sequence[str]) -> str:
         match form:
@@ -254,20 +260,27 @@ class _Writer:
         return self._rule(expression_of(kind, text))
 
     def _one_of(self, texts: Sequence[str]) -> str:
-        return f"({' | '.join(map(self._literal, texts))})" if texts else ""
+        return self._counted(f"({' | '.join(map(self._literal, texts))})") if texts else ""
 
     def _literal(self, text: str) -> str:
         return self._spelling.literal(text) if text else ""
 
     def _rule(self, expression: str, attributes: str = "") -> str:
         name = f"part{len(self.rules)}"
-        self.rules.append(f"{name}{attributes}: {expression or EMPTY}")
+        self.rules.append(f"{name}{attributes}: {self._counted(expression) or EMPTY}")
         return name
 
     def _terminal(self, expression: str) -> str:
         name = f"TEXT{len(self.rules)}"
-        self.rules.append(f"{name}: {expression}")
+        self.rules.append(f"{name}: {self._counted(expression)}")
         return name
+
+    def _counted(self, expression: str) -> str:
+        """Return an expression. Raises ConstraintError if all together are too long."""
+        self._room -= len(expression)
+        if self._room < 0:
+            raise ConstraintError(f"the tags need a grammar of more than {MAX_TEXT_BYTES >> 10} KiB; send fewer")
+        return expression
 
     def _starts_with_token(self, text: str) -> bool:
         return self._spelling.literal(text).startswith("<[")

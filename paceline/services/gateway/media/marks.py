@@ -34,6 +34,8 @@ class MediaMarks:
 
     def show_markers(self, rendered: str) -> str:
         """Return a rendered text as the model's own template writes it."""
+        if not self._marks:
+            return rendered
         return self._any_mark.sub(lambda found: self._markers[self._marks[found[0]]], rendered)
 
     def marker(self, kind: ItemKind) -> str:
@@ -42,5 +44,7 @@ class MediaMarks:
 
     def split(self, rendered: str) -> tuple[list[str], list[ItemKind]]:
         """Return the texts between the marks of a rendered text, and the kinds of these marks: one less than texts."""
+        if not self._marks:  # A search for nothing takes long in a long text.
+            return [rendered], []
         kinds = [self._marks[mark] for mark in self._any_mark.findall(rendered)]
         return self._any_mark.split(rendered), kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +212,16 @@ _HEAD: Json = {
     "prompt_cache_options": None,
     "tool_usage": None,
 }
+
+
+def check_echo(request: ResponsesRequest) -> None:
+    """Raise ApiError if a field that the response repeats is not valid Unicode."""
+    for name, value in _echo(request).items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            told = "a text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
+            raise ApiError(400, f"{name}: {told}", param=name) from None
 
 
 def _echo(request: ResponsesRequest) -> Json:

@@ -65,8 +65,9 @@ class KeptResponses:
             for turn in await self.turns(request.previous_response_id, owner):
                 items += read_items([*turn.input, *turn.response["output"]])
             name_places(items, "previous_response_id")
+        kept: dict[str, dict[str, Json]] = {}
         for index, item in enumerate(request.input_items):
-            items.append(await self._find(item, index, owner) if isinstance(item, ReferenceItem) else item)
+            items.append(await self._find(item, index, owner, kept) if isinstance(item, ReferenceItem) else item)
         return items
 
     async def turns(self, response_id: str, owner: str) -> list[Record]:
@@ -84,17 +85,26 @@ class KeptResponses:
             raise InvalidRequestError(f"{place}: this response is not complete yet; wait for it", place)
         return turns
 
-    async def _find(self, reference: ReferenceItem, index: int, owner: str) -> InputItem:
-        """Return the item with an id."""
-        record = None
-        if self.store is not None:
-            record = await self.store.get(response_of_item(reference.id), owner)
-        known = [*record.input, *record.response["output"]] if record is not None else []
-        found = next((item for item in known if item["id"] == reference.id), None)
+    async def _find(
+        self, reference: ReferenceItem, index: int, owner: str, kept: dict[str, dict[str, Json]]
+    ) -> InputItem:
+        """Return the item with an id.
+
+        Args:
+            kept: the items of each response that the request has referred to, by their ids, without those that it has
+                taken. A short request could repeat a long item many times.
+        """
+        place, response_id = f"input[{index}]", response_of_item(reference.id)
+        if response_id not in kept:
+            record = await self.store.get(response_id, owner) if self.store is not None else None
+            known = [*record.input, *record.response["output"]] if record is not None else []
+            kept[response_id] = {item["id"]: item for item in known}
+        found = kept[response_id].pop(reference.id, None)
         if found is None:
-            raise ApiError(404, f"Item with id {reference.id!r} not found.", param=f"input[{index}].id")
+            message = f"Item with id {reference.id!r} not found, or referred to a second time."
+            raise ApiError(404, message, param=f"{place}.id")
         item = read_items([found])[0]
-        name_places(item, f"input[{index}]")
+        name_places(item, place)
         return item
 
     async def _checked(self, record: Record) -> Record:

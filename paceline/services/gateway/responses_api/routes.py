@@ -36,7 +36,7 @@ from paceline.services.gateway.responses_api.bodies import (
     ResponseBody,
     ResponseEvent,
 )
-from paceline.services.gateway.responses_api.builder import ResponseBuilder, encode
+from paceline.services.gateway.responses_api.builder import ResponseBuilder, check_echo, encode
 from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
 from paceline.services.gateway.responses_api.planning import chat_request, in_client_fields, plan_response
@@ -81,7 +81,8 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
     ) -> tuple[list[InputItem], Toolbox, Plan]:
         """Return the whole conversation, its tools and its plan."""
         items = await kept.conversation(body, owner_of(request))
-        toolbox = Toolbox(body, items)
+        await asyncio.to_thread(check_echo, body)
+        toolbox = await asyncio.to_thread(Toolbox, body, items)
 
         truncates = body.truncation == "auto"
         shown: Sequence[InputItem] = items

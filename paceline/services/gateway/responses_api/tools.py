@@ -93,7 +93,7 @@ class Toolbox:
     def _choose(self, choice: str | AllowedTools | NamedTool) -> ChatToolChoice | None:
         """Return the choice for a chat. A choice among some tools removes the others."""
         if isinstance(choice, AllowedTools):
-            allowed = [self._find(tool, "tool_choice.tools") for tool in choice.tools if tool.name is not None]
+            allowed = {self._find(tool, "tool_choice.tools") for tool in choice.tools if tool.name is not None}
             self._functions = {name: self._functions[name] for name in self._functions if name in allowed}
             choice = choice.mode
         if isinstance(choice, NamedTool):

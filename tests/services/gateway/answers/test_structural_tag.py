@@ -146,3 +146,23 @@ def _tokens(answer: str) -> list[int]:
         if found:
             return [*_tokens(before), token_id, *_tokens(after)]
     return list(answer.encode())
+
+
+def nested(depth: int) -> Json:
+    content = nested(depth - 1) if depth else POINT
+    tags = [{"type": "tag", "begin": "a", "content": content, "end": "b"}]
+    return {"type": "triggered_tags", "triggers": ["a"], "at_least_one": True, "tags": tags}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        nested(14),  # which doubles with each level
+        {**TRIGGERED, "triggers": ["<f="] * 300, "tags": TAGS * 150},
+        tag("x", {"type": "or", "elements": [text("a")] * 700}, [f"{number}" for number in range(700)]),
+    ],
+    ids=["nested", "triggers", "ends"],
+)
+def test_small_requests_cannot_need_huge_grammars(form: Json) -> None:
+    with pytest.raises(ConstraintError, match="a grammar of more than 128 KiB; send fewer"):
+        grammar_of_tag(FORM.validate_python(form), Spelling(OWN_TOKENS), {})

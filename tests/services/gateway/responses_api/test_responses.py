@@ -404,3 +404,11 @@ def items_of(text: str) -> list[Any]:
 def test_the_oldest_items_go_first_and_no_result_without_its_call(conversation: str, shorter: list[str]) -> None:
     items = items_of(conversation)
     assert [_shortened(items, cut) for cut in _cuts(items)] == [items_of(each) for each in shorter]
+
+
+@pytest.mark.parametrize("fields", [{"user": "\ud800"}, {"tools": [{**FIND, "description": "\ud800"}]}])
+async def test_what_cannot_be_repeated_is_refused(agents: Stack, fields: Any) -> None:
+    content = json.dumps({"model": "toy", "input": "x", **fields})  # which escapes it, as httpx does not
+    answer = await agents.http.post("/v1/responses", content=content, headers={"Content-Type": "application/json"})
+    (name,) = fields
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
