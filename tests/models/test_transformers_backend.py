@@ -239,6 +239,14 @@ def test_quantized_tensors_are_refused_without_a_word_in_the_config(
         load(tmp_path)
 
 
+def test_masks_of_old_checkpoints_are_no_quantized_tensors(tmp_path: Path) -> None:
+    save_tiny("gpt_neox", tmp_path)
+    file = tmp_path / "model.safetensors"
+    mask = {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()}
+    save_file({**load_file(file), **mask}, file, {"format": "pt"})
+    assert load(tmp_path).config.architecture == "GPTNeoXForCausalLM"
+
+
 def test_tensors_that_are_not_used_are_counted(
     tmp_path: Path, save_llama: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

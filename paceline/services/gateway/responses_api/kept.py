@@ -65,7 +65,7 @@ class KeptResponses:
             for turn in await self.turns(request.previous_response_id, owner):
                 items += read_items([*turn.input, *turn.response["output"]])
             name_places(items, "previous_response_id")
-        kept: dict[str, dict[str, Json]] = {}
+        kept: dict[str, dict[str, Json | None]] = {}
         for index, item in enumerate(request.input_items):
             items.append(await self._find(item, index, owner, kept) if isinstance(item, ReferenceItem) else item)
         return items
@@ -86,23 +86,29 @@ class KeptResponses:
         return turns
 
     async def _find(
-        self, reference: ReferenceItem, index: int, owner: str, kept: dict[str, dict[str, Json]]
+        self, reference: ReferenceItem, index: int, owner: str, kept: dict[str, dict[str, Json | None]]
     ) -> InputItem:
         """Return the item with an id.
 
         Args:
-            kept: the items of each response that the request has referred to, by their ids, without those that it has
-                taken. A short request could repeat a long item many times.
+            kept: the items of each response that the request has referred to, by their ids; None for those that it has
+                taken.
+
+        Raises ApiError if there is none, or the request has it already: else a short request could repeat a long item
+        many times.
         """
         place, response_id = f"input[{index}]", response_of_item(reference.id)
         if response_id not in kept:
             record = await self.store.get(response_id, owner) if self.store is not None else None
             known = [*record.input, *record.response["output"]] if record is not None else []
             kept[response_id] = {item["id"]: item for item in known}
-        found = kept[response_id].pop(reference.id, None)
+        own = kept[response_id]
+        if reference.id not in own:
+            raise ApiError(404, f"Item with id {reference.id!r} not found.", param=f"{place}.id")
+        found, own[reference.id] = own[reference.id], None
         if found is None:
-            message = f"Item with id {reference.id!r} not found, or referred to a second time."
-            raise ApiError(404, message, param=f"{place}.id")
+            message = f"Duplicate item with id {reference.id!r}; refer to each item once."
+            raise ApiError(400, message, param=f"{place}.id")
         item = read_items([found])[0]
         name_places(item, place)
         return item

@@ -18,26 +18,28 @@ _KEEPING = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected
 """Fields that are not read here are stored, too."""
 
 
-class FunctionCallItem(Item):
-    """A call of a function."""
+class NamedCallItem(Item):
+    """The base of calls of tools that the client has defined."""
 
-    type: Literal["function_call"]
     call_id: str
     name: str = Field(min_length=1)
     namespace: str | None = None
+
+
+class FunctionCallItem(NamedCallItem):
+    """A call of a function."""
+
+    type: Literal["function_call"]
     arguments: str
 
     def add_to(self, messages: Messages) -> None:
         messages.add_call(self.call_id, self.name, self.namespace, self.arguments)
 
 
-class CustomCallItem(Item):
+class CustomCallItem(NamedCallItem):
     """A call of a tool that takes a text."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str = Field(min_length=1)
-    namespace: str | None = None
     input: str
 
     def add_to(self, messages: Messages) -> None:

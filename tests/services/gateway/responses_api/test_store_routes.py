@@ -247,7 +247,7 @@ async def test_another_gateway_of_the_same_store_can_cancel(
 async def test_an_item_is_referred_to_once(agents: Stack) -> None:
     first = await ask(agents, "x", "ok")
     reference = {"type": "item_reference", "id": first.output[0].id}
-    for items, status in (([reference], 200), ([reference, reference], 404)):
+    for items, status in (([reference], 200), ([reference, reference], 400)):
         asked = [*items, {"role": "user", "content": "y"}]
         answer = await agents.post("/v1/responses", input=asked, max_output_tokens=2, **SEED)
         assert answer.status_code == status, answer.text
