@@ -54,7 +54,8 @@ def options() -> str:
 
 def metrics() -> str:
     """Return the page of all metrics."""
-    rows = [*_worker_metrics(), *_gateway_metrics()]
+    # A gateway shows its own process with the metric of all services.
+    rows = {row[0]: row for row in (*_gateway_metrics(), *_worker_metrics())}.values()
     lines = [
         "# Metrics",
         "",
@@ -97,14 +98,18 @@ def _read(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+_PLACES = {"kvtransfer": "kvtransfer", "planner": "planner", "common": "each service"}
+"""By folder: who counts the metrics that its files declare. All others are counted by workers."""
+
+
 def _worker_metrics() -> Iterator[tuple[str, str, str, str]]:
     for file in sorted(PACKAGE.rglob("*.py")):
         if "= Family(" in file.read_text():
             module = importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
             for family in vars(module).values():
                 if isinstance(family, Family) and family.name:
-                    place = next((each for each in ("kvtransfer", "planner") if each in file.parts), "workers")
-                    yield f"paceline:{family.name}", family.kind, place, family.help
+                    place = next((each for each in _PLACES if each in file.parts), "workers")
+                    yield f"paceline:{family.name}", family.kind, _PLACES.get(place, place), family.help
 
 
 def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:

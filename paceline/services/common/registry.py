@@ -43,8 +43,8 @@ HEARTBEAT_SECONDS = 1.0
 TTL_SECONDS = 5.0
 LEFT = b""
 """The version in the last beat of a member that leaves in order."""
-_BEATS = 10_000
-"""Beats that the stream keeps, about. Gateways read it twice a second."""
+_BEATS_SECONDS = 30.0
+"""Age up to which the stream keeps beats. Gateways read it twice a second, and a beat that is lost does no harm."""
 _STREAM_SECONDS = 600
 """Time after a member has left until the stream expires, so that Redis keeps none of a cluster that has ended."""
 
@@ -213,14 +213,30 @@ async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]
     return [TTL_SECONDS - max(0, milliseconds) / 1000 for milliseconds in left]
 
 
-async def write_member(client: redis.Redis, cluster: str, member: Member) -> None:
-    """Write a member's value and a beat. Raises RedisError."""
+def oldest_kept(newest: bytes, seconds: float) -> str | None:
+    """Return the id of the oldest entry that a stream keeps if it keeps `seconds` before the entry `newest`.
+
+    A number of entries would keep the news of hours in a small fleet, and of too few seconds in a large one. Ids are
+    times on the clock of Redis, so clocks of the writers do not matter. None, which trims nothing, if `newest` is
+    empty.
+    """
+    return str(max(0, int(newest.partition(b"-")[0]) - int(seconds * 1000))) if newest else None
+
+
+async def write_member(client: redis.Redis, cluster: str, member: Member, last_beat: bytes = b"") -> bytes:
+    """Write a member's value and a beat, and trim old beats. Return the beat's id. Raises RedisError.
+
+    Args:
+        last_beat: id of an earlier beat. Beats are trimmed by its time; without it, none are.
+    """
     name, value = member.worker_id, member.to_bytes()
+    minid = oldest_kept(last_beat, _BEATS_SECONDS)
     async with client.pipeline(transaction=False) as pipeline:
         pipeline.set(member_key(cluster, name), value, px=int(TTL_SECONDS * 1000))
         pipeline.sadd(names_key(cluster), name)
-        pipeline.xadd(beats_key(cluster), {name: version_of(value)}, maxlen=_BEATS, approximate=True)
-        await pipeline.execute()
+        pipeline.xadd(beats_key(cluster), {name: version_of(value)}, minid=minid, approximate=True)
+        *_, beat = await pipeline.execute()
+    return bytes(beat)
 
 
 async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:
@@ -228,7 +244,7 @@ async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:
     async with client.pipeline(transaction=False) as pipeline:
         pipeline.delete(member_key(cluster, name))
         pipeline.srem(names_key(cluster), name)
-        pipeline.xadd(beats_key(cluster), {name: LEFT}, maxlen=_BEATS, approximate=True)
+        pipeline.xadd(beats_key(cluster), {name: LEFT})
         pipeline.expire(beats_key(cluster), _STREAM_SECONDS)  # if others are left, their next beats make it again
         await pipeline.execute()
 
@@ -261,10 +277,10 @@ class Registrar:
         self._wake.set()
 
     async def _beat(self) -> None:
-        reachable = True
+        reachable, beat = True, b""
         while True:
             try:
-                await write_member(self._client, self._cluster, self._describe())
+                beat = await write_member(self._client, self._cluster, self._describe(), beat)
                 if not reachable:
                     log.info("Redis answers again")
                 reachable = True

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from paceline.core.request_classes import NO_CLASSES
+from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.gateway.media.metrics import MediaMetrics
 from paceline.services.gateway.queueing.shedding import REASONS, Reason
 from paceline.services.gateway.vllm_metrics import VllmModelNames, VllmServerNames
@@ -38,6 +39,7 @@ class GatewayMetrics:
         labels = ["model_name", "request_class", "reason"]
         self._refused = Counter("paceline:requests_refused", help, labels, registry=self.registry)
         self.media = MediaMetrics(self.registry)
+        self.registry.register(_OwnProcess())
         self._vllm: list[Collector] | None = [VllmServerNames(self.registry)] if vllm_names else None
 
     def add(self, model: str, registry: CollectorRegistry) -> None:
@@ -60,6 +62,20 @@ class GatewayMetrics:
     def render(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
         return _render(self._registries) + _render(self._vllm or ())
+
+
+class _OwnProcess(Collector):
+    """The figures of the gateway's process, beside those of workers and hosts, which come with their heartbeats."""
+
+    def __init__(self) -> None:
+        self._samples = ProcessSamples()
+
+    def collect(self) -> Iterator[Metric]:
+        for sample in self._samples:
+            assert sample.family is not None
+            metric = Metric(f"paceline:{sample.family.name}", sample.family.help, sample.family.kind)
+            metric.add_sample(metric.name, {"role": "gateway"}, sample.value)
+            yield metric
 
 
 def _render(sources: Iterable[Collector | CollectorRegistry]) -> bytes:

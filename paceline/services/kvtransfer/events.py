@@ -1,6 +1,6 @@
 """Publishes to Redis which blocks this host has cached, so that gateways can route requests by cached prefix.
 
-Redis trims the stream to about the newest _STREAM_LENGTH entries. If Redis does not answer, a bounded number of events
+Redis keeps the entries of about the last _KEPT_SECONDS. If Redis does not answer, a bounded number of events
 waits here. The events of _PERIOD_SECONDS share entries of up to _BATCH events; if there are no events, nothing is sent.
 A gateway that missed events asks the service for the names of all blocks (`KVTransfer.Reusable`).
 """
@@ -13,13 +13,14 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from paceline.core.block_pool import BlockEvent
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
-from paceline.services.common.registry import connect
+from paceline.services.common.registry import connect, oldest_kept
 from paceline.services.common.tasks import end_tasks
 
 _PERIOD_SECONDS = 0.25
@@ -27,7 +28,8 @@ _DEADLINE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 5.0
 _BATCH = 1000
 _BUFFERED = 100_000
-_STREAM_LENGTH = 10_000
+_KEPT_SECONDS = 60.0
+"""Age up to which the stream keeps events. A gateway that reads later asks the service for its blocks."""
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class BlockEventPublisher:
         self._take_events = take_events
         self._waiting: deque[tuple[BlockBatch, int, BlockEvent]] = deque(maxlen=buffered)
         """Waiting events: (the batch with which the event came, its number, the event)."""
+        self._newest = b""
+        """Id of the newest entry that this publisher has written."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -85,8 +89,9 @@ class BlockEventPublisher:
             # repeated events by their numbers.
             batch = self._next_batch()
             async with asyncio.timeout(_DEADLINE_SECONDS):
-                entry = batch.to_entry()
-                await self._client.xadd(self._stream, entry, maxlen=_STREAM_LENGTH, approximate=True)  # type: ignore[arg-type]
+                entry, minid = batch.to_entry(), oldest_kept(self._newest, _KEPT_SECONDS)
+                added = await self._client.xadd(self._stream, entry, minid=minid, approximate=True)  # type: ignore[arg-type]
+                self._newest = cast(bytes, added)
             for _ in batch.events:
                 self._waiting.popleft()
 

@@ -19,6 +19,7 @@ from paceline.core.options import parse_bytes
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
+from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb, read_members
 from paceline.services.common.rpc import RpcServer, is_loopback
 from paceline.services.kvtransfer.disk_tier import DiskOptions
@@ -58,7 +59,10 @@ async def run(config: KVTransferConfig) -> None:
     await service.start(address, lambda fingerprint: _find_hosts(client, config.cluster, host_id, fingerprint))
     await server.start()
     epoch = time.time_ns()
-    registrar = Registrar(config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop))
+    process = ProcessSamples()
+    registrar = Registrar(
+        config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop, process)
+    )
     publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events)
     await registrar.start()
     await publisher.start()
@@ -122,7 +126,14 @@ def _disk(config: KVTransferConfig) -> DiskOptions | None:
     return DiskOptions(Path(config.kv_disk_dir), parse_bytes(config.kv_disk_size)) if config.kv_disk_size else None
 
 
-def _describe(service: KVTransferService, host_id: str, epoch: int, address: str, stop: asyncio.Event) -> Member:
+def _describe(
+    service: KVTransferService,
+    host_id: str,
+    epoch: int,
+    address: str,
+    stop: asyncio.Event,
+    process: ProcessSamples,
+) -> Member:
     snapshot = service.snapshot()
     return Member(
         worker_id=host_id,
@@ -133,5 +144,5 @@ def _describe(service: KVTransferService, host_id: str, epoch: int, address: str
         state="draining" if stop.is_set() else "ready",
         layout=snapshot.fingerprint,
         host=snapshot.report(),
-        metrics=metrics_to_pb(snapshot.samples()),
+        metrics=metrics_to_pb([*snapshot.samples(), *process]),
     )

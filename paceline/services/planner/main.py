@@ -16,6 +16,7 @@ from paceline.core.planner.planner import Planner
 from paceline.core.request_classes import read_classes
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
+from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.planner.recording import RecordFile, replay_file
@@ -47,10 +48,10 @@ async def run(config: PlannerConfig) -> None:
         address = reachable_address(config, server.bind())
         await server.start()
         service = PlannerService(planner, platform, client, config.cluster, name, config.drain_seconds, record)
-        epoch = time.time_ns()
+        epoch, process = time.time_ns(), ProcessSamples()
 
         def describe() -> Member:
-            metrics = metrics_to_pb(service.metrics.samples())
+            metrics = metrics_to_pb([*service.metrics.samples(), *process])
             return Member(name, "planner", epoch, address, "", plan=service.report(), metrics=metrics)
 
         registrar = Registrar(config.redis, config.cluster, describe)

@@ -33,6 +33,7 @@ from paceline.services.common.lifecycle import (
     stop_on_signals,
     unique_name,
 )
+from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.unix_socket import Framed, UnixListener
@@ -109,6 +110,7 @@ class WorkerProcess(Generic[W]):
         self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
         self._startup_seconds = 0.0
         self._state_since = time.monotonic()
+        self._process_samples = ProcessSamples()
         self._server = RpcServer(config.host, config.port, credentials, config.worker_id)
         self._registrar = Registrar(config.redis, config.cluster, self._describe)
         self._undo = contextlib.AsyncExitStack()
@@ -253,7 +255,7 @@ class WorkerProcess(Generic[W]):
             events=self.socket if self._role.name == "decode" else "",
             load=worker.load(),
             work=work,
-            metrics=metrics_to_pb(worker.samples()),
+            metrics=metrics_to_pb([*worker.samples(), *self._process_samples]),
         )
 
 

@@ -92,6 +92,19 @@ async def test_only_values_that_changed_are_asked_for(desk: Desk) -> None:
     assert await desk.read() == News(heard=["d"])
 
 
+async def test_old_beats_are_trimmed_whatever_their_number(desk: Desk) -> None:
+    beat = await write_member(desk.redis, desk.cluster, member("d"))
+    key, now = beats_key(desk.cluster), int(beat.partition(b"-")[0])
+    await desk.redis.delete(key)
+    for age in (40_000, 20_000):
+        for number in range(300):
+            await desk.redis.xadd(key, {"d": b"v"}, id=f"{now - age}-{number + 1}")
+    await desk.write(member("d"))  # does not know the time yet
+    assert await desk.redis.xlen(key) == 601
+    await write_member(desk.redis, desk.cluster, member("d"), beat)
+    assert 302 <= await desk.redis.xlen(key) < 410  # Redis drops whole nodes, of 100 entries
+
+
 async def test_who_leaves_in_order_is_off_the_list_at_once(desk: Desk) -> None:
     await desk.write(member("d"), member("stays"))
     await desk.read()

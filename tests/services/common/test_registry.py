@@ -128,6 +128,19 @@ async def test_redis_forgets_who_renews_no_more(redis_server: str, monkeypatch: 
         assert await read_members(client, cluster) == []
 
 
+async def test_heartbeats_do_not_pile_up_in_redis(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "HEARTBEAT_SECONDS", 0.0001)
+    monkeypatch.setattr(registry, "_BEATS_SECONDS", 0.0)
+    cluster = uuid.uuid4().hex
+    registrar = Registrar(redis_server, cluster, lambda: MEMBER)
+    await registrar.start()
+    async with contextlib.aclosing(connect(redis_server)) as client, asyncio.timeout(30):
+        while (await client.xinfo_stream(registry.beats_key(cluster)))["entries-added"] < 400:
+            await asyncio.sleep(0.01)
+        assert await client.xlen(registry.beats_key(cluster)) < 250  # Redis drops whole nodes, of 100 entries
+        await registrar.stop()
+
+
 async def test_an_announcement_does_not_wait_for_the_heartbeat(
     redis_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,3 +160,26 @@ async def test_stopping_does_not_wait_for_redis() -> None:
     await publisher.start()
     async with asyncio.timeout(10):
         await publisher.stop()
+
+
+async def test_old_events_are_trimmed_whatever_their_number(redis_server: str) -> None:
+    cluster, source = uuid.uuid4().hex, Source()
+    stream, client = blocks_stream(cluster), redis.Redis.from_url(redis_server)
+    publisher = BlockEventPublisher(redis_server, cluster, source.take)
+    await publisher.start()
+    try:
+        source.stored(1)
+        await read(redis_server, stream, 1)
+        ((first, _),) = await client.xrange(stream)
+        await client.delete(stream)
+        old = int(first.partition(b"-")[0]) - 70_000
+        for number in range(300):
+            await client.xadd(stream, {"another": b"format"}, id=f"{old}-{number + 1}")
+        source.stored(2)
+        async with asyncio.timeout(30):
+            while not (await client.xrevrange(stream, count=1))[0][1].get(b"events"):
+                await asyncio.sleep(0.02)
+        assert await client.xlen(stream) < 110  # Redis drops whole nodes, of 100 entries
+    finally:
+        await publisher.stop()
+        await client.aclose()
