@@ -29,13 +29,14 @@ class Child:
     """
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, answer: asyncio.StreamReader, echo: Callable[[str], None]
+        self, name: str, process: asyncio.subprocess.Process, answer: _Pipe, output: _Pipe, echo: Callable[[str], None]
     ) -> None:
         self.name = name
         self.pid = process.pid
         self.is_ready = False
         self._process = process
         self._answer = answer
+        self._output = output
         self._tail: collections.deque[str] = collections.deque(maxlen=20)
         self._listener = asyncio.create_task(self._listen(echo))
         self.exited = asyncio.create_task(self._wait())
@@ -59,26 +60,27 @@ class Child:
         Raises:
             ConfigError: the command cannot be executed.
         """
-        readable, writable = os.pipe()
-        answer = await _reader(readable)
+        answer, output = await _Pipe.open(), await _Pipe.open()
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                *([f"--ready-fd={writable}"] if answers_on == "ready-fd" else []),
+                *([f"--ready-fd={answer.writable}"] if answers_on == "ready-fd" else []),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=writable if answers_on == "stdout" else asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE if answers_on == "stdout" else asyncio.subprocess.STDOUT,
-                limit=_LINE_BYTES,
-                pass_fds=[writable],
+                stdout=(answer if answers_on == "stdout" else output).writable,
+                stderr=output.writable,
+                pass_fds=[answer.writable],
                 start_new_session=True,
                 env=environment,
                 preexec_fn=_end_with_parent(),
             )
         except OSError as error:
+            answer.close()
+            output.close()
             raise ConfigError(f"cannot start {name}: {error}") from error
         finally:
-            os.close(writable)
-        return cls(name, process, answer, echo)
+            os.close(answer.writable)
+            os.close(output.writable)
+        return cls(name, process, answer, output, echo)
 
     async def answer(self, timeout: float) -> str:
         """Wait for the line with which the process says that it is ready, and return the line.
@@ -88,7 +90,7 @@ class Child:
         """
         try:
             async with asyncio.timeout(timeout):
-                line = await self._answer.readline()
+                line = await self._answer.reader.readline()
                 if not line:
                     await asyncio.shield(self.exited)
         except TimeoutError:
@@ -126,14 +128,14 @@ class Child:
         # A grandchild may keep stderr open for longer.
         await asyncio.wait({self._listener}, timeout=1.0)
         self._listener.cancel()
+        self._answer.close()
+        self._output.close()
         return code
 
     async def _listen(self, echo: Callable[[str], None]) -> None:
-        output = self._process.stderr or self._process.stdout
-        assert output is not None
         while True:
             try:
-                line = await output.readline()
+                line = await self._output.reader.readline()
             except ValueError:  # longer than _LINE_BYTES
                 continue
             if not line:
@@ -148,11 +150,29 @@ class Child:
         return f": {self._tail[-1].removeprefix(LAST_WORDS)}" if self._tail else ""
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb", buffering=0))
-    return reader
+class _Pipe:
+    """A pipe from a child. Its own end must be closed, because uvloop leaves it open after the other end has closed.
+
+    Subprocesses of asyncio have no way to close their pipes, so a child gets such a pipe for its output, too.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport, writable: int) -> None:
+        self.reader = reader
+        self.writable = writable
+        """Descriptor of the child's end. The caller closes it after the child has been started."""
+        self._transport = transport
+
+    @classmethod
+    async def open(cls) -> _Pipe:
+        readable, writable = os.pipe()
+        reader = asyncio.StreamReader(limit=_LINE_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        file = os.fdopen(readable, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, file)
+        return cls(reader, transport, writable)
+
+    def close(self) -> None:
+        self._transport.close()
 
 
 def _end_with_parent() -> Callable[[], None] | None:

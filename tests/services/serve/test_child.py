@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 
 import pytest
+import uvloop
 
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.services.serve.child import Child
@@ -57,3 +60,24 @@ async def test_a_silent_child_is_given_up() -> None:
 async def test_a_program_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"cannot start toy"):
         await Child.start("toy", ["/no/such/program"], "nothing", print)
+
+
+def test_a_child_that_has_ended_leaves_no_descriptor() -> None:
+    """Uses uvloop, as `paceline serve` does, because asyncio's own loop closes such pipes by itself."""
+
+    async def count_left() -> int:
+        async def one() -> None:
+            child = await start("import time; print('ready', flush=True); time.sleep(60)", [])
+            await child.answer(WAIT)
+            os.kill(child.pid, signal.SIGKILL)
+            await child.exited
+
+        await one()  # the loop opens descriptors of its own
+        before = len(os.listdir("/proc/self/fd"))
+        await one()
+        await one()
+        await asyncio.sleep(0)
+        return len(os.listdir("/proc/self/fd")) - before
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(count_left()) == 0
