@@ -127,10 +127,11 @@ def _private(pid: int) -> int:
 
 def _name(process: psutil.Process) -> str:
     """Return a name for a process that the supervisor has not announced."""
-    words = " ".join(process.cmdline()[:6])
-    if "redis" in words or "valkey" in words:
+    words = process.cmdline()
+    if any("redis" in word or "valkey" in word for word in words[:1]):
         return "redis"
-    return "serve" if "serve" in words.split() else "helper process"
+    # `python -m paceline ROLE`; a process that was forked and runs no program of its own yet has its parent's words.
+    return words[3] if words[1:3] == ["-m", "paceline"] else "media decoder"
 
 
 async def disturb(
