@@ -60,6 +60,8 @@ def _part(part: Json) -> Iterator[Line]:
     yield part["began_ms"], "begin", ""
     for attempt in part["attempts"]:
         yield from sorted(_attempt(attempt), key=lambda line: line[0] or 0.0)
+    if left := part["attempts_left_out"]:
+        yield None, "attempts", f"{left} more, which failed before the last one"
     if end := part["end"]:
         why = f": {end['why']}" if end["why"] else ""
         tokens = f"{end['generated_tokens']} tokens in {_count(end['attempts'], 'attempt')}"
@@ -67,10 +69,11 @@ def _part(part: Json) -> Iterator[Line]:
 
 
 def _attempt(attempt: Json) -> Iterator[Line]:
-    yield from _queue(attempt["queue"], attempt["admission"])
+    yield from _queue(attempt["queue"])
+    if asked := attempt["asked"]:
+        places = [f"{role} {_place(asked[role])}" for role in ("prefill", "decode") if asked[role]]
+        yield asked["at_ms"], f"attempt {attempt['attempt']}", ", ".join(places)
     if admission := attempt["admission"]:
-        prefill = f"prefill {_place(admission['prefill'])}, " if admission["prefill"] else ""
-        yield admission["asked_ms"], f"attempt {attempt['attempt']}", f"{prefill}decode {_place(admission['decode'])}"
         yield (
             admission["at_ms"],
             "admitted",
@@ -92,11 +95,13 @@ def _attempt(attempt: Json) -> Iterator[Line]:
     if decode := attempt["decode"]:
         yield from _decode(decode)
     if failure := attempt["failure"]:
-        yield failure["at_ms"], "FAILED", failure["reason"]
+        yield failure["at_ms"], attempt["outcome"].upper(), failure["reason"]
 
 
-def _queue(queue: Json, admission: Json | None) -> Iterator[Line]:
-    words = [f"{queue['ms']:.1f} ms" if admission else "waits"] + [f"{queue['ahead']} before it"] * bool(queue["ahead"])
+def _queue(queue: Json) -> Iterator[Line]:
+    words = ["waits" if queue["ms"] is None else f"{queue['ms']:.1f} ms"] + [f"{queue['ahead']} before it"] * bool(
+        queue["ahead"]
+    )
     for reason, times in queue["waited_for"].items():
         words.append(reason + (f" ({times} times)" if times > 1 else ""))
     yield queue["began_ms"], "queue", "; ".join(words)

@@ -19,14 +19,15 @@ def chunk(index: int) -> dict[str, Any]:
 
 
 def attempt(**parts: Any) -> dict[str, Any]:
-    nothing = dict.fromkeys(("admission", "prefill", "first_token_ms", "handoff", "decode", "failure"))
+    nothing = dict.fromkeys(("asked", "admission", "prefill", "first_token_ms", "handoff", "decode", "failure"))
     queue = {"began_ms": 2.0, "ms": None, "ahead": 0, "waited_for": {}}
     encodings = {"encodings": [], "encodings_left_out": 0}
-    return {"attempt": 1, "queue": queue, **nothing, **encodings, **parts}
+    return {"attempt": 1, "queue": queue, **nothing, **encodings, "outcome": None, **parts}
 
 
 def told(*attempts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     part = {"index": 0, "sequence_id": "r-1", "began_ms": 1.0, "prompt_tokens": 7, "max_tokens": 9, "end": None}
+    part |= {"attempts_left_out": 0}
     asked = {"prompts": 1, "n": 1, "sampling": "random", "temperature": 0.7}
     asked |= {"structured_output": "regex", "stop_strings": 0}
     return {
@@ -56,12 +57,33 @@ def test_long_prompts_are_cut_in_the_middle() -> None:
 
 def test_a_handoff_that_is_not_known_to_be_over_and_a_failure() -> None:
     handoff = {"filled_ms": 20.0, "told_ms": 20.5, "adopted_ms": None}
-    lines = render(told(attempt(handoff=handoff, failure={"at_ms": 30.0, "reason": "decode worker d: gone"})))
+    failure = {"outcome": "failed", "failure": {"at_ms": 30.0, "reason": "decode worker d: gone"}}
+    lines = render(told(attempt(handoff=handoff, **failure)))
     assert lines[-3:] == [
         "      20.0  filled",
         "      20.5  handoff     not known to be over",
         "      30.0  FAILED      decode worker d: gone",
     ]
+
+
+def test_attempts_that_no_worker_has_admitted() -> None:
+    queue = {"began_ms": 2.0, "ms": 0.5, "ahead": 0, "waited_for": {}}
+    asked = {"at_ms": 2.5, "decode": {"worker": "d", "host": "h", "numerics": None}, "prefill": None}
+    failure = {"at_ms": 90.0, "reason": "decode worker d hangs"}
+    ended = attempt(queue=queue, asked=asked, outcome="failed", failure=failure)
+    cancelled = attempt(attempt=2, queue=queue, asked=asked, outcome="cancelled", failure=failure)
+    lines = render(told(ended, cancelled))
+    assert lines[-6:] == [
+        "       2.0  queue       0.5 ms",
+        "       2.5  attempt 1   decode d on h",
+        "      90.0  FAILED      decode worker d hangs",
+        "       2.0  queue       0.5 ms",
+        "       2.5  attempt 2   decode d on h",
+        "      90.0  CANCELLED   decode worker d hangs",
+    ]
+    many = told(ended)
+    many["parts"][0]["attempts_left_out"] = 7
+    assert render(many)[-1].endswith("attempts    7 more, which failed before the last one")
 
 
 def test_an_attempt_that_goes_on_with_other_numerics() -> None:

@@ -254,10 +254,9 @@ class BrokenError(Exception):
 
 
 async def attempts(http: httpx.AsyncClient) -> float:
-    """Return how many attempts workers have admitted, over all requests that have ended so far."""
+    """Return how many attempts workers were asked for, over all requests that have ended so far."""
     metrics = (await _get(http, "/metrics")).text
-    (value,) = re.findall(r"^paceline:request_attempts_total\S* (\S+)", metrics, re.MULTILINE)
-    return float(value)
+    return sum(map(float, re.findall(r"^paceline:request_attempts_total\S* (\S+)", metrics, re.MULTILINE)))
 
 
 async def encodings(http: httpx.AsyncClient) -> int:

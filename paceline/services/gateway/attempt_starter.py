@@ -56,13 +56,12 @@ class AttemptStarter:
         self.on_placed: Callable[[float], object] = lambda seconds: None
         """Called after a placement with the CPU time of the search for it, in seconds."""
 
-    async def try_to_start(
-        self, sequence: SequenceRun, record: AttemptTrace, deadline: float, waited: float
-    ) -> AnyAttempt | None:
+    async def try_to_start(self, sequence: SequenceRun, deadline: float, waited: float) -> AnyAttempt | None:
         """Return an attempt that workers have admitted; None if all workers are full or gone.
 
+        The sequence's trace must have begun an attempt. If workers fail instead of admitting it, the next one begins.
+
         Args:
-            record: the trace of the attempt.
             deadline: when the sequence is given up, on time.monotonic().
             waited: seconds since the sequence began to wait in the queue.
 
@@ -71,6 +70,7 @@ class AttemptStarter:
             UnavailableError: no worker fits the sequence, the sequence is given up, or the gateway ends.
         """
         begun = time.thread_time()
+        record = sequence.trace.tries[-1]
         cached = self.cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
         full = frozenset() if _was_admitted(sequence) else self._control.full_workers()
@@ -95,6 +95,7 @@ class AttemptStarter:
                 return attempt
             except NotCachedError as error:
                 self._attempts.discard(attempt)
+                record.asked = None
                 cached = {**cached, error.worker.member.host_id: error.cached_tokens}
             except WorkerBusyError as error:
                 self._attempts.discard(attempt)
@@ -103,9 +104,11 @@ class AttemptStarter:
                 refused |= {error.worker.member.worker_id}
             except WorkerFailedError as error:
                 self._attempts.discard(attempt)
-                record.wait_for(str(error))
-                # An unreachable worker has begun nothing. However often it restarts or drains, no attempt is counted.
+                record.end("failed", str(error))
+                # An unreachable worker has begun nothing. However often it restarts or drains, this does not count
+                # against the sequence.
                 self._patience.note(error, sequence, record, begun=not error.unreachable)
+                record = sequence.trace.begin_attempt(record.ahead)
                 refused |= {error.worker.member.worker_id}
             except BaseException:
                 self._attempts.discard(attempt)
@@ -190,4 +193,4 @@ class AttemptStarter:
 
 
 def _was_admitted(sequence: SequenceRun) -> bool:
-    return sequence.trace.attempts > 0
+    return sequence.trace.admitted is not None

@@ -42,9 +42,10 @@ class AttemptTrace:
     number: int = 0
     """`Key.attempt` of the attempt's messages and leases."""
     decode: WorkerName | None = None
-    """The decode worker that was asked last, at `asked`. `prefill` was asked with it."""
+    """The decode worker that was asked last. `prefill` was asked with it."""
     prefill: WorkerName | None = None
     asked: float | None = None
+    """When the workers were asked that admitted the attempt, or under which it ended. None if all had no room."""
     admitted: float | None = None
     context_tokens: int = 0
     """Tokens of the prompt, and tokens that earlier attempts have generated."""
@@ -68,8 +69,12 @@ class AttemptTrace:
     """Prompt tokens whose logprobs came."""
     gaps: Gaps | None = None
     """The gaps between `decode_times`; set by `close`."""
-    failed: float | None = None
+    ended: float | None = None
+    """When an attempt ended whose workers were asked and had not refused it for want of room."""
+    outcome: str = ""
+    """One of "finished", "failed" and "cancelled"; empty until the end."""
     failure: str = ""
+    """Why it failed or was cancelled."""
 
     @property
     def decode_times(self) -> list[float]:
@@ -96,7 +101,8 @@ class AttemptTrace:
         }
 
     def wait_for(self, reason: str) -> None:
-        """Record why the attempt was not admitted just now."""
+        """Record why no worker had room just now. So the attempt waits on."""
+        self.asked = None
         reason = reason[:_REASON_CHARACTERS]
         if reason not in self.waited_for and len(self.waited_for) >= REASONS_KEPT:
             reason = OTHER_REASONS
@@ -138,11 +144,13 @@ class AttemptTrace:
         place = worker.worker_id, span.kind.value, span.length, encoded.cached
         self.encodings.append(EncodingTrace(began, time.monotonic(), *place, *times, encoded.bytes, bytes_moved))
 
-    def fail(self, reason: str) -> None:
-        self.failed, self.failure = time.monotonic(), reason[:_REASON_CHARACTERS]
+    def end(self, outcome: str, reason: str = "") -> None:
+        """Record the end, unless it has come already or no worker has begun the attempt."""
+        if self.asked is not None and self.ended is None:
+            self.ended, self.outcome, self.failure = time.monotonic(), outcome, reason[:_REASON_CHARACTERS]
 
     def close(self) -> None:
-        """Record the end: keep only a few of the token times, and their gaps as percentiles."""
+        """Keep only a few of the token times, and their gaps as percentiles."""
         self.gaps = gaps_of(self.decode_times)
         if len(self.token_times) > 3:
             self.token_times = [*self.token_times[:2], self.token_times[-1]]

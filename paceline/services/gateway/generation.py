@@ -126,7 +126,7 @@ class Generation:
                 async with self._running():
                     yield
         finally:
-            is_computed = any(record.attempts for record in self._trace.records)
+            is_computed = any(record.admitted is not None for record in self._trace.records)
             self._admission.settle(self._prompt_tokens if is_computed else 0)
 
     @contextlib.asynccontextmanager
@@ -246,6 +246,7 @@ class Generation:
                 choice.outcome, choice.why = "error", str(error)
                 self._came.put(error)
             finally:
+                record.end_attempt(choice.outcome, choice.why)
                 self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice, self._trace.model)

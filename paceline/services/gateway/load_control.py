@@ -45,7 +45,7 @@ class LoadControl:
             cached: returns for each host id how many of its tokens are cached there.
             deadline: when the sequence is given up, on time.monotonic().
         """
-        again = sequence.trace.attempts > 0
+        again = sequence.trace.admitted is not None
 
         def measure() -> Demand:
             max_tokens = sequence.sampling.max_tokens

@@ -90,7 +90,6 @@ class Metrics:
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache").labels(model)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens").labels(model)
         self._generation_tokens = counter("generation_tokens", "Generated tokens").labels(model)
-        self._attempts = counter("request_attempts", "Attempts that workers admitted").labels(model)
         help = "Attempts that went on at workers with other numerics than before, so that tokens may differ"
         self._numerics_changes = counter("request_numerics_changes", help).labels(model)
         self._success = Counter(
@@ -98,6 +97,11 @@ class Metrics:
         )
         for reason in (*(reason.value for reason in FinishReason), REPETITION, "abort", "error"):
             self._success.labels(model, reason)  # creates the series, so that rates include the first request
+        help = "Ended attempts that workers were asked for: finished, failed or cancelled"
+        labels = ["model_name", "outcome"]
+        self._attempts = Counter("paceline:request_attempts", help, labels, registry=self.registry)
+        for own in ("finished", "failed", "cancelled"):
+            self._attempts.labels(model, own)
         self._n = histogram("request_params_n", "Choices requested per prompt", _COUNTS)
         self._max_tokens = histogram("request_params_max_tokens", "Limit of tokens per choice, by prompt", _COUNTS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS)
@@ -134,7 +138,8 @@ class Metrics:
         """
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
-        self._attempts.inc(record.attempts)
+        for ended, number in record.outcomes.items():
+            self._attempts.labels(self._model, ended).inc(number)
         self._numerics_changes.inc(record.numerics_changes)
         if record.admitted is not None:
             self._request_prompt.observe(record.prompt_tokens)

@@ -94,7 +94,7 @@ class Patience:
             message = f"the request was given up because it failed {times}, {sequence.place()}; the last time: {reason}"
             raise UnavailableError(message) from reason
         # A request that has begun waits for workers until its deadline, because they may be coming back.
-        if since is not None and not sequence.trace.attempts and now >= since + self._config.queue_seconds:
+        if since is not None and sequence.trace.admitted is None and now >= since + self._config.queue_seconds:
             raise sequence.unreachable() from reason
 
     def too_late(self, sequence: SequenceRun) -> UnavailableError:

@@ -24,7 +24,6 @@ from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, HandedOver
 from paceline.services.gateway.attempt_starter import AttemptStarter
-from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.encode_calls import EncodeRefusedError
 from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
@@ -103,13 +102,13 @@ class SequenceRunner:
                     self._load.end(sequence)
                     return
                 except WorkerDrainingError as error:
-                    attempt.record.fail(str(error))
+                    attempt.record.end("failed", str(error))
                     sequence.failed |= {error.worker.member.worker_id}
                 except EncodeRefusedError as error:
-                    attempt.record.fail(str(error))
+                    attempt.record.end("failed", str(error))
                     refusal = error
                 except (WorkerFailedError, WorkerBusyError) as error:
-                    attempt.record.fail(str(error))
+                    attempt.record.end("failed", str(error))
                     if isinstance(error, WorkerBusyError):
                         # A worker that admitted the attempt and then reports busy has failed.
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)
@@ -171,8 +170,7 @@ class SequenceRunner:
         span = trace.get_current_span()
         span.add_event("queue")
         record = sequence.trace
-        own = AttemptTrace(ahead=len(self.queue), computed_with=record.computed_with, decoded_with=record.decoded_with)
-        record.tries.append(own)
+        record.begin_attempt(len(self.queue))
         deadline = self._patience.begin_attempt(sequence)
         try:
             await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
@@ -184,7 +182,7 @@ class SequenceRunner:
             # The queue refuses an ordinary request before its deadline comes.
             async with asyncio.timeout(None if claim.is_ordinary else deadline - time.monotonic()):
                 attempt: AnyAttempt = await self.queue.admit(
-                    lambda: self.starter.try_to_start(sequence, own, deadline, time.monotonic() - since), claim
+                    lambda: self.starter.try_to_start(sequence, deadline, time.monotonic() - since), claim
                 )
         except TimeoutError:
             raise self._patience.too_late(sequence) from None
@@ -192,6 +190,7 @@ class SequenceRunner:
             if sequence.unreachable_since is None and self.starter.fits(sequence):
                 raise
             raise sequence.unreachable() from error
+        own = attempt.record
         prefill, decode = own.worker_ids
         span.add_event("admitted", {"prefill": prefill, "decode": decode, "attempt": sequence.attempts})
         if changes := own.numerics_changes:

@@ -87,6 +87,7 @@ def _part(trace: RequestTrace, record: SequenceTrace, at: Clock) -> Json:
         "prompt_tokens": record.prompt_tokens,
         "max_tokens": record.max_tokens,
         "attempts": [_attempt(attempt, at) for attempt in record.tries],
+        "attempts_left_out": record.left_out,
         "end": None if record.ended is None else end,
     }
 
@@ -96,10 +97,11 @@ def _attempt(attempt: AttemptTrace, at: Clock) -> Json:
         "attempt": attempt.number,
         "queue": {
             "began_ms": at(attempt.queued),
-            "ms": None if attempt.admitted is None or attempt.asked is None else _ms(attempt.asked - attempt.queued),
+            "ms": None if attempt.asked is None else _ms(attempt.asked - attempt.queued),
             "ahead": attempt.ahead,
             "waited_for": dict(attempt.waited_for),
         },
+        "asked": _asked(attempt, at),
         "admission": _admission(attempt, at),
         "encodings": [_encoding(encoding, at) for encoding in attempt.encodings],
         "encodings_left_out": attempt.encodings_left_out,
@@ -107,8 +109,24 @@ def _attempt(attempt: AttemptTrace, at: Clock) -> Json:
         "first_token_ms": at(attempt.token_times[0] if attempt.token_times else None),
         "handoff": _handoff(attempt, at),
         "decode": _decode(attempt, at),
-        "failure": None if attempt.failed is None else {"at_ms": at(attempt.failed), "reason": attempt.failure},
+        "ended_ms": at(attempt.ended),
+        "outcome": attempt.outcome or None,
+        "failure": _failure(attempt, at),
     }
+
+
+def _asked(attempt: AttemptTrace, at: Clock) -> Json | None:
+    """Return None while the attempt waits for workers that have room."""
+    if attempt.asked is None:
+        return None
+    return {"at_ms": at(attempt.asked), "decode": _place(attempt.decode), "prefill": _place(attempt.prefill)}
+
+
+def _failure(attempt: AttemptTrace, at: Clock) -> Json | None:
+    """Return None unless the attempt has failed or was cancelled."""
+    if attempt.outcome in ("", "finished"):
+        return None
+    return {"at_ms": at(attempt.ended), "reason": attempt.failure}
 
 
 def _admission(attempt: AttemptTrace, at: Clock) -> Json | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +18,9 @@ from paceline.services.gateway.plan import Plan
 
 SEQUENCES_KEPT = 100
 """Sequences of one request whose traces are kept after it has ended."""
+ATTEMPTS_KEPT = 32
+"""Attempts of a sequence after which further ones that no worker admits are only counted."""
+_ABORTED = "the client left, or the request was aborted"
 
 
 @dataclass(slots=True)
@@ -29,7 +33,9 @@ class SequenceTrace:
     max_tokens: int = 0
     arrived: float = field(default_factory=time.monotonic)
     tries: list[AttemptTrace] = field(default_factory=list)
-    """All attempts in order; the last one may not have been admitted."""
+    """The attempts in order. An attempt that failed may not have been admitted, and the last one may still wait."""
+    left_out: int = 0
+    """Failed attempts that are not among `tries`."""
     ended: float | None = None
     outcome: str = ""
     """The finish reason, "abort" or "error"; empty while the sequence runs."""
@@ -44,8 +50,15 @@ class SequenceTrace:
 
     @property
     def attempts(self) -> int:
-        """Number of attempts that workers admitted."""
-        return sum(attempt.admitted is not None for attempt in self.tries)
+        """Number of attempts that workers were asked for, however these ended; not if the workers only had no room."""
+        return self.left_out + sum(attempt.asked is not None for attempt in self.tries)
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """Number of attempts that have ended, by outcome."""
+        return Counter({"failed": self.left_out}) + Counter(
+            attempt.outcome for attempt in self.tries if attempt.outcome
+        )
 
     @property
     def numerics_changes(self) -> int:
@@ -85,6 +98,29 @@ class SequenceTrace:
         """Ids of the prefill and decode worker that admitted it last; "" if there is none."""
         taken = [attempt for attempt in self.tries if attempt.admitted is not None]
         return taken[-1].worker_ids if taken else ("", "")
+
+    def begin_attempt(self, ahead: int) -> AttemptTrace:
+        """Record that an attempt begins to wait, and return its trace.
+
+        Args:
+            ahead: number of sequences that wait already.
+        """
+        attempt = AttemptTrace(ahead=ahead, computed_with=self.computed_with, decoded_with=self.decoded_with)
+        if len(self.tries) >= ATTEMPTS_KEPT and self.tries[-1].admitted is None:
+            self.tries.pop()
+            self.left_out += 1
+        self.tries.append(attempt)
+        return attempt
+
+    def end_attempt(self, outcome: str, why: str) -> None:
+        """Record the end of the last attempt with that of the sequence.
+
+        Args:
+            outcome: the finish reason, "abort" or "error".
+        """
+        if self.tries:
+            own = {"abort": "cancelled", "error": "failed"}.get(outcome, "finished")
+            self.tries[-1].end(own, why or (_ABORTED if outcome == "abort" else ""))
 
     def end(self, outcome: str, why: str, generated_tokens: int) -> None:
         """Record the end. Call this after everything that reads `token_times`, because it drops most of them."""

@@ -15,11 +15,13 @@ import pytest
 from paceline.client import GatewayClient
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
+from paceline.services.gateway import worker_call
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.trace_book import TraceBook
-from paceline.services.gateway.traces import SEQUENCES_KEPT, RequestTrace
+from paceline.services.gateway.traces import ATTEMPTS_KEPT, SEQUENCES_KEPT, RequestTrace, SequenceTrace
 from paceline.trace import trace as print_trace
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
+from tests.services.gateway.toy_calls import ADMISSION
 
 PROMPT = "a prompt of some tokens"
 
@@ -174,6 +176,61 @@ async def test_a_failed_attempt_is_told_with_its_reason(start_stack: StartStack,
     sent = 2 if role == "decode" else 1
     assert second["admission"]["context_tokens"] == 1 + sent
     assert (part["end"]["attempts"], part["end"]["generated_tokens"]) == (2, 30)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_an_attempt_whose_worker_hangs_is_counted_with_its_own_time(
+    start_stack: StartStack, role: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker_call, "QUIET_SECONDS", 0.1)
+    stack = await start_stack(prefill=2, decode=2)
+    still = stack.workers[f"{role}-0"]
+    still.pause_after = ADMISSION
+    await still.serve_health(False)
+    answer = await stack.post("/v1/completions", prompt="x", max_tokens=30, seed=0)
+    told = await ended(stack, answer.json()["id"])
+    (part,) = told["parts"]
+    first, second = part["attempts"]
+    assert (first["asked"][role]["worker"], first["admission"], first["outcome"]) == (f"{role}-0", None, "failed")
+    assert first["failure"]["reason"].startswith(f"{role} worker {role}-0 hangs")
+    assert first["queue"]["waited_for"] == second["queue"]["waited_for"] == {}
+    hung = first["failure"]["at_ms"] - first["asked"]["at_ms"]
+    assert hung >= 90 > first["queue"]["ms"] + second["queue"]["ms"]
+    assert second["queue"]["began_ms"] >= first["ended_ms"]
+    assert (second["asked"][role]["worker"], second["outcome"], second["failure"]) == (f"{role}-1", "finished", None)
+    assert part["end"]["attempts"] == 2
+    await asyncio.to_thread(print_trace, answer.json()["id"], GatewayClient(stack.url), False)
+    text = capsys.readouterr().out
+    assert "30 tokens in 2 attempts" in text
+    assert f"FAILED      {role} worker {role}-0 hangs" in text
+    counts = (await stack.http.get("/metrics")).text
+    for outcome, number in (("finished", 1), ("failed", 1), ("cancelled", 0)):
+        assert f'request_attempts_total{{model_name="toy",outcome="{outcome}"}} {number}.0' in counts
+
+
+async def test_an_attempt_that_no_worker_has_answered_is_cancelled_with_its_client(stack: Stack) -> None:
+    still = stack.workers["decode-0"]
+    still.pause_after = ADMISSION
+    body = {"prompt": "x", "max_tokens": 9, "request_id": "early"}
+    task = asyncio.create_task(stack.http.post("/v1/completions", json=body))
+    await eventually(lambda: bool(still.calls))
+    task.cancel()
+    (part,) = (await ended(stack, "early"))["parts"]
+    (attempt,) = part["attempts"]
+    assert (attempt["asked"]["decode"]["worker"], attempt["outcome"]) == ("decode-0", "cancelled")
+    assert (part["end"]["attempts"], attempt["failure"]["at_ms"] >= attempt["asked"]["at_ms"]) == (1, True)
+
+
+def test_attempts_that_no_worker_admits_are_counted_after_the_first_ones() -> None:
+    record = SequenceTrace()
+    for number in range(3 * ATTEMPTS_KEPT):
+        attempt = record.begin_attempt(0)
+        attempt.ask(None, None, number, 1)
+        attempt.end("failed", "gone")
+    record.begin_attempt(0).ask(None, None, 0, 1)
+    record.end_attempt("stop", "")
+    assert (len(record.tries), record.attempts) == (ATTEMPTS_KEPT, 3 * ATTEMPTS_KEPT + 1)
+    assert record.outcomes == {"failed": 3 * ATTEMPTS_KEPT, "finished": 1}
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def read_answer(
     if thought is not None:
         markers = (thought.start, thought.end, *markers)
     if thought is not None and is_open:
-        yield from _read_thought(answer, thought)
+        yield from _read_thought(answer, thought, form)
     if isinstance(form, ChannelForm):
         yield from form.read(answer)
         return
@@ -41,7 +41,7 @@ def read_answer(
             return
         if thought is not None and marker == thought.start:
             yield from reader.choose((thought.label,))
-            yield from _read_thought(answer, thought)
+            yield from _read_thought(answer, thought, form)
             can_begin = form is not None
         elif form is not None and marker in form.triggers:
             yield from _read_calls(answer, form)
@@ -61,10 +61,16 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
         reader.restore()
 
 
-def _read_thought(answer: Answer, thought: Thought) -> Steps[None]:
-    # A model may write the start again, although the prompt has begun the reasoning.
-    while (yield from answer.read_reasoning((thought.start, thought.end))) == thought.start:
-        yield from answer.reader.choose((thought.label,))
+def _read_thought(answer: Answer, thought: Thought, form: ToolForm | None) -> Steps[None]:
+    """Read reasoning up to its end. A call ends it, too, and is read."""
+    triggers = form.triggers if form is not None else ()
+    end: str | None = thought.start
+    while end == thought.start:
+        end = yield from answer.read_reasoning((thought.start, thought.end, *triggers))
+        if end == thought.start:  # a model may write the start again, although the prompt has begun the reasoning
+            yield from answer.reader.choose((thought.label,))
+    if form is not None and end in triggers:
+        yield from _read_calls(answer, form)
 
 
 def _read_calls(answer: Answer, form: ToolForm, is_bare: bool = False) -> Steps[None]:

@@ -75,6 +75,12 @@ def write(form: ToolForm, calls: Calls, ascii_only: bool = False) -> str:
     return form.write_all([(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls])
 
 
+def triggered(form: ToolForm, calls: Calls) -> str:
+    """Return calls as the form writes them, after its trigger."""
+    written = write(form, calls)
+    return written if written.startswith(form.triggers) else form.trigger + written
+
+
 def exact(arguments: str) -> Any:
     """Return arguments as a value whose numbers are the text that was written."""
     return json.loads(arguments, parse_int=str, parse_float=str)
@@ -157,6 +163,19 @@ def test_what_a_form_writes_is_read_without_its_markers(
         assert [part.index for part in parts[len(before) :]] == sorted([*begun, *begun]), form.name
 
 
+@given(PLACES, TEXT, CALLS)
+def test_a_call_ends_reasoning_that_has_no_end(places: list[int], any_thought: str, calls: Calls) -> None:
+    calls = [*dict(calls).items()]
+    for form in (form for form in FORMS if form.triggers):
+        thought, written = plain(form, any_thought).strip(), triggered(form, calls)
+        parts = parse(cut_at(f"{THINK.start}{thought}\n{written}", places), form, THINK, tools=tools_for(calls))
+        before = [Reasoning(thought)] if thought else []
+        assert parts[: len(before)] == before, form.name
+        assert all(isinstance(part, CallBegin | CallArguments) for part in parts[len(before) :]), form.name
+        read = [(call.name, exact(call.arguments)) for call in calls_of(parts)]
+        assert read == [(name, exact(json.dumps(arguments))) for name, arguments in calls], form.name
+
+
 @given(PLACES, CALLS, st.integers(0, 400))
 def test_an_answer_may_be_cut_off_anywhere(places: list[int], calls: Calls, place: int) -> None:
     tools = tools_for(calls)
@@ -227,12 +246,13 @@ def grammar(
     choice: Choice,
     parallel: bool = True,
     content: str | None = None,
+    budget: int | None = None,
 ) -> str:
     return answer_grammar(
         vocabulary.spelling,
         thought=THINK,
         is_open=False,
-        budget=None,
+        budget=budget,
         form=form,
         tools=tools,
         choice=choice,
@@ -251,7 +271,8 @@ def test_the_grammar_allows_what_the_form_writes_and_no_other_tools(
     tools = tools_for(calls)
     other = f"{calls[0][0]}_"
     assume(other not in dict(calls))
-    assume("\x7f" not in write(form, calls))  # the library's JSON has no such character
+    # Not the text of a marker, which is a token of its own; nor a character that the library's JSON does not have.
+    assume(not any(text in json.dumps(calls, ensure_ascii=False) for text in (*markers_of(form), "\x7f")))
     thought = f"{THINK.start}so{THINK.end}" if thinks else ""
     for vocabulary in vocabularies:
         rules = grammar(vocabulary, form, tools, choice)
@@ -292,3 +313,37 @@ def test_content_in_a_format_excludes_no_calls(form: ToolForm, vocabularies: lis
     for vocabulary in vocabularies:
         rules = grammar(vocabulary, form, TOOLS, "auto", content=f"%json {json.dumps(schema)}")
         assert [text for text in texts if vocabulary.allows(rules, text)] == [*texts[:3]]
+
+
+@every_vocabulary
+def test_reasoning_ends_with_a_call_or_with_the_answer(form: ToolForm, vocabularies: list[Vocabulary]) -> None:
+    one, two = (f"<think>so {triggered(form, calls)}" for calls in (RIGHT[0], RIGHT[2]))
+    texts = {"end": "<think>so ", "empty": "<think>", "one": one, "two": two, "wrong": one.replace("find", "look")}
+    called = {"one", "two"} if form.triggers else {"one", "two", "wrong"}  # calls without a trigger are reasoning here
+    expected: list[tuple[Choice, bool, str | None, set[str]]] = [
+        ("none", True, None, set() if form.triggers else called),
+        ("auto", True, None, called),
+        ("auto", False, None, called - {"two"} if form.triggers else called),
+        ("required", True, None, called),
+        ("required", False, None, called - {"two"} if form.triggers else called),
+        ("auto", True, '%json {"type": "integer"}', called),
+    ]
+    for vocabulary in vocabularies:
+        for choice, parallel, content, allowed in expected:
+            rules = grammar(vocabulary, form, TOOLS, choice, parallel, content)
+            found = {name for name, text in texts.items() if vocabulary.allows(rules, text)}
+            assert found == allowed | {"end", "empty"}, (choice, parallel, content)
+
+
+@every_vocabulary
+def test_a_budget_that_is_spent_ends_with_the_marker_alone(form: ToolForm, vocabularies: list[Vocabulary]) -> None:
+    call = triggered(form, RIGHT[0]) if form.triggers else ""
+    for vocabulary in vocabularies:
+        for budget in (0, 1, 2, 64):
+            rules = grammar(vocabulary, form, TOOLS, "auto", budget=budget)
+            spent = "<think>" + "x" * budget
+            assert not vocabulary.allows(rules, spent)
+            assert not vocabulary.allows(rules, spent + call)
+            assert vocabulary.allows(rules, f"{spent}</think>{call}")
+        assert vocabulary.allows(rules, "<think>so ")
+        assert vocabulary.allows(rules, f"<think>so {call}")

@@ -69,6 +69,7 @@ def test_an_answer_may_begin_within_reasoning() -> None:
         ("a <", [Content("a <")], [Content("a")]),
         ("<tool_call", [Content("<tool_call")], []),
         ("<think>abc</thi", [Reasoning("abc</thi")], [Reasoning("abc")]),
+        ("<think>abc<tool_c", [Reasoning("abc<tool_c")], [Reasoning("abc")]),
         (f"{CALL}\n</tool_", PARTS, PARTS),
         (f"{CALL}</tool_call>\n<tool", PARTS, PARTS),
         (f"{CALL}</tool_call>so <", [*PARTS, Content("so <")], [*PARTS, Content("so")]),
@@ -136,11 +137,12 @@ def test_what_is_no_call_is_content() -> None:
         (("<think>", "a", "", "", "\ufffd</", "think>"), 3),  # a budget ended within a character
         (("<think>", "a", "</", "th"), 3),
         (("<think>", "</think>", "a"), 0),
+        (("<think>", "a", "b", "<tool_call>", '{"name": "f"}'), 2),
         (("<think>", "\n", "\n", "</think>", "a"), 2),
     ],
 )
 def test_reasoning_tokens_are_those_between_the_markers(tokens: tuple[str, ...], count: int) -> None:
-    parser = AnswerParser(lambda answer: read_answer(answer, THINK, None, False))
+    parser = AnswerParser(lambda answer: read_answer(answer, THINK, Hermes(), False))
     for token in tokens:
         parser.push(token)
     parser.finish()

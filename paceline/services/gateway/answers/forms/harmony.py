@@ -59,20 +59,24 @@ class Harmony(ChannelForm):
         channels = {
             name: spelling.literal(f"{_CHANNEL}{name}{_MESSAGE}") for name in ("analysis", "commentary", "final")
         }
-        # Messages before the last one. In a wanted format, the last one is all content.
-        earlier = [f"{channels['analysis']} TEXT"] if may_think else []
-        earlier += [f"{channels['commentary']} TEXT"] if content is None and not must_call else []
-        last = [] if must_call else [f"{channels['final']} {content or 'TEXT'}"]
+        # Messages before the last one. In a wanted format, the last one is all content, unless it is reasoning.
+        analysis = [f"{channels['analysis']} TEXT"] if may_think else []
+        earlier = [*analysis, *([f"{channels['commentary']} TEXT"] if content is None and not must_call else [])]
+        last = [*analysis, *([] if must_call else [f"{channels['final']} {content or 'TEXT'}"])]
         last += [self._call(spelling, tool) for tool in tools] if may_call else []
         before = f"(({' | '.join(earlier)}) {spelling.literal(f'<|end|>{self.between}')})* " if earlier else ""
         return [f"body: {before}({' | '.join(last)})"]
 
     def _call(self, spelling: Spelling, tool: Tool) -> str:
         recipient = f"{_RECIPIENT}functions.{tool.name}"
-        in_channel = spelling.literal(f"{_CHANNEL}commentary{recipient}")
-        in_role = spelling.literal(f"{recipient}{_CHANNEL}commentary")
+        # The model calls tools in the channel of its reasoning, too.
+        headers = [
+            spelling.literal(header)
+            for channel in (f"{_CHANNEL}commentary", f"{_CHANNEL}analysis")
+            for header in (channel + recipient, recipient + channel)
+        ]
         format_ = f'(" "? {spelling.literal(_CONSTRAIN)} "json" | " json")?'
-        return f"({in_channel} | {in_role}) {format_} {spelling.literal(_MESSAGE)} {schema(tool)}"
+        return f"({' | '.join(headers)}) {format_} {spelling.literal(_MESSAGE)} {schema(tool)}"
 
     def _read_message(self, answer: Answer, begin: str) -> Steps[str | None]:
         """Read a message after the first marker of its header. Return the marker after it, None at the end."""

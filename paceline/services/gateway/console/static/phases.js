@@ -19,24 +19,29 @@ export function phasesOf(attempt, now) {
   phases.sort((one, other) => one.from - other.from);
   if (attempt.failure) {
     const at = attempt.failure.at_ms;
-    phases.push({ kind: "failure", name: "Failed", from: at, to: at, where: "", more: attempt.failure.reason });
+    const name = attempt.outcome === "cancelled" ? "Cancelled" : "Failed";
+    phases.push({ kind: "failure", name, from: at, to: at, where: "", more: attempt.failure.reason });
   }
   return phases;
 }
 
-function before({ queue, admission }, now) {
+function before({ queue, asked, admission, failure }, now) {
   const reasons = Object.entries(queue.waited_for).map(([reason, times]) => (times > 1 ? `${reason} (${times} times)` : reason));
   const ahead = queue.ahead ? [`${plural(queue.ahead, "request")} before it`] : [];
   const waiting = {
-    kind: "queue", name: "Queue", from: queue.began_ms, to: admission ? admission.asked_ms : now,
+    kind: "queue", name: "Queue", from: queue.began_ms, to: asked ? asked.at_ms : now,
     where: "gateway", more: [...ahead, ...reasons].join("; ") || "a place was free",
   };
-  if (!admission) return [waiting];
+  if (!asked) return [waiting];
+  const placement = {
+    kind: "placement", name: "Placement", from: asked.at_ms, to: admission?.at_ms ?? failure?.at_ms ?? now,
+    where: [asked.prefill, asked.decode].filter(Boolean).map((each) => each.worker).join(" → "), more: "not admitted",
+  };
+  if (!admission) return [waiting, placement];
   const blocks = `${count(admission.cached_blocks)} of ${plural(admission.blocks, "block")} reused`;
   const changes = Object.entries(admission.numerics_changes).map(([step, change]) => `numerics of ${step}: ${change}`);
   return [waiting, {
-    kind: "placement", name: "Placement", from: admission.asked_ms, to: admission.at_ms,
-    where: [admission.prefill, admission.decode].filter(Boolean).map((each) => each.worker).join(" → "),
+    ...placement,
     more: [`${count(admission.cached_tokens)} of ${plural(admission.context_tokens, "token")} cached, ${blocks}`, ...changes].join("; "),
   }];
 }

@@ -128,11 +128,12 @@ def grammar(
 
 def test_the_choice_says_which_messages_there_may_be(vocabulary: Vocabulary) -> None:
     texts = {"final": FINAL, "call": CALL, "role": ROLE_CALL, "preamble": PREAMBLE + START + FINAL, "text": "42"}
+    texts |= {"analysis": CALL.replace("commentary", "analysis"), "unfinished": FORM.thought.start + "so"}
     wrong = CALL.replace("12", '"12"'), CALL.replace("find", "look"), CALL + "<|end|>" + START + FINAL
     expected: dict[Choice, set[str]] = {
-        "none": {"final", "preamble"},
-        "auto": {"final", "call", "role", "preamble"},
-        "required": {"call", "role"},
+        "none": {"final", "preamble", "unfinished"},
+        "auto": {"final", "call", "role", "preamble", "analysis", "unfinished"},
+        "required": {"call", "role", "analysis", "unfinished"},
     }
     for choice, allowed in expected.items():
         for before in ("", ANALYSIS + START, ANALYSIS + START + ANALYSIS + START):
