@@ -99,9 +99,8 @@ def _attempt(attempt: Json) -> Iterator[Line]:
 
 
 def _queue(queue: Json) -> Iterator[Line]:
-    words = ["waits" if queue["ms"] is None else f"{queue['ms']:.1f} ms"] + [f"{queue['ahead']} before it"] * bool(
-        queue["ahead"]
-    )
+    words = ["waits" if queue["ms"] is None else f"{queue['ms']:.1f} ms"]
+    words += [f"{queue['ahead']} before it"] * bool(queue["ahead"])
     for reason, times in queue["waited_for"].items():
         words.append(reason + (f" ({times} times)" if times > 1 else ""))
     yield queue["began_ms"], "queue", "; ".join(words)

@@ -23,6 +23,8 @@ from paceline.models.gguf_reader import DamagedError, open_gguf
 
 # Architectures that transformers converts and we compute, and the one that `convert_gemma4` converts.
 _CONVERTED_ELSEWHERE = ("llama", "gemma3", "qwen2", "qwen3", "qwen3moe")
+_TEMPLATE = "tokenizer.chat_template."
+"""What begins the keys of chat templates besides the default one."""
 _GEMMA4 = "gemma4"
 
 # Head sizes that transformers takes for granted, or from which it takes the scale of attention.
@@ -65,7 +67,7 @@ def convert_gguf(source: Path, target: Path) -> None:
             check_sizes(metadata)
         with _only_reader(reader):
             _convert(source, reader, metadata, target)
-    for file in target.iterdir():
+    for file in filter(Path.is_file, target.rglob("*")):
         file.chmod(0o644)  # safetensors writes private files, but users may share a cache
     read_config(target)
 
@@ -78,6 +80,8 @@ def _convert(source: Path, reader: GGUFReader, metadata: Metadata, target: Path)
     own = PreTrainedTokenizerFast if metadata.architecture == _GEMMA4 else AutoTokenizer
     tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
     _restore_rules(tokenizer, metadata)
+    if named := {key.removeprefix(_TEMPLATE): text for key, text in metadata.items() if key.startswith(_TEMPLATE)}:
+        tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
     if metadata.architecture == _GEMMA4:
         # transformers loses that raw prompts begin with BOS. A chat template writes its own.
         tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)

@@ -98,7 +98,8 @@ class TestConversion:
     def test_a_gguf_is_converted_once_by_one_of_two_that_start_together(self, tmp_path: Path, save_llama: Any) -> None:
         cache = tmp_path / "cache"
         reference = save_llama(vocab_size=261, num_key_value_heads=2)
-        source = write_gguf(tmp_path / "tiny model.gguf", reference)
+        tool_use = {"tokenizer__chat_template__tool_use": ("tools", gguf.GGUFValueType.STRING)}
+        source = write_gguf(tmp_path / "tiny model.gguf", reference, **tool_use)
         said: list[str] = []
         with ThreadPoolExecutor(2) as pool:
             folder, other = pool.map(lambda _: resolve_model(str(source), cache, said.append), range(2))
@@ -110,6 +111,7 @@ class TestConversion:
         visible = [path for path in cache.iterdir() if not path.name.endswith(".lock")]
         assert visible == [folder]
         self.check_converted(folder, reference)
+        assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
         # A folder from an older version has no blocks. It is converted again only if blocks are requested.
         (folder / BLOCKS_FILE).unlink()
         resolve_model(str(source), cache, said.append)

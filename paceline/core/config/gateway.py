@@ -21,7 +21,9 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         "options of this model, above all model and cluster",
         "model",
     )
-    chat_template: str = option("", "file with a Jinja chat template, if the model's folder has none", "model")
+    chat_template: str = option(
+        "", "file with a Jinja chat template, which replaces all templates of the model", "model"
+    )
     generation_config: GenerationConfig = option(
         "auto",
         "sampling parameters of requests that leave them out. auto: those of the model's generation_config.json. none: "

@@ -81,12 +81,12 @@ def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -
             "tools",
         )
     writes_tools = not forms.template_has_tools and forms.tools is not None
-    messages = []
+    messages, with_parts = [], tokenizer.roles_with_parts(bool(tools))
     for message in arranged:
         role = "system" if message.role == "developer" else message.role
         # Tools and their calls are added to these texts.
         grows = writes_tools and (role == "system" or bool(message.tool_calls))
-        messages.append(message.for_template(role in tokenizer.roles_with_parts and not grows))
+        messages.append(message.for_template(role in with_parts and not grows))
     if writes_tools and forms.tools is not None:
         messages = _with_tools(messages, tools, forms.tools)
     generation_prompt = request.add_generation_prompt

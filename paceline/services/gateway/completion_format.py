@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.services.gateway.choice import Delta
+from paceline.services.gateway.logprobs import TextOffsets
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.response_format import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.schemas import CompletionRequest
@@ -21,7 +22,8 @@ class CompletionFormat(ResponseFormat):
     ) -> None:
         super().__init__(request, plan, response_id, model, tokenizer)
         self._echo = bool(request.echo)
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
+        self._hidden = tokenizer.vocabulary.special_ids if request.skip_special_tokens else frozenset()
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         formatted = [
@@ -66,6 +68,18 @@ class CompletionFormat(ResponseFormat):
         prompt_ids = self._prompt(delta).token_ids if echoed else []
         scores = (delta.prompt_scores or [None] * len(prompt_ids)) if echoed else []
         token_ids = [*prompt_ids, *(token.id for token in delta.tokens)]
-        offset = self._offsets.get(delta.index, 0)
-        fields, self._offsets[delta.index] = self._format.completion([*scores, *delta.tokens], token_ids, offset)
-        return fields
+        if (text := self._offsets.get(delta.index)) is None:
+            text = self._offsets[delta.index] = TextOffsets(-self._surplus(delta) if echoed else 0)
+        spell = self._tokenizer.vocabulary.token_bytes
+        offsets = [text.push(spell(own)) for own in prompt_ids]
+        offsets += [text.push(b"" if token.id in self._hidden else spell(token.id)) for token in delta.tokens]
+        return self._format.completion([*scores, *delta.tokens], token_ids, offsets)
+
+    def _surplus(self, delta: Delta) -> int:
+        """Return the number of characters that the tokens of the prompt have before the client's text.
+
+        Some tokenizers write a token or a space before a text.
+        """
+        prompt, vocabulary = self._prompt(delta), self._tokenizer.vocabulary
+        spelled = b"".join(map(vocabulary.token_bytes, prompt.token_ids)).decode(errors="replace")
+        return 0 if prompt.text is None else max(0, spelled.find(prompt.text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,43 @@ from paceline.services.gateway.vocabulary import Vocabulary
 
 _LEAST = -9999.0
 """The lowest logprob that is sent, because JSON has no infinity. vLLM uses the same value for excluded tokens."""
+
+
+class TextOffsets:
+    """Counter of the characters of a text whose tokens come one by one.
+
+    A token within a character begins where the character does. Bytes that are no character count as the U+FFFD that
+    the text has for them.
+
+    Args:
+        start: offset of the first token; negative if the text lacks the first characters of the tokens.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._end = start
+        """Offset of the first byte that belongs to no counted character."""
+        self._pending = b""
+        """Bytes of the character that has begun at `_end`."""
+
+    def push(self, data: bytes) -> int:
+        """Take the bytes of the next token, and return its offset."""
+        if data and self._pending and not _may_begin(self._pending + data[:1]):
+            self._end += len(self._pending.decode(errors="replace"))
+            self._pending = b""
+        offset = max(0, self._end)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._end += len(decoder.decode(self._pending + data))
+        self._pending = decoder.getstate()[0]
+        return offset
+
+
+def _may_begin(data: bytes) -> bool:
+    """Return whether bytes are the beginning of a valid text."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class LogprobFormat:
@@ -46,23 +84,20 @@ class LogprobFormat:
         return {"content": content}
 
     def completion(
-        self, tokens: Sequence[Token | None], token_ids: Sequence[int], offset: int
-    ) -> tuple[dict[str, Any], int]:
-        """Return the `logprobs` object of a completion choice, and the offset of the end of the last token.
+        self, tokens: Sequence[Token | None], token_ids: Sequence[int], offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return the `logprobs` object of a completion choice.
 
         Args:
             tokens: the tokens with their logprobs; None for the first token of a prompt, which has none.
             token_ids: the id of each of these tokens.
-            offset: the offset of the first token in the text, in characters.
+            offsets: where each of these tokens begins in the text, in characters.
         """
         names: list[str] = []
-        offsets: list[int] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         for token, token_id in zip(tokens, token_ids, strict=True):
-            names.append(self._name(token_id))
-            offsets.append(offset)
-            offset += len(self._vocabulary.token_text(token_id))
+            names.append(self._key(token_id))
             if token is None or not token.logprobs:
                 logprobs.append(None)
                 tops.append(None)
@@ -71,10 +106,12 @@ class LogprobFormat:
             logprobs.append(_finite(chosen))
             shown: dict[str, float] = {}
             for entry in (chosen, *top):  # as in vLLM, the chosen token comes first
-                shown.setdefault(self._name(entry.token_id), _finite(entry))
+                key = self._key(entry.token_id)
+                if key in shown and entry.token_id != chosen.token_id:
+                    key = f"token_id:{entry.token_id}"  # another token with the same text
+                shown.setdefault(key, _finite(entry))
             tops.append(shown)
-        fields = {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops}
-        return fields, offset
+        return {"text_offset": [*offsets], "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops}
 
     def prompt(self, tokens: Sequence[Token | None]) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`: for each prompt token None, or logprob, rank and text by token id."""
@@ -105,8 +142,26 @@ class LogprobFormat:
         token_bytes = list(self._vocabulary.token_bytes(entry.token_id))
         return {"token": self._name(entry.token_id), "logprob": _finite(entry), "bytes": token_bytes}
 
+    def _key(self, token_id: int) -> str:
+        """Return a token's name in completions, where other tokens' names are keys beside it.
+
+        OpenAI's API writes the bytes of a token that is no text by itself.
+        """
+        data = self._vocabulary.token_bytes(token_id)
+        if self._as_ids or _is_text(data):
+            return self._name(token_id)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._vocabulary.token_text(token_id)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _id_entry(entry: Logprob) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class ModelFleet:
         self.forms = choose_forms(
             config.tool_call_parser,
             config.reasoning_parser,
-            tokenizer.chat_template_source,
+            tokenizer.tool_template_source,
             tokenizer.vocabulary.added_tokens,
         )
         self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from paceline.core.model_folder import read_object
 from paceline.services.gateway.chat_template import ChatTemplate, Message
 from paceline.services.gateway.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.media.marks import MediaMarks
+from paceline.services.gateway.media.reserved import ReservedTokens
 from paceline.services.gateway.vocabulary import Vocabulary
 
 
@@ -62,6 +60,9 @@ _RANGES = {
 """The numbers that requests accept."""
 _WHOLE = ("top_k", "max_new_tokens")
 
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+"""The names that transformers gives to the chat templates it chooses from: the second one if there are tools."""
+
 
 class Tokenizer:
     """A model's tokenizer: text to token ids and back, and the chat template.
@@ -91,9 +92,6 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"cannot read {path}: {error}") from error
-        # Truncation and padding are for training. A prompt is never truncated or padded silently.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         settings = read_object(folder / "tokenizer_config.json")
         generation = read_object(folder / "generation_config.json")
         model = read_object(folder / "config.json")
@@ -113,44 +111,39 @@ class Tokenizer:
         """Ids of tokens that belong to media."""
         self.media_kinds: frozenset[ItemKind] = frozenset(media_tokens.markers)
         """The kinds of media that the model takes."""
-        reserved = sorted(self._text_of(token_id, folder) for token_id in media_tokens.reserved)
-        spelled = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in reserved]
-        self._first_of_reserved = re.compile("|".join(spelled) or r"(?!)")
-        """Matches the first character of a text that spells a reserved token."""
+        self.reserved_texts: Mapping[int, str] = {}
+        """Texts that `encode` turns into the tokens of media, by id. No client can guess them."""
+        self._encoder = self._tokenizer
+        if media_tokens.reserved:
+            reserved = ReservedTokens(path, {own: self._text_of(own, folder) for own in media_tokens.reserved})
+            self._encoder, self.reserved_texts = reserved.tokenizer, reserved.texts
+        # Truncation and padding are for training. A prompt is never truncated or padded silently.
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
         markers = media_tokens.markers.items()
         self.marks = MediaMarks({kind: "".join(self._text_of(own, folder) for own in ids) for kind, ids in markers})
-        self.chat_template_source = _chat_template_source(folder, settings, chat_template) or ""
-        """The Jinja text of the chat template; "" if there is none."""
         self._special_tokens = special_tokens
-        source = self.chat_template_source
-        self._chat_template = ChatTemplate(self.marks.hide_markers(source), special_tokens) if source else None
+        sources = _chat_templates(folder, settings, chat_template)
+        self.chat_template_source = sources.get(_DEFAULT, "")
+        """The Jinja text of the chat template for conversations without tools; "" if there is none."""
+        self.tool_template_source = sources.get(_TOOL_USE, self.chat_template_source)
+        """The same for conversations with tools. Most models have one template for both."""
+        self._chat_templates = {
+            name: ChatTemplate(self.marks.hide_markers(source), special_tokens) for name, source in sources.items()
+        }
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode.
 
-        A text that spells a reserved token is cut within it, so it becomes other tokens of the same text.
+        A text that spells a reserved token becomes other tokens of the same text.
         """
-        cuts = [found.end() for found in self._first_of_reserved.finditer(text)]
-        parts = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
-        is_whole = len(parts) == 1
         try:
             # Unlike `encode`, the batch form lets other Python threads run.
-            encoded = self._tokenizer.encode_batch_fast(parts, add_special_tokens=add_special_tokens and is_whole)
+            (encoded,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             message = f"{param}: the text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
             raise InvalidRequestError(message, param) from error
-        ids = [token_id for part in encoded for token_id in part.ids]
-        if not add_special_tokens or is_whole:
-            return ids
-        begin, end = self.special_ends
-        return [*begin, *ids, *end]
-
-    @cached_property
-    def special_ends(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokenizer writes before and after a text, if it is asked to."""
-        bare, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
-        begin = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        return whole[:begin], whole[begin + len(bare) :]
+        return list(encoded.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -173,13 +166,14 @@ class Tokenizer:
 
         Raises InvalidRequestError if the model has no template.
         """
-        if self._chat_template is None:
+        template = self._chat_template(bool(tools))
+        if template is None:
             raise InvalidRequestError(
                 "this model has no chat template (it is a base model); use /v1/completions, "
                 "or start the gateway with --chat-template FILE",
                 "messages",
             )
-        return self._chat_template.render(
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -187,10 +181,18 @@ class Tokenizer:
             tools=tools,
         )
 
-    @property
-    def roles_with_parts(self) -> frozenset[str]:
-        """The roles whose messages may have a list of texts as content; empty without a chat template."""
-        return frozenset() if self._chat_template is None else self._chat_template.roles_with_parts
+    def roles_with_parts(self, has_tools: bool) -> frozenset[str]:
+        """Return the roles whose messages may have a list of texts as content; empty without a chat template.
+
+        Args:
+            has_tools: whether the conversation has tools.
+        """
+        template = self._chat_template(has_tools)
+        return frozenset() if template is None else template.roles_with_parts
+
+    def _chat_template(self, has_tools: bool) -> ChatTemplate | None:
+        name = _TOOL_USE if has_tools and _TOOL_USE in self._chat_templates else _DEFAULT
+        return self._chat_templates.get(name)
 
     def template(self, source: str) -> ChatTemplate:
         """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""
@@ -236,16 +238,22 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _chat_template_source(folder: Path, settings: Mapping[str, Any], chosen: Path | None) -> str | None:
+def _chat_templates(folder: Path, settings: Mapping[str, Any], chosen: Path | None) -> dict[str, str]:
+    """Return the Jinja texts of the templates that a conversation can have, by name.
+
+    As in transformers, files of their own replace templates of this name in tokenizer_config.json.
+    """
     if chosen is not None:
         try:
-            return chosen.read_text(encoding="utf-8")
+            return {_DEFAULT: chosen.read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the chat template {chosen}: {error}") from error
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
     listed = settings.get("chat_template") or read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(listed, list):
-        listed = {entry["name"]: entry["template"] for entry in listed}.get("default")
-    return listed
+        found = {str(entry["name"]): str(entry["template"]) for entry in listed}
+    else:
+        found = dict(listed) if isinstance(listed, dict) else {_DEFAULT: str(listed)} if listed else {}
+    for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"):
+        if file.is_file():
+            found[_TOOL_USE if file.stem == _TOOL_USE else _DEFAULT] = file.read_text(encoding="utf-8")
+    return {name: found[name] for name in (_DEFAULT, _TOOL_USE) if name in found}

@@ -149,6 +149,30 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path: Path) -> None
     assert chat(Tokenizer(folder), TURNS) == "<|end|>"
 
 
+@pytest.mark.parametrize("place", ["list", "files", "both"])
+def test_conversations_with_tools_have_their_own_template_as_in_transformers(tmp_path: Path, place: str) -> None:
+    folder = write_toy_model(tmp_path, chat_template="old")
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    texts = {"rag": "rag", "default": "D{{ messages[0].content }}", "tool_use": "T{{ tools[0].function.name }}"}
+    if place != "files":
+        listed = {name: f"old {text}" if place == "both" else text for name, text in texts.items()}
+        named = [{"name": name, "template": text} for name, text in listed.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "<|end|>"}))
+    if place != "list":
+        (folder / "chat_template.jinja").write_text(texts["default"])
+        (folder / "additional_chat_templates").mkdir()
+        for name in ("rag", "tool_use"):
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(texts[name])
+    own, reference = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for given, expected in ((None, "DHi"), (tools, "Tf")):
+        turns = [{"role": "user", "content": "Hi"}]
+        assert chat(own, turns, tools=given) == expected
+        assert reference.apply_chat_template(turns, tools=given, tokenize=False) == expected
+    assert (own.chat_template_source, own.tool_template_source) == (texts["default"], texts["tool_use"])
+    (tmp_path / "own.jinja").write_text("own")
+    assert chat(Tokenizer(folder, tmp_path / "own.jinja"), TURNS, tools=tools) == "own"
+
+
 def test_a_prompt_is_never_cut_by_settings_of_the_training(tmp_path: Path) -> None:
     folder = write_toy_model(tmp_path)
     document = json.loads((folder / "tokenizer.json").read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,27 +22,30 @@ class Prompt:
 
 
 def encode_prompt(pieces: Iterable[Piece], tokenizer: Tokenizer, add_special_tokens: bool, param: str) -> Prompt:
-    """Return the prompt that is made of pieces. Neighbouring texts are tokenized as one.
+    """Return the prompt that is made of pieces. All of it is tokenized as one text, as in the model's training.
 
     Raises:
         InvalidRequestError: a text is not valid Unicode; the error names `param`.
     """
-    begin, end = tokenizer.special_ends if add_special_tokens else ([], [])
-    token_ids = [*begin]
+    texts, runs = [], []
+    for piece in pieces:
+        if isinstance(piece, Run):
+            runs.append(piece)
+        token_id = piece.token_id if isinstance(piece, Run) else piece
+        texts.append(token_id if isinstance(token_id, str) else tokenizer.reserved_texts[token_id])
+    places = {run.token_id for run in runs}
+    left = iter(runs)
+    token_ids: list[int] = []
     spans, inputs = [], []
-    for is_text, group in itertools.groupby(pieces, key=lambda piece: isinstance(piece, str)):
-        if is_text:
-            token_ids += tokenizer.encode("".join(map(str, group)), False, param)
+    for token_id in tokenizer.encode("".join(texts), add_special_tokens, param):
+        if token_id not in places:
+            token_ids.append(token_id)
             continue
-        for piece in group:
-            if isinstance(piece, Run):
-                own = piece.input
-                spans.append(MediaSpan(len(token_ids), own.length, piece.digest, own.kind, piece.grid))
-                inputs.append(own)
-                token_ids += [piece.token_id] * own.length
-            elif isinstance(piece, int):
-                token_ids.append(piece)
-    token_ids += end
+        run = next(left)
+        own = run.input
+        spans.append(MediaSpan(len(token_ids), own.length, run.digest, own.kind, run.grid))
+        inputs.append(own)
+        token_ids += [token_id] * own.length
     return Prompt(token_ids, tuple(spans), tuple(inputs))
 
 

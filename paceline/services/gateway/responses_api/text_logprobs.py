@@ -38,13 +38,13 @@ class TextLogprobs:
 
     def take(self, text: str) -> list[Json]:
         """Return the logprobs of the tokens of a text, which are the latest that have it."""
-        texts = [self._vocabulary.token_text(token.id) for token in self._tokens]
-        begin = "".join(texts).rfind(text)
-        first, end = 0, len(texts)
-        if begin >= 0:  # else a character whose bytes are several tokens
-            ends = list(itertools.accumulate(map(len, texts)))
+        pieces, wanted = [self._vocabulary.token_bytes(token.id) for token in self._tokens], text.encode()
+        begin = b"".join(pieces).rfind(wanted)
+        first, end = 0, len(pieces)
+        if begin >= 0:  # else bytes that are no character, for which the text has U+FFFD
+            ends = list(itertools.accumulate(map(len, pieces)))
             first = bisect.bisect_right(ends, begin)
-            end = bisect.bisect_left(ends, begin + len(text)) + 1
+            end = bisect.bisect_left(ends, begin + len(wanted)) + 1
         tokens, self._tokens = self._tokens[first:end], self._tokens[end:]
         entries: list[Json] = self._format.chat(tokens)["content"]
         return entries
