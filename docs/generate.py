@@ -74,9 +74,9 @@ def api() -> str:
     lines = [
         "# Fields of requests",
         "",
-        "The fields are those of OpenAI, and vLLM's where OpenAI has none. Fields of other servers that would change the",
-        "answer, such as `logits_processors`, are refused with status 400. All other unknown fields are ignored, with a",
-        "warning in the log.",
+        "The fields are those of OpenAI, and vLLM's where OpenAI has none. Fields of other servers that would change",
+        "the answer, such as `logits_processors`, are refused with status 400. All other unknown fields are ignored,",
+        "with a warning in the log.",
     ]
     for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
         described = schema.model_json_schema()
