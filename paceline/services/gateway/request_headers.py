@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
+import uuid
 
 from fastapi import Request
 
@@ -17,11 +19,37 @@ _PRIORITY = "X-Vllm-Priority"
 _SESSION = "X-Session-ID"
 _TIMEOUT = "X-Request-Timeout"
 _TTFT = "X-SLO-TTFT-MS"
+IDEMPOTENCY_KEY = "Idempotency-Key"
+MAX_KEY_CHARACTERS = 255
 
 
 def is_background(request: Request) -> bool:
     """Return whether nobody waits for the answer: the request is a line of a batch, and not one of a client."""
     return bool(getattr(request.state, "background", False))
+
+
+def id_of_made(request: Request) -> str:
+    """Return 32 hexadecimal digits for the id of what a request makes.
+
+    They are random, or a digest of the caller, the path and the header Idempotency-Key. So a request that is sent
+    again, because its answer did not come, finds what it has made.
+
+    Raises ApiError if the header is not valid.
+    """
+    key = request.headers.get(IDEMPOTENCY_KEY)
+    if key is None:
+        return uuid.uuid4().hex
+    if not re.fullmatch(rf"[!-~]{{1,{MAX_KEY_CHARACTERS}}}", key):
+        message = f"{IDEMPOTENCY_KEY} must be 1 to {MAX_KEY_CHARACTERS} visible ASCII characters without spaces"
+        raise ApiError(400, message, param=IDEMPOTENCY_KEY)
+    # A path has no spaces, and the owner is hexadecimal.
+    return hashlib.sha256(f"{caller_of(request).owner} {request.url.path} {key}".encode()).hexdigest()[:32]
+
+
+def key_was_used(made: str) -> ApiError:
+    """Return the error of a request whose Idempotency-Key an earlier one with another body had."""
+    message = f"{IDEMPOTENCY_KEY}: an earlier request with this key had another body and made {made}; take a new key"
+    return ApiError(422, message, param=IDEMPOTENCY_KEY, code="idempotency_key_reused")
 
 
 def with_headers(plan: Plan, request: Request) -> Plan:

@@ -102,6 +102,11 @@ class Batch:
         """Whether each line has an answer."""
         return self.completed + self.failed >= self.total
 
+    def asks_the_same(self, other: Batch) -> bool:
+        """Return whether two requests for a batch ask for the same."""
+        wanted = ("owner", "endpoint", "input_file_id", "completion_window", "metadata", "output_seconds")
+        return all(getattr(self, name) == getattr(other, name) for name in wanted)
+
     def moved(self, status: Status, now: float, **changes: Any) -> Batch:
         """Return the batch in another state. Raises TransitionError if that may not follow."""
         if status not in NEXT[self.status]:

@@ -225,20 +225,22 @@ class BatchRun:
     async def _write(self, kind: str, *, is_ok: bool) -> str | None:
         """Write a file of answers and return its id; None if there are no such answers.
 
-        Its id is always the same, so that a gateway that goes on after another one leaves no second file.
+        Its id is always the same, so that a gateway that goes on after another one leaves no second file. Each write
+        finds the lease its own, so a gateway that has lost it leaves the file of its successor alone.
         """
         seconds, now = self.batch.output_seconds or self._limits.file_seconds, time.time()
         name = f"{self.batch.id}_{kind}.jsonl"
         file_id = f"file-{uuid.uuid5(uuid.NAMESPACE_OID, name).hex}"
         file = File(file_id, self.batch.owner, "batch_output", name, 0, now, now + seconds)
+        lease = self._batches.lease(self.batch.id, self._name)
         number = 0
         async for texts in _grouped(self._batches.answers(self.batch.id, is_ok), CHUNK_BYTES):
             if number == 0:
-                await self._files.begin(file, limited=False)
+                await self._files.begin(file, lease)
             data = "".join(f"{text}\n" for text in texts).encode()
-            await self._files.append(file, number, data, limited=False)
+            await self._files.append(file, number, data, lease)
             number += 1
-        return (await self._files.finish(file)).id if number else None
+        return (await self._files.finish(file, lease)).id if number else None
 
     async def _change(self, change: Callable[[Batch], Batch], is_last: bool = False) -> None:
         """Change the batch. If a client has cancelled it meanwhile, only its last change still matters."""

@@ -1,8 +1,8 @@
 """Batches and the answers of their lines.
 
-One gateway runs a batch at a time. It holds a lease, which it renews, and writes an answer only while the lease is its
-own. So if it ends, another one goes on with the lines that have no answer, and each line gets one answer: the primary
-key (batch, line) allows no second one.
+One gateway runs a batch at a time. It holds a lease, which it renews, and writes answers and files of answers only in
+transactions that find the lease its own. So if it ends or stalls, another one goes on with the lines that have no
+answer, and each line gets one answer: the primary key (batch, line) allows no second one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.batch_api.batch import ACTIVE, Batch, LineError
 from paceline.services.gateway.batch_api.file_store import QuotaError
 from paceline.services.gateway.batch_api.pages import Order, ordered, read_page
 from paceline.services.gateway.store.database import Database, Execute
-from paceline.services.gateway.store.store import Store, Tables
+from paceline.services.gateway.store.store import Check, Store, Tables
 
 PAGE_LINES = 200
 """Answers that are read at a time."""
@@ -32,6 +33,10 @@ _IS_ACTIVE = f"status IN ({', '.join(repr(status) for status in ACTIVE)})"
 
 class LeaseLostError(Exception):
     """Another gateway runs the batch, or it was deleted."""
+
+
+class InUseError(InvalidRequestError):
+    """A batch that has not ended reads the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +63,19 @@ class BatchStore:
         self._most = most
         self._seconds = seconds
 
-    async def add(self, batch: Batch) -> None:
-        """Add a batch. Raises QuotaError if its owner has as many active ones as it may."""
+    async def add(self, batch: Batch, hold: Check) -> Batch:
+        """Add a batch and return it; if another try of the same request has added it already, return that one.
 
-        def add(execute: Execute) -> None:
+        Args:
+            hold: finds that the input file is there, and keeps others away from it until the batch is added.
+
+        Raises QuotaError if its owner has as many active ones as it may, and the error of `hold`.
+        """
+
+        def add(execute: Execute) -> Batch:
+            hold(execute)
+            if (known := _get(execute, batch.id)) is not None:
+                return known
             query = f"SELECT COUNT(*) FROM paceline_batches WHERE owner = :owner AND {_IS_ACTIVE}"
             ((count,),), _ = execute(query, {"owner": batch.owner})
             if count >= self._most:
@@ -73,8 +87,9 @@ class BatchStore:
                 f"VALUES ({values}, '', 0, :kept_until)",
                 self._fields(batch),
             )
+            return batch
 
-        await self._store.run(add)
+        return await self._store.run(add)
 
     async def delete_expired(self) -> None:
         """Delete the batches that ended long ago."""
@@ -91,11 +106,15 @@ class BatchStore:
         query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE kept_until >= :now"
         return [_batch(row) for row in await read_page(self._store, query, {"owner": owner}, after, limit, order)]
 
-    async def uses(self, file_id: str) -> str | None:
-        """Return the id of an active batch whose input is a file; None if there is none."""
-        query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE {_IS_ACTIVE}"
-        rows, _ = await self._store.run(lambda execute: execute(query), writes=False)
-        return next((batch.id for batch in map(_batch, rows) if batch.input_file_id == file_id), None)
+    def unused(self, file_id: str) -> Check:
+        """Return a check that no active batch reads a file. It raises InUseError."""
+
+        def check(execute: Execute) -> None:
+            if (user := inputs(execute).get(file_id)) is not None:
+                message = f"the batch {user!r} still reads this file; cancel the batch first"
+                raise InUseError(message, "file_id")
+
+        return check
 
     async def change(self, batch_id: str, change: Callable[[Batch], Batch], runner: str | None = None) -> Batch:
         """Change a batch and return it as it is then.
@@ -126,24 +145,29 @@ class BatchStore:
 
     # ---- leases
 
-    async def claim(self, runner: str, until: float, most: int, most_of_owner: int) -> list[Batch]:
+    async def claim(
+        self, runner: str, until: float, most: int, most_of_owner: int, running: Collection[str]
+    ) -> list[Batch]:
         """Take the lease of up to `most` active batches that no living gateway runs. Owners take turns, oldest first.
+
+        A batch whose lease this gateway has, but that it does not run, is such a batch: the answer to an earlier call
+        was lost.
 
         Args:
             runner: name of this gateway.
             until: end of the lease, in seconds since the epoch.
             most_of_owner: batches of one owner that this gateway may have then.
+            running: ids of the batches that this gateway runs.
         """
-        free = f"{_IS_ACTIVE} AND runner <> :runner AND (runner = '' OR runner_until < :now)"
+        free = f"{_IS_ACTIVE} AND (runner IN ('', :runner) OR runner_until < :now)"
 
         def claim(execute: Execute) -> list[Batch]:
             fields = {"runner": runner, "now": time.time()}
             rows, _ = execute(f"SELECT {_COLUMNS} FROM paceline_batches WHERE {free} {ordered('asc')}", fields)
-            counts = "SELECT owner, COUNT(*) FROM paceline_batches"
-            owners, _ = execute(f"{counts} WHERE runner = :runner AND {_IS_ACTIVE} GROUP BY owner", {"runner": runner})
-            held: dict[str, int] = dict(owners)
+            batches = [_batch(row) for row in rows]
+            held = Counter(batch.owner for batch in batches if batch.id in running)
             claimed = []
-            for batch in _in_turns([_batch(row) for row in rows], held, most_of_owner)[:most]:
+            for batch in _in_turns([each for each in batches if each.id not in running], held, most_of_owner)[:most]:
                 statement = (
                     f"UPDATE paceline_batches SET runner = :runner, runner_until = :until WHERE id = :id AND {free}"
                 )
@@ -153,17 +177,31 @@ class BatchStore:
 
         return await self._store.run(claim)
 
-    async def renew(self, runner: str, until: float) -> dict[str, Batch]:
-        """Renew the leases of a gateway. Return its batches by id."""
+    async def renew(self, runner: str, until: float, running: Collection[str]) -> dict[str, Batch]:
+        """Renew the leases of the batches that a gateway runs. Return the ones that it still has, by id."""
 
         def renew(execute: Execute) -> dict[str, Batch]:
-            statement = f"UPDATE paceline_batches SET runner_until = :until WHERE runner = :runner AND {_IS_ACTIVE}"
-            execute(statement, {"runner": runner, "until": until})
-            query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE runner = :runner AND {_IS_ACTIVE}"
-            rows, _ = execute(query, {"runner": runner})
-            return {batch.id: batch for batch in map(_batch, rows)}
+            own = f"runner = :runner AND {_IS_ACTIVE}"
+            statement = f"UPDATE paceline_batches SET runner_until = :until WHERE id = :id AND {own}"
+            for batch_id in sorted(running):  # in one order, so that no two transactions wait for each other
+                execute(statement, {"runner": runner, "until": until, "id": batch_id})
+            rows, _ = execute(f"SELECT {_COLUMNS} FROM paceline_batches WHERE {own}", {"runner": runner})
+            return {batch.id: batch for batch in map(_batch, rows) if batch.id in running}
 
         return await self._store.run(renew)
+
+    def lease(self, batch_id: str, runner: str) -> Check:
+        """Return a check that a gateway has the lease of an active batch. It raises LeaseLostError.
+
+        It locks the batch's row, so that no other gateway takes the lease before the transaction ends.
+        """
+        statement = f"UPDATE paceline_batches SET runner = runner WHERE id = :id AND runner = :runner AND {_IS_ACTIVE}"
+
+        def check(execute: Execute) -> None:
+            if not execute(statement, {"id": batch_id, "runner": runner})[1]:
+                raise LeaseLostError(batch_id)
+
+        return check
 
     async def release(self, batch_id: str, runner: str) -> None:
         """Give a lease back, so that any gateway may take it at once."""
@@ -236,6 +274,12 @@ def _in_turns(batches: Sequence[Batch], held: Mapping[str, int], most_of_owner: 
         if turns[batch.owner] <= most_of_owner:
             found.append((turns[batch.owner], batch))
     return [batch for _, batch in sorted(found, key=lambda pair: pair[0])]
+
+
+def inputs(execute: Execute) -> dict[str, str]:
+    """Return the files that active batches read: the id of a batch by the id of its input file."""
+    rows, _ = execute(f"SELECT {_COLUMNS} FROM paceline_batches WHERE {_IS_ACTIVE}")
+    return {batch.input_file_id: batch.id for batch in map(_batch, rows)}
 
 
 def _get(execute: Execute, batch_id: str) -> Batch | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -24,10 +25,18 @@ from paceline.services.gateway.batch_api.bodies import (
     FileList,
     page,
 )
-from paceline.services.gateway.batch_api.file_store import CHUNK_BYTES, File, FileStore, new_id
+from paceline.services.gateway.batch_api.file_store import (
+    CHUNK_BYTES,
+    File,
+    FileStore,
+    MissingFileError,
+    OtherFileError,
+    new_id,
+)
 from paceline.services.gateway.batch_api.pages import Order
 from paceline.services.gateway.batch_api.upload import Upload
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.request_headers import id_of_made, key_was_used
 
 PURPOSE = "batch"
 """The purpose of files that clients upload."""
@@ -67,17 +76,21 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
     async def upload(request: Request) -> Json:
         now = time.time()
         reader = Upload(request.headers.get("content-type", ""))
+        file_id = f"file-{id_of_made(request)}"
+        # Two tries of one request may come at the same time, so each writes a file of its own.
         made = File(new_id(), owner_of(request), PURPOSE, "", 0, now, now + config.stored_files_seconds)
         await files.begin(made)
         try:
             await _receive(request, reader, made, files, most_bytes)
             expires = _expires(reader.fields, now, config.stored_files_seconds)
             named = dataclasses.replace(made, filename=reader.filename or "", expires=expires)
-            return _body(await files.finish(named))
-        except BaseException:
+            return _body(await files.finish(named, as_id=file_id))
+        except BaseException as error:
             # If the store fails now, the file expires soon, because it is not complete.
             with contextlib.suppress(Exception):
                 await files.discard(made.id)
+            if isinstance(error, OtherFileError):
+                raise key_was_used(f"the file {file_id!r}") from None
             raise
 
     @router.get("/v1/files", response_model=None, responses=answers(FileList))
@@ -106,9 +119,10 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
     @router.delete("/v1/files/{file_id}", response_model=None, responses=answers(DeletedFile))
     async def delete(file_id: str, request: Request) -> Json:
         file = await find(file_id, request)
-        if (user := await batches.uses(file.id)) is not None:
-            raise ApiError(400, f"the batch {user!r} still reads this file; cancel the batch first", param="file_id")
-        await files.discard(file.id)
+        try:
+            await files.delete(file.id, batches.unused(file.id))
+        except MissingFileError:
+            raise file_not_found(file.id) from None
         return {"id": file.id, "object": "file", "deleted": True}
 
     return router
@@ -123,14 +137,34 @@ def scope_of(request: Request) -> str | None:
 def found(file: File | None, file_id: str, param: str = "file_id") -> File:
     """Return a file. Raises ApiError 404 if there is none."""
     if file is None:
-        raise ApiError(404, f"No such file: {file_id!r}", param=param)
+        raise file_not_found(file_id, param)
     return file
+
+
+def file_not_found(file_id: str, param: str = "file_id") -> ApiError:
+    """Return the error of a file that does not exist, or that its client may not see."""
+    return ApiError(404, f"No such file: {file_id!r}", param=param)
 
 
 async def _receive(request: Request, reader: Upload, file: File, files: FileStore, most_bytes: int) -> None:
     """Write the file of a multipart body to the store while it comes. Raises ApiError if the body is not valid."""
-    body, content = bytearray(), bytearray()
     number = size = 0
+    async for chunk in _chunks(request, reader):
+        size += len(chunk)
+        if size > most_bytes:
+            raise ApiError(413, f"the file is larger than {most_bytes} bytes (--max-file-size)", param="file")
+        await files.append(file, number, chunk)
+        number += 1
+    if reader.fields.get("purpose") != PURPOSE:
+        raise ApiError(400, f"purpose: this server takes files with the purpose {PURPOSE!r} only", param="purpose")
+
+
+async def _chunks(request: Request, reader: Upload) -> AsyncIterator[bytes]:
+    """Yield the file of a multipart body in pieces of CHUNK_BYTES while it comes. The last one may be smaller.
+
+    Raises ApiError if the body is not valid.
+    """
+    body, content = bytearray(), bytearray()
     async for piece in request.stream():
         body += piece
         if piece and len(body) < CHUNK_BYTES:
@@ -138,19 +172,13 @@ async def _receive(request: Request, reader: Upload, file: File, files: FileStor
         # On a thread, because a body may be made such that it takes long to read.
         for data in await asyncio.to_thread(reader.feed, bytes(body)):
             content += data
-            size += len(data)
         body.clear()
-        if size > most_bytes:
-            raise ApiError(413, f"the file is larger than {most_bytes} bytes (--max-file-size)", param="file")
         while len(content) >= CHUNK_BYTES:
-            await files.append(file, number, bytes(content[:CHUNK_BYTES]))
+            yield bytes(content[:CHUNK_BYTES])
             del content[:CHUNK_BYTES]
-            number += 1
     reader.finish()
-    if reader.fields.get("purpose") != PURPOSE:
-        raise ApiError(400, f"purpose: this server takes files with the purpose {PURPOSE!r} only", param="purpose")
     if content:
-        await files.append(file, number, bytes(content))
+        yield bytes(content)
 
 
 def _expires(fields: dict[str, str], now: float, seconds: float) -> float:

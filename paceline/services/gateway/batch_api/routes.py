@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -18,11 +17,12 @@ from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.batch_api.batch import ENDPOINTS, Batch, TransitionError, window_seconds
 from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError
 from paceline.services.gateway.batch_api.bodies import BatchBody, BatchList, CreateBatch, page
-from paceline.services.gateway.batch_api.file_routes import PURPOSE, found, make_files, scope_of
-from paceline.services.gateway.batch_api.file_store import FileStore
+from paceline.services.gateway.batch_api.file_routes import PURPOSE, file_not_found, found, make_files, scope_of
+from paceline.services.gateway.batch_api.file_store import FileStore, MissingFileError
 from paceline.services.gateway.batch_api.runner import BatchRunner
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.request_headers import id_of_made, key_was_used
 from paceline.services.gateway.store.store import Store
 
 Json = dict[str, Any]
@@ -61,28 +61,38 @@ def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRout
     async def create(body: CreateBatch, request: Request) -> Json:
         owner, now = owner_of(request), time.time()
         seconds = _check(body)
-        file = found(await files.get(body.input_file_id, owner), body.input_file_id, "input_file_id")
-        if file.purpose != PURPOSE:
-            message = f"input_file_id: the file has the purpose {file.purpose!r}, not {PURPOSE!r}"
-            raise ApiError(400, message, param="input_file_id")
-        await files.check_quota(owner)
         after = body.output_expires_after
         batch = Batch(
-            id=f"batch_{uuid.uuid4().hex}",
+            id=f"batch_{id_of_made(request)}",
             owner=owner,
             endpoint=body.endpoint,
-            input_file_id=file.id,
+            input_file_id=body.input_file_id,
             completion_window=body.completion_window,
             created=now,
             expires=now + seconds,
             metadata=body.metadata or {},
             output_seconds=None if after is None else after.seconds,
         )
+        added = await batches.get(batch.id, owner) or await add(batch)
+        if not added.asks_the_same(batch):
+            raise key_was_used(f"the batch {added.id!r}")
+        return added.to_api()
+
+    async def add(batch: Batch) -> Batch:
+        """Add a batch. Raises ApiError or QuotaError if it may not be."""
+        file = found(await files.get(batch.input_file_id, batch.owner), batch.input_file_id, "input_file_id")
+        if file.purpose != PURPOSE:
+            message = f"input_file_id: the file has the purpose {file.purpose!r}, not {PURPOSE!r}"
+            raise ApiError(400, message, param="input_file_id")
+        await files.check_quota(batch.owner)
         # The file is read until the batch has ended.
-        await files.keep(file.id, batch.expires + config.stored_files_seconds)
-        await batches.add(batch)
+        hold = files.hold(file.id, batch.expires + config.stored_files_seconds)
+        try:
+            added = await batches.add(batch, hold)
+        except MissingFileError:
+            raise file_not_found(file.id, "input_file_id") from None
         runner.wake()
-        return batch.to_api()
+        return added
 
     @router.get("/v1/batches", response_model=None, responses=answers(BatchList))
     async def list_batches(

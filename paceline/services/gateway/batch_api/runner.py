@@ -13,7 +13,7 @@ from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.batch_api.batch import Batch
 from paceline.services.gateway.batch_api.batch_run import BatchLimits, BatchRun
-from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError
+from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError, inputs
 from paceline.services.gateway.batch_api.file_store import FileStore
 from paceline.services.gateway.batch_api.line_call import call
 from paceline.services.gateway.batch_api.lines import Answer, Line
@@ -90,7 +90,7 @@ class BatchRunner:
             with contextlib.suppress(StoreError):
                 if time.monotonic() >= cleaned + CLEAN_SECONDS:
                     cleaned = time.monotonic()
-                    await self._files.delete_expired()
+                    await self._files.delete_expired(inputs)
                     await self._batches.delete_expired()
                 await self._renew()
                 await self._claim()
@@ -103,7 +103,7 @@ class BatchRunner:
         if not self._tasks:
             return
         running = dict(self._tasks)
-        own = await self._batches.renew(self._name, time.time() + LEASE_SECONDS)
+        own = await self._batches.renew(self._name, time.time() + LEASE_SECONDS, running)
         for batch_id, task in running.items():
             if batch_id not in own and not task.done():
                 task.cancel()
@@ -114,7 +114,7 @@ class BatchRunner:
         if (room := MOST_RUNS - len(self._tasks)) <= 0:
             return
         until = time.time() + LEASE_SECONDS
-        for batch in await self._batches.claim(self._name, until, room, MOST_RUNS_OF_KEY):
+        for batch in await self._batches.claim(self._name, until, room, MOST_RUNS_OF_KEY, [*self._tasks]):
             log.info("batch %s goes on: %s, %d of %d lines", batch.id, batch.status, batch.completed, batch.total)
             self._tasks[batch.id] = asyncio.create_task(self._run(batch), name=batch.id)
 
@@ -139,10 +139,13 @@ class BatchRunner:
             log.exception("batch %s cannot go on; it is tried again", batch.id)
             await asyncio.sleep(AGAIN_SECONDS)
         finally:
-            del self._runs[batch.id], self._tasks[batch.id]
-            with contextlib.suppress(StoreError):
-                await self._batches.release(batch.id, self._name)
-            self.wake()
+            # This gateway claims the batch again only after this task has ended: its lease has the gateway's name.
+            try:
+                with contextlib.suppress(StoreError):
+                    await self._batches.release(batch.id, self._name)
+            finally:
+                del self._runs[batch.id], self._tasks[batch.id]
+                self.wake()
 
     def _gate_of(self, line: Line) -> LineGate:
         """Return the gate of the line's model. A line for no model is refused, so that any open gate does."""

@@ -154,6 +154,6 @@ class BackgroundRuns:
                 continue
             running = set(self._tasks)
             with contextlib.suppress(StoreError):
-                wanted = await self._store.keep_alive(self._name, time.time() + LEASE_SECONDS)
+                wanted = await self._store.keep_alive(self._name, time.time() + LEASE_SECONDS, running)
                 for response_id in running - wanted:
                     await self.cancel(response_id)

@@ -33,12 +33,16 @@ class KeptResponses:
     def __init__(self, store: ResponseStore | None) -> None:
         self.store = store
 
+    async def find(self, response_id: str, owner: str) -> Record | None:
+        """Return a response; None if there is none. Raises StoreError."""
+        record = await self.store.get(response_id, owner) if self.store is not None else None
+        return None if record is None else await self._checked(record)
+
     async def get(self, response_id: str, owner: str) -> Record:
         """Return a response. Raises ApiError 404 if there is none, or StoreError."""
-        record = await self.store.get(response_id, owner) if self.store is not None else None
-        if record is None:
+        if (record := await self.find(response_id, owner)) is None:
             raise _not_found(response_id)
-        return await self._checked(record)
+        return record
 
     async def delete(self, response_id: str, owner: str) -> None:
         """Delete a response. Raises ApiError 404 if there is none, or StoreError."""
@@ -120,7 +124,8 @@ class KeptResponses:
         assert self.store is not None
         error = {"code": "server_error", "message": RESTARTED}
         failed = {**record.response, "status": "failed", "error": error}
-        await self.store.finish(failed)
+        if not await self.store.finish(failed):  # it has ended meanwhile, or was deleted
+            return await self.get(record.id, record.owner)
         return dataclasses.replace(record, status="failed", response=failed)
 
 

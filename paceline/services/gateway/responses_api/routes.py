@@ -27,6 +27,7 @@ from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansi
 from paceline.services.gateway.media.parts import pin_meanings
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
+from paceline.services.gateway.request_headers import IDEMPOTENCY_KEY, id_of_made, key_was_used
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
 from paceline.services.gateway.responses_api.bodies import (
@@ -41,7 +42,7 @@ from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
 from paceline.services.gateway.responses_api.planning import chat_request, in_client_fields, plan_response
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
-from paceline.services.gateway.responses_api.store import ResponseStore
+from paceline.services.gateway.responses_api.store import Record, ResponseStore
 from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.resume import HEADER
 from paceline.services.gateway.store.store import Store
@@ -118,13 +119,15 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
             raise ApiError(400, message, param=HEADER)
         owner = owner_of(request)
         items, toolbox, plan = await prepare(model, body, request)
-        generation = start(model, plan, request, bool(body.stream))
-        response_id = _response_id(request)
         is_stored = body.store and store is not None
+        response_id = _response_id(request, body)
+        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_stored else []
+        if body.background and (known := await kept.find(response_id, owner)) is not None:
+            return _again(known, body, model.name, own, runs)
+        generation = start(model, plan, request, bool(body.stream))
         builder = ResponseBuilder(
             response_id, body, toolbox, model.name, model.tokenizer, generation, is_stored=is_stored
         )
-        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_stored else []
         if body.background and runs is not None:
             queued = dict(builder.response)
             run = await runs.start(generation, builder, owner, own)
@@ -263,8 +266,30 @@ def _encoded(events: list[Json]) -> bytes:
     return b"".join(encode(events))
 
 
-def _response_id(request: Request) -> str:
-    """Return the request's id, unless the client chose it: ids of responses are unique."""
+def _again(
+    known: Record, body: ResponsesRequest, model: str, items: list[Json], runs: BackgroundRuns | None
+) -> Response:
+    """Answer a request for a response in the background that an earlier try of it has begun. Raises ApiError."""
+    asked = (model, body.instructions, body.previous_response_id)
+    told = tuple(known.response[name] for name in ("model", "instructions", "previous_response_id"))
+    if known.input != items or told != asked:
+        raise key_was_used(f"the response {known.id!r}")
+    if not body.stream:
+        return JSONResponse(known.response)
+    if (run := runs.find(known.id) if runs is not None else None) is None:
+        message = f"an earlier request with this key has begun the response {known.id!r}; get it without stream"
+        raise ApiError(409, message, param="stream")
+    return _follow(run, 0)
+
+
+def _response_id(request: Request, body: ResponsesRequest) -> str:
+    """Return the request's id, unless the client chose it, because ids of responses are unique.
+
+    A response in the background has an id by which the same request finds it. Raises ApiError if the header with the
+    key of the request is not valid.
+    """
+    if body.background and IDEMPOTENCY_KEY in request.headers:
+        return f"resp_{id_of_made(request)}"
     return f"resp_{uuid.uuid4().hex}" if request.state.client_chose_id else str(request.state.request_id)
 
 

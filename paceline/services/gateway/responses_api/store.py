@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,14 +153,16 @@ class ResponseStore:
 
         return await self._store.run(finish)
 
-    async def keep_alive(self, runner: str, until: float) -> set[str]:
-        """Say that a gateway lives. Return the ids of the responses that it shall compute."""
+    async def keep_alive(self, runner: str, until: float, running: Collection[str]) -> set[str]:
+        """Say that a gateway computes responses. Return the ids of those that it shall go on with.
+
+        A response that it does not compute, because the answer to an earlier call was lost, counts as failed soon.
+        """
 
         def keep(execute: Execute) -> set[str]:
+            statement = "UPDATE paceline_responses SET runner_until = :until WHERE id = :id AND runner = :runner"
             fields = {"runner": runner, "until": until}
-            execute("UPDATE paceline_responses SET runner_until = :until WHERE runner = :runner", fields)
-            rows, _ = execute("SELECT id FROM paceline_responses WHERE runner = :runner", {"runner": runner})
-            return {row[0] for row in rows}
+            return {each for each in sorted(running) if execute(statement, {**fields, "id": each})[1]}
 
         return await self._store.run(keep)
 

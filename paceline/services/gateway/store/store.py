@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,9 @@ T = TypeVar("T")
 
 CONFLICT_SECONDS = (0.02, 0.1, 0.5)
 """Mean pauses before a transaction that stood in another one's way runs again."""
+
+Check = Callable[[Execute], None]
+"""A condition of a write, which is looked at in the transaction of this write. Raises an error if it does not hold."""
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +54,21 @@ class Store:
     async def run(self, work: Callable[[Execute], T], *, writes: bool = True) -> T:
         """Run `work` in one transaction and return its result. Raises StoreError and the errors of `work`.
 
+        If the caller is told of a failure, or does not wait any more, the work takes no effect, except if its COMMIT
+        has begun by then.
+
         Args:
             work: may run more than once, if its transaction was undone.
             writes: whether the work may change something.
         """
+        given_up = threading.Event()
 
         def run() -> T:
             try:
                 while self._missing:
                     _make_tables(self._database, self._missing[0])
                     del self._missing[0]
-                return _run_again(lambda: self._run(work, writes))
+                return _run_again(lambda: self._run(work, writes, given_up))
             except StoreError as error:
                 if error.reason:
                     log.error("the store cannot be used (%s); see --store", error.reason)
@@ -72,10 +80,15 @@ class Store:
         except TimeoutError:
             log.error("the store has not answered for %g seconds; see --store", ANSWER_SECONDS)
             raise StoreError from None
+        finally:
+            given_up.set()
 
-    def _run(self, work: Callable[[Execute], T], writes: bool) -> T:
+    def _run(self, work: Callable[[Execute], T], writes: bool, given_up: threading.Event) -> T:
         with self._database.transaction(writes=writes) as execute:
-            return work(execute)
+            result = work(execute)
+            if given_up.is_set():  # the client tries again, and must not find two of what it asked for
+                raise StoreError
+            return result
 
     def close(self) -> None:
         """Wait for what is being written, and close the database."""

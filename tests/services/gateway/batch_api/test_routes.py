@@ -130,6 +130,26 @@ async def test_an_input_file_that_is_wrong_fails_with_its_lines(stack: Stack) ->
     assert errors == [("invalid_json_line", 2), ("duplicate_custom_id", 3)]
 
 
+async def test_a_request_that_comes_again_with_its_key_makes_nothing_new(stack: Stack) -> None:
+    """The answer to the first one may have been lost after the store had committed it."""
+    content = ("in.jsonl", json.dumps(line("a")).encode())
+    headers: Any = {"extra_headers": {"Idempotency-Key": "key-1"}}
+    files = [await stack.openai.files.create(file=content, purpose="batch", **headers) for _ in range(2)]
+    assert files[0] == files[1]
+    fields: Any = {"input_file_id": files[0].id, "endpoint": "/v1/completions", **headers}
+    first = await stack.openai.batches.create(completion_window="24h", **fields)
+    await ended(stack, first.id)
+    again = await stack.openai.batches.create(completion_window="24h", **fields)
+    assert (again.id, again.status) == (first.id, "completed")
+    assert [each.id for each in (await stack.openai.batches.list()).data] == [first.id]
+    with pytest.raises(openai.UnprocessableEntityError, match="take a new key"):
+        await stack.openai.batches.create(completion_window="24h", metadata={"a": "b"}, **fields)
+    with pytest.raises(openai.UnprocessableEntityError, match="take a new key"):
+        await stack.openai.files.create(file=("in.jsonl", b"{}"), purpose="batch", **headers)
+    with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
+        await stack.openai.files.create(file=content, purpose="batch", extra_headers={"Idempotency-Key": "a b"})
+
+
 @pytest.mark.parametrize(
     ("fields", "status"),
     [

@@ -116,14 +116,24 @@ async def test_responses_expire(open_store: OpenStore) -> None:
 async def test_only_the_first_end_of_a_response_counts(open_store: OpenStore) -> None:
     one, other = open_store(), open_store()
     await one.put(record("a", status="in_progress"))
-    assert await other.keep_alive("gateway", 7.0) == {"a"}
+    assert await other.keep_alive("gateway", 7.0, {"a", "b"}) == {"a"}
     ends = [{"id": "a", "status": status} for status in ("cancelled", "completed")]
     results = await asyncio.gather(one.finish(ends[0]), other.finish(ends[1]))
     assert sorted(results) == [False, True]
     kept = await one.get("a", "me")
     assert kept
     assert (kept.status, kept.runner_until) == (ends[results.index(True)]["status"], 7.0)
-    assert await one.keep_alive("gateway", 8.0) == set()
+    assert await one.keep_alive("gateway", 8.0, {"a"}) == set()
+
+
+async def test_a_response_that_its_gateway_does_not_compute_is_not_kept_alive(open_store: OpenStore) -> None:
+    """The gateway was not told that `put` had succeeded, so it does not know the response."""
+    store = open_store()
+    await store.put(record("a", status="in_progress"))
+    assert await store.keep_alive("gateway", 7.0, set()) == set()
+    kept = await store.get("a", "me")
+    assert kept is not None
+    assert kept.runner_until == 5.0
 
 
 async def test_the_end_of_a_response_counts_with_its_own_size(open_store: OpenStore) -> None:

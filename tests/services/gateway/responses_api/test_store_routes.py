@@ -164,6 +164,23 @@ async def test_a_stream_of_a_response_in_the_background_is_taken_up_again(agents
         assert (await stream.get_final_response()).output_text == "abcdef"
 
 
+async def test_a_request_that_comes_again_with_its_key_begins_nothing_new(agents: Stack) -> None:
+    agents.pause_decode(1)
+    recite(agents, "later")
+    fields: Any = {"model": "toy", "background": True, "extra_body": SEED}
+    fields["extra_headers"] = {"Idempotency-Key": "key-1"}
+    first = await agents.openai.responses.create(input="x", **fields)
+    again = await agents.openai.responses.create(input="x", **fields)
+    assert (again.id, again.status) == (first.id, "in_progress")
+    events = await agents.openai.responses.create(input="x", stream=True, **fields)
+    agents.workers["decode-0"].resume.set()
+    assert [event.type async for event in events][-1] == "response.completed"
+    assert len(agents.workers["decode-0"].outcomes()) == 1
+    for different in ({"input": "y"}, {"input": "x", "instructions": "z"}):
+        with pytest.raises(openai.UnprocessableEntityError, match="take a new key"):
+            await agents.openai.responses.create(**different, **fields)
+
+
 async def test_cancelling_ends_the_work(agents: Stack) -> None:
     agents.pause_decode(2)
     queued = await ask(agents, "x", "abcdef", background=True)

@@ -27,7 +27,7 @@ from paceline.services.gateway.store.database import DRIVER_OPTIONS, StoreError,
 from paceline.services.gateway.store.store import Store
 from tests.services.gateway.batch_api import test_batch_store, test_routes
 from tests.services.gateway.batch_api.conftest import content, ended, line, submit
-from tests.services.gateway.batch_api.test_batch_store import LATER, batch
+from tests.services.gateway.batch_api.test_batch_store import LATER, allowed, batch
 from tests.services.gateway.conftest import StartStack
 from tests.services.gateway.responses_api import test_store
 
@@ -152,14 +152,14 @@ async def test_gateways_that_begin_at_once_share_all_batches(open_shared: Callab
     gateways = {name: BatchStore(open_shared(), most=100, seconds=100.0) for name in "abcd"}
     names = {f"{owner}{number}" for owner in "xyz" for number in range(8)}
     turns = zip(names, 6 * list(gateways.values()), strict=True)
-    await asyncio.gather(*(gateway.add(batch(name, owner=name[0])) for name, gateway in turns))
+    await asyncio.gather(*(gateway.add(batch(name, owner=name[0]), allowed) for name, gateway in turns))
 
     async def take(name: str, gateway: BatchStore) -> list[str]:
         taken: list[str] = []
         for _ in range(8):
-            claimed = await gateway.claim(name, LATER, 2, 100)
+            claimed = await gateway.claim(name, LATER, 2, 100, taken)
             taken += [each.id for each in claimed]
-            assert set(await gateway.renew(name, LATER)) == set(taken)
+            assert set(await gateway.renew(name, LATER, taken)) == set(taken)
             for each in claimed:
                 await gateway.change(each.id, lambda state: state.moved("in_progress", 1.0, total=1), name)
         return taken
