@@ -76,13 +76,16 @@ def _check_pauses(seen: Report, decision: Decision) -> None:
 
 
 def _check_streams(world: World, seen: Report, decision: Decision) -> None:
-    """No action ends a stream: requests of a worker that leaves fit on those that stay."""
+    """No action ends a stream: requests of a worker that leaves fit on those that stay. A role of which workers are
+    wanted keeps one that serves."""
     for role in seen.roles:
         leaving = {action.worker for action in _leaving(decision) if action.role == role}
         workers = [each for each in seen.workers if each.role == role and each.state == "ready"]
         gone = [each for each in workers if each.worker in leaving]
         stay = [each for each in workers if each.worker not in leaving]
         if gone and not any(each.age <= world.setup.objectives.stale_seconds for each in stay):
+            if decision.wanted[role] > 0:
+                raise Violation(f"the last ready {role} worker leaves before another one serves: {decision.line}")
             requests = sum(each.waiting + each.arrivals for each in seen.traffic.values())
             if (requests and role != "encode") or any(each.running or each.queued_tokens for each in gone):
                 raise Violation(f"the last {role} workers leave while there are requests: {decision.line}")

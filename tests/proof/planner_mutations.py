@@ -54,8 +54,8 @@ def without_a_look_for_stuck_workers(patch: Patch) -> None:
 def without_room_for_requests(patch: Patch) -> None:
     """Drain a worker although the others have no room for its requests."""
 
-    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport]) -> str:
-        return original(guards, replace(worker, running=0, waiting=0, kv_pressure=0.0), others)
+    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport], wanted: int) -> str:
+        return original(guards, replace(worker, running=0, waiting=0, kv_pressure=0.0), others, wanted)
 
     original = Guards.leaving
     patch.setattr(Guards, "leaving", leaving)
@@ -64,13 +64,23 @@ def without_room_for_requests(patch: Patch) -> None:
 def without_a_last_worker(patch: Patch) -> None:
     """Let the last worker of a role leave while there are requests."""
 
-    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport]) -> str:
-        reason = original(guards, worker, others)
+    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport], wanted: int) -> str:
+        reason = original(guards, worker, others, wanted)
         return "" if "last ready" in reason else reason
 
     original = Guards.leaving
     patch.setattr(Guards, "leaving", leaving)
     patch.setattr(Outlook, "is_idle", property(lambda outlook: not outlook.waiting))
+
+
+def without_a_look_for_workers_that_serve(patch: Patch) -> None:
+    """Let the last worker that serves leave an idle role while another one is starting."""
+
+    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport], wanted: int) -> str:
+        return original(guards, worker, others, 0)
+
+    original = Guards.leaving
+    patch.setattr(Guards, "leaving", leaving)
 
 
 def without_pinned_counts(patch: Patch) -> None:

@@ -49,10 +49,13 @@ class Guards:
         relapses = 0 if is_certain else min(memory.relapses, _MOST_RELAPSES)
         return self._reversal(role, memory.grown, 2.0**relapses)
 
-    def leaving(self, worker: WorkerReport, others: list[WorkerReport]) -> str:
+    def leaving(self, worker: WorkerReport, others: list[WorkerReport], wanted: int) -> str:
         """Return why this worker must not leave its role if `others` are those that stay; empty if it may.
 
         The requests of a worker that leaves go on elsewhere. Without another worker, they would end.
+
+        Args:
+            wanted: number of workers of the role that are wanted afterwards. Some of them may not serve yet.
         """
         if worker.state == "starting":
             return ""
@@ -60,7 +63,7 @@ class Guards:
             return f"{worker.worker} has not reported"
         others = [each for each in others if each.state == "ready" and is_fresh(each, self.outlook.objectives)]
         has_work = bool(worker.running or worker.waiting or worker.queued_tokens)
-        if not others and (has_work or (worker.role != "encode" and not self.outlook.is_idle)):
+        if not others and (wanted > 0 or has_work or (worker.role != "encode" and not self.outlook.is_idle)):
             return f"{worker.worker} is the last ready {worker.role} worker"
         if worker.role == "decode" and has_work:
             places = sum(each.max_seqs - each.running for each in others)

@@ -179,7 +179,8 @@ class Moves:
         for worker in sorted(present, key=lambda each: (each.state == "ready", each.loss, each.running, each.worker)):
             if to is not None and (to not in worker.flips_to or worker.state != "ready"):
                 continue
-            refusal = self._guards.leaving(worker, [each for each in present if each is not worker])
+            others = [each for each in present if each is not worker]
+            refusal = self._guards.leaving(worker, others, self.wanted[role] - 1)
             if not refusal:
                 return worker
             refusals.append(refusal)

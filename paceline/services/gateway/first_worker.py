@@ -1,4 +1,5 @@
-"""Requests that wait until a fleet without decode workers has its first one, because a planner starts it for them."""
+"""Requests that wait until a fleet without ready decode workers has its first one, which loads the model or which a
+planner starts for them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from paceline.services.gateway.queueing.shedding import RefusedError
 
 
 class FirstWorker:
-    """The place where requests wait while a fleet is scaled to zero. They are not in the queue, whose limits are times
+    """The place where requests wait while no decode worker serves. They are not in the queue, whose limits are times
     that a worker which runs already may need.
 
     Args:
@@ -36,7 +37,7 @@ class FirstWorker:
         self._aborted = True
 
     async def wait(self, seconds: float) -> None:
-        """Return when a decode worker is ready, or when no planner is about to start one.
+        """Return when a decode worker is ready, or when none is starting and no planner is about to start one.
 
         Args:
             seconds: the longest wait.

@@ -156,12 +156,13 @@ class Fleet:
         found = self.summary.max_model_len if decodes else self.summary.max_computing_len
         if found:
             self._longest = found
-        return found or (self._longest if self.may_be_empty or self._may_return else 0)
+        is_expected = self.may_be_empty or self.is_starting or self._may_return
+        return found or (self._longest if is_expected else 0)
 
     @property
     def awaits_first_worker(self) -> bool:
-        """Whether no decode worker is ready and a planner starts one for the requests that wait."""
-        return self.may_be_empty and not self.has_decode_worker
+        """Whether no decode worker is ready, and a worker is starting, or a planner starts one for requests."""
+        return not self.has_decode_worker and (self.may_be_empty or self.is_starting)
 
     @property
     def has_decode_worker(self) -> bool:

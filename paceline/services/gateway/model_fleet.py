@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,8 +160,9 @@ class ModelFleet:
         Args:
             kind: the kind of work, which says whose context the request has to fit into.
         """
-        await self._wait_for_workers()
-        longest = self.fleet.max_model_len(KINDS[kind].decodes)
+        decodes = KINDS[kind].decodes
+        await self._wait_for_workers(decodes)
+        longest = self.fleet.max_model_len(decodes)
         return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
 
     def waiting_requests(self) -> int:
@@ -184,18 +184,19 @@ class ModelFleet:
         except (RedisError, OSError) as error:
             raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
 
-    async def _wait_for_workers(self) -> None:
-        """Wait until the first workers have loaded the model, but no longer than a request may wait for a worker.
+    async def _wait_for_workers(self, decodes: bool) -> None:
+        """Wait while no worker serves and one loads the model, but no longer than a request may wait for a worker.
 
-        Raises BusyError or UnavailableError if a planner has started no worker in time.
+        Args:
+            decodes: whether the work needs a decode worker.
+
+        Raises BusyError or UnavailableError if no worker has started in time.
         """
-        if self.fleet.awaits_first_worker:
+        if self.fleet.awaits_first_worker and (decodes or not self.fleet.summary.max_computing_len):
+            # A planner sees the request and starts a worker for it, and only then does the worker load the model.
+            seconds = self.config.request_seconds if self.fleet.may_be_empty else self.config.queue_seconds
             with self.runner.traffic.early():
-                await self.runner.first_worker.wait(self.config.request_seconds)
-        if not self.fleet.has_served.is_set() and self.fleet.is_starting:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.config.queue_seconds):
-                    await self.fleet.has_served.wait()
+                await self.runner.first_worker.wait(seconds)
 
     def _describe(self) -> Member:
         waiting = len(self.runner.queue)

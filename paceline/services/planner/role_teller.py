@@ -42,7 +42,9 @@ class RoleTeller:
     async def workers(self) -> dict[str, KnownWorker]:
         """Return all workers by id, in the order of their starts. Raises UnavailableError if Redis does not answer."""
         members = sorted(await self._members(), key=lambda each: each.epoch)
-        return {each.worker_id: KnownWorker(each.role, each.state == "draining") for each in members}
+        return {
+            each.worker_id: KnownWorker(each.role, each.state == "draining", each.state == "ready") for each in members
+        }
 
     async def _members(self) -> list[Member]:
         try:

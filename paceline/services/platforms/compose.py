@@ -70,6 +70,8 @@ class Container:
     """Whether it runs, or is started again when it ends."""
     leaves: bool
     """Whether it ends after its worker has drained, or is being removed."""
+    serves: bool
+    """Whether its worker is ready."""
     is_dead: bool
     """Whether the engine failed to remove it. Only its name is still in use."""
 
@@ -98,6 +100,7 @@ class Container:
             role=role if runs or leaves else service_role,
             runs=runs,
             leaves=leaves,
+            serves=worker is not None and worker.is_ready,
             is_dead=listed["State"] == "dead",
         )
 
@@ -283,10 +286,10 @@ class ComposePlatform:
 
 
 def leaving(running: Sequence[Container], count: int, victims: Sequence[str]) -> list[Container]:
-    """Return the `count` containers that end: those of the chosen workers, then the newest ones."""
+    """Return the `count` containers that end: those that do not serve, those of the chosen workers, the newest ones."""
     chosen = [each for worker in victims for each in running if serves_in(worker, each.id)]
     newest = [each for each in reversed(running) if each not in chosen]
-    return [*chosen, *newest][: max(0, count)]
+    return sorted([*chosen, *newest], key=lambda each: each.serves)[: max(0, count)]
 
 
 def copied_config(found: Json, number: int) -> Json:

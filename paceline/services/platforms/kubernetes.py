@@ -27,6 +27,7 @@ from paceline.services.platforms.kubernetes_pods import (
     choose_victims,
     costs,
     living,
+    needed_because,
     new_roles,
     problem_of,
 )
@@ -124,6 +125,8 @@ class KubernetesPlatform:
             if pod is None or pod.ending or "encode" in (pod.role, role):
                 raise UnavailableError(f"there is no worker {worker_id} that could become a {role} worker")
             if pod.role != role:
+                if why := needed_because(self._book.pods("worker"), pod):
+                    raise UnavailableError(f"{worker_id} stays a {pod.role} worker: {why}")
                 replicas = replicas_of(await self._api.get(_deployment("worker")))
                 wish = read_wish(await self._api.get(_ROLES), replicas)
                 moves = new_roles(self._book.pods("worker"), wish.prefill, wish.decode)

@@ -183,11 +183,20 @@ def costs(pods: Sequence[Pod], victims: Sequence[Pod]) -> dict[str, int]:
     return {pod.name: cost for pod in living(pods) if (cost := wanted.get(pod.name, 0)) != pod.cost}
 
 
+def needed_because(pods: Sequence[Pod], pod: Pod) -> str:
+    """Return why a pod must keep its role until another pod of the role is ready; empty if it may leave."""
+    stay = [each for each in living(pods) if each.role == pod.role and each.name != pod.name]
+    if pod.ready and stay and not any(each.ready for each in stay):
+        return f"{stay[0].name} is not ready yet"
+    return ""
+
+
 def new_roles(pods: Sequence[Pod], prefill: int, decode: int) -> list[tuple[Pod, Role]]:
     """Return the pods that should have another role, with this role.
 
     New pods start as decode workers. Pods whose container has not started take another role for nothing, so they come
-    first, then the youngest, which have cached least.
+    first. Then come those that are not ready, so that a role keeps its ready pods, and then the youngest, which have
+    cached least.
 
     Args:
         pods: all pods of the Deployment `worker`.
@@ -202,7 +211,7 @@ def new_roles(pods: Sequence[Pod], prefill: int, decode: int) -> list[tuple[Pod,
         moves = min(wanted[few] - len(of[few]), len(of[many]) - wanted[many])
         if moves > 0:
             order = sorted(of[many], key=lambda pod: pod.created, reverse=True)
-            return [(pod, few) for pod in sorted(order, key=lambda pod: pod.started)[:moves]]
+            return [(pod, few) for pod in sorted(order, key=lambda pod: (pod.started, pod.ready))[:moves]]
     return []
 
 

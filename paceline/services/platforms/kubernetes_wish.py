@@ -45,12 +45,13 @@ def read_wish(roles: Json, replicas: int) -> Wish:
     Args:
         roles: the ConfigMap `roles`. Without data, all workers decode.
         replicas: those of the Deployment `worker`. If a person has changed them, the number of decode workers changes.
+            The last pod decodes, because nothing is served without a decode worker.
     """
     prefill, decode, before = (_number(roles, name) for name in ("prefill", "decode", "before"))
     wish = Wish(prefill or 0, decode or 0, before)
     if replicas in (wish.total, before):
         return wish
-    prefill = min(wish.prefill, replicas)
+    prefill = min(wish.prefill, max(0, replicas - 1))
     return Wish(prefill, replicas - prefill)
 
 

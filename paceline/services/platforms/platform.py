@@ -18,6 +18,7 @@ class KnownWorker(NamedTuple):
 
     role: str
     drains: bool = False
+    is_ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ Role = Literal["prefill", "decode", "encode"]
 
 MOST = 64
 """Largest number of workers of one role."""
+LOOK_SECONDS = 0.2
+"""Time between two looks whether a worker may drain, in seconds."""
 FLIPPING: tuple[Role, ...] = ("prefill", "decode")
 """Roles that a running worker can exchange."""
 
@@ -76,8 +78,8 @@ class WorkerFleet:
         Returns as soon as all processes are started and all drains have begun.
 
         Args:
-            victims: names of the workers that are drained first, in this order. After them, the newest ones are. Names
-                of workers that have ended are ignored.
+            victims: names of the workers that are drained first, in this order, after those that do not serve yet.
+                Then come the newest ones. Names of workers that have ended are ignored.
 
         Raises:
             ConfigError: the number of workers is out of range, or the machine has no memory for more.
@@ -96,7 +98,10 @@ class WorkerFleet:
                     await self._add(role)
 
     async def drain(self, names: Sequence[str]) -> None:
-        """Drain workers. Their roles have fewer workers from now on. Raises ConfigError if one is unknown."""
+        """Drain workers. Their roles have fewer workers from now on. Raises ConfigError if one is unknown.
+
+        The last worker of a role that serves goes on until another one serves, if the role has one that is starting.
+        """
         async with self._scaling:
             for worker in [self._find(name) for name in names]:
                 self._begin_drain(worker)
@@ -110,7 +115,8 @@ class WorkerFleet:
             roles: the new role of each worker, by its name.
 
         Raises:
-            ConfigError: a worker is unknown or cannot take the role, or no decode worker would stay one.
+            ConfigError: a worker is unknown or cannot take the role, no decode worker would stay one, or the workers
+                that stay in a role do not serve yet.
             PacelineError: a worker refuses, or does not answer.
         """
         async with self._scaling:
@@ -120,9 +126,13 @@ class WorkerFleet:
                     raise ConfigError(f"{worker.name} is {worker.role} and cannot become {role}: start a new worker")
                 if not worker.process.is_ready:
                     raise ConfigError(f"{worker.name} does not serve yet; try again when it is ready")
-            leaving = [worker for worker, _ in changes if worker.role == "decode"]
-            if leaving and len(leaving) == len(self._workers["decode"]):
-                raise ConfigError("no decode worker would be left during the change; add one first")
+            for role in FLIPPING:
+                leaving = [worker for worker, _ in changes if worker.role == role]
+                stay = [worker for worker in self._workers[role] if worker not in leaving]
+                if leaving and not stay and role == "decode":
+                    raise ConfigError("no decode worker would be left during the change; add one first")
+                if leaving and stay and not any(worker.process.is_ready for worker in stay):
+                    raise ConfigError(f"{stay[0].name} does not serve yet; try again when it is ready")
             for worker, role in changes:
                 await self._flip(worker, role)
                 if worker not in self._workers[worker.role]:
@@ -179,11 +189,12 @@ class WorkerFleet:
 
     def _order(self, role: Role, victims: Sequence[str]) -> list[Worker]:
         """Return the workers of a role, the ones that are drained first last."""
-        first = {name: place for place, name in enumerate(victims)}
-        oldest_first = self._workers[role]
-        named = [worker for worker in oldest_first if worker.name in first]
-        rest = [worker for worker in oldest_first if worker.name not in first]
-        return [*rest, *sorted(named, key=lambda worker: -first[worker.name])]
+        places = {name: place for place, name in enumerate(victims)}
+
+        def place(worker: Worker) -> tuple[bool, int]:
+            return not worker.process.is_ready, -places.get(worker.name, len(places))
+
+        return sorted(self._workers[role], key=place)
 
     def _all(self) -> list[Worker]:
         return [*itertools.chain(*self._workers.values()), *itertools.chain(*self._draining.values())]
@@ -210,10 +221,22 @@ class WorkerFleet:
         worker.tasks = [asyncio.create_task(self._end(worker), name=f"drain {worker.name}")]
 
     async def _end(self, worker: Worker) -> None:
+        await self._replaced(worker)
         self._tell(f"  {worker.name:<12} drains")
         await self._drain(worker.process)
         self._draining[worker.role].discard(worker)
         self._tell(f"  {worker.name:<12} has ended")
+
+    async def _replaced(self, worker: Worker) -> None:
+        """Wait while a worker serves and its role has others that do not serve yet, and none that does.
+
+        The wait ends when one of them serves or all are given up; the start of a process has a deadline.
+        """
+        while True:
+            others = self._workers[worker.role]
+            if not worker.process.is_ready or not others or any(each.process.is_ready for each in others):
+                return
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 async def tell_role(credentials: Credentials, worker: Worker, role: Role) -> None:

@@ -74,6 +74,20 @@ async def test_a_request_waits_for_the_first_workers(start_stack: StartStack) ->
     assert [card["id"] for card in (await stack.http.get("/v1/models")).json()["data"]] == ["toy"]
 
 
+async def test_a_request_waits_for_a_worker_that_starts_although_others_have_served(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=1, decode=1)
+    assert (await stack.post("/v1/completions", prompt="abc", max_tokens=3)).status_code == 200
+    worker = await stack.add("decode", "loading", state="starting")
+    await eventually(stack.sees_all)
+    await stack.workers.pop("decode-0").stop()
+    await eventually(stack.sees_all)
+    asking = asyncio.create_task(stack.post("/v1/completions", prompt="abc", max_tokens=3))
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    worker.state = "ready"
+    assert (await asking).status_code == 200
+
+
 async def test_a_request_does_not_wait_for_first_workers_for_ever(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, decode=0, queue_seconds=0.3)
     await stack.add("decode", "loading", state="starting")

@@ -148,6 +148,15 @@ async def test_the_chosen_worker_ends_after_its_grace_and_then_the_newest() -> N
     assert engine.graces == [45, 45]
 
 
+async def test_containers_that_do_not_serve_yet_end_first() -> None:
+    engine = ToyEngine(decode=3)
+    serving, *_ = engine.found
+    platform = compose(engine, {f"decode-{serving[:12]}-abc123": "decode"})
+    await platform.scale("decode", 1, [f"decode-{serving[:12]}-abc123"])
+    await settled(platform, 1)
+    assert list(engine.found) == [serving]
+
+
 async def test_the_last_container_is_kept_and_started_again() -> None:
     engine = ToyEngine(decode=2)
     platform = compose(engine)
@@ -163,14 +172,15 @@ async def test_the_last_container_is_kept_and_started_again() -> None:
 async def test_a_worker_counts_in_the_role_that_a_person_has_given_it() -> None:
     engine = ToyEngine(decode=2)
     engine.removal_seconds = 0.02
+    roles = dict.fromkeys(engine.found, "decode")
     changed = engine.add("prefill", 1)
-    roles = {changed: "decode"}
+    roles[changed] = "decode"
     platform = compose(engine, roles)
     assert {role: own.wanted for role, own in (await platform.state()).roles.items()} == {"prefill": 0, "decode": 3}
     await platform.scale("prefill", 1)
     assert [each["Name"] for each in engine.found.values()][3:] == ["p-prefill-2"]
     await platform.scale("decode", 2, [changed])
-    roles.clear()  # a worker that ends leaves Redis before its container is gone
+    del roles[changed]  # a worker that ends leaves Redis before its container is gone
     await settled(platform, 2)
     assert [each["Name"] for each in engine.found.values()] == ["p-decode-1", "p-decode-2", "p-prefill-2"]
 

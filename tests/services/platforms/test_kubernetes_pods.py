@@ -18,6 +18,7 @@ from paceline.services.platforms.kubernetes_pods import (
     costs,
     is_newer,
     living,
+    needed_because,
     new_roles,
     problem_of,
 )
@@ -93,6 +94,25 @@ def test_roles_are_given_to_as_few_pods_as_possible(found: list[Pod], prefill: i
     assert not any(each.started for each, _ in moves) or all(each.started for each in left)
 
 
+@given(pods(), st.integers(1, 7))
+def test_a_role_of_which_pods_are_wanted_keeps_one_that_is_ready(found: list[Pod], prefill: int) -> None:
+    alive = living(found)
+    prefill = min(prefill, len(alive))
+    moved = [each.name for each, _ in new_roles(found, prefill, len(alive) - prefill)]
+    for role, wanted in (("prefill", prefill), ("decode", len(alive) - prefill)):
+        ready = [each for each in alive if each.role == role and each.ready]
+        assert not wanted or not ready or any(each.name not in moved for each in ready)
+
+
+def test_the_last_ready_pod_keeps_its_role_while_others_start() -> None:
+    one, other = (Pod(f"w-{n}", str(n), "1", ready=n == 0) for n in range(2))
+    assert needed_because([one, other], one) == "w-1 is not ready yet"
+    assert needed_because([one, other], other) == ""
+    assert needed_because([one, replace(other, ready=True)], one) == ""
+    assert needed_because([one, replace(other, ending=True)], one) == ""
+    assert needed_because([one, replace(other, role="prefill")], one) == ""
+
+
 def test_a_surge_changes_no_roles() -> None:
     three = [Pod(f"w-{n}", str(n), "1", role="prefill" if n == 0 else "decode") for n in range(3)]
     assert new_roles(three, prefill=1, decode=1) == []
@@ -136,7 +156,8 @@ def test_what_keeps_pods_from_running_is_told() -> None:
         ({"prefill": "1", "decode": "2"}, 3, Wish(1, 2)),
         ({"prefill": "1", "decode": "2", "before": "5"}, 5, Wish(1, 2, 5)),  # the second write is missing
         ({"prefill": "1", "decode": "2", "before": "5"}, 4, Wish(1, 3)),  # a person has scaled meanwhile
-        ({"prefill": "2", "decode": "2"}, 1, Wish(1, 0)),
+        ({"prefill": "2", "decode": "2"}, 1, Wish(0, 1)),  # nothing is served without a decode worker
+        ({"prefill": "2", "decode": "2"}, 0, Wish(0, 0)),
         ({"prefill": "many", "decode": "2"}, 2, Wish(0, 2)),
     ],
 )

@@ -9,15 +9,15 @@ from typing import Any, cast
 import pytest
 
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.services.serve import worker_fleet
 from paceline.services.serve.managed_process import ManagedProcess
 from paceline.services.serve.worker_fleet import Role, Worker, WorkerFleet
 
 
 class ToyProcess:
-    is_ready = True
-
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, is_ready: bool) -> None:
         self.worker = worker
+        self.is_ready = is_ready
 
     async def start(self) -> None:
         pass
@@ -28,17 +28,23 @@ class Fleet:
 
     def __init__(self) -> None:
         self.drained: list[str] = []
+        self.starts_at_once = True
+        self.processes: dict[str, ToyProcess] = {}
         self.flipped: list[tuple[str, Role]] = []
         self.refusal: Exception | None = None
         self.during_flip: Callable[[Worker, Role], Awaitable[None]] = lambda worker, role: asyncio.sleep(0)
         self.workers = WorkerFleet(
-            lambda worker: cast(ManagedProcess, ToyProcess(worker)),
+            self._make,
             lambda process: asyncio.create_task(asyncio.sleep(0)),
             self._drain,
             self._flip,
             lambda added: None,
             lambda line: None,
         )
+
+    def _make(self, worker: Worker) -> ManagedProcess:
+        self.processes[worker.name] = ToyProcess(worker, self.starts_at_once)
+        return cast(ManagedProcess, self.processes[worker.name])
 
     async def _drain(self, process: ManagedProcess) -> None:
         self.drained.append(cast(Any, process).worker.name)
@@ -69,6 +75,58 @@ async def test_victims_leave_first_and_then_the_youngest() -> None:
     await asyncio.sleep(0)
     assert set(own.drained) == {"decode-0", "decode-1", "decode-4"}
     assert own.wanted() == {"decode": 1}
+
+
+async def test_workers_that_do_not_serve_yet_leave_first() -> None:
+    """So `scale decode=2` and then `decode=1`, before the second one is ready, keeps the one that serves."""
+    own = await fleet(prefill=1, decode=1)
+    own.starts_at_once = False
+    await own.workers.scale({"decode": 3})
+    await own.workers.scale({"decode": 2}, ["decode-0"])
+    await own.workers.scale({"decode": 1})
+    await asyncio.sleep(0)
+    assert own.drained == ["decode-2", "decode-1"]
+    own.processes["decode-0"].is_ready = False  # it has ended and starts again
+    await own.workers.scale({"decode": 0})
+    await asyncio.sleep(0)
+    assert own.drained == ["decode-2", "decode-1", "decode-0"]
+
+
+@pytest.mark.parametrize("end", ["ready", "failed", "unwanted"])
+async def test_the_last_worker_that_serves_drains_when_another_one_serves(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_fleet, "LOOK_SECONDS", 0.001)
+    own = await fleet(decode=1)
+    own.starts_at_once = False
+    await own.workers.scale({"decode": 3})
+    await own.workers.drain(["decode-0", "decode-2"])
+    await asyncio.sleep(0.02)
+    assert (own.drained, own.wanted()) == (["decode-2"], {"decode": 1})
+    assert own.workers.state()["decode"]["draining"] == 1
+    if end == "ready":
+        own.processes["decode-1"].is_ready = True
+    elif end == "failed":
+        own.processes["decode-0"].is_ready = False
+    else:
+        await own.workers.scale({"decode": 0})
+    async with asyncio.timeout(10.0):
+        while "decode-0" not in own.drained:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_flip_leaves_a_worker_that_serves(role: Role) -> None:
+    own = await fleet(prefill=1, decode=1)
+    own.starts_at_once = False
+    await own.workers.scale({role: 2})
+    other: Role = "decode" if role == "prefill" else "prefill"
+    with pytest.raises(ConfigError, match=f"{role}-1 does not serve yet"):
+        await own.workers.flip({f"{role}-0": other})
+    assert own.flipped == []
+    own.processes[f"{role}-1"].is_ready = True
+    await own.workers.flip({f"{role}-0": other})
+    assert own.wanted() == {role: 1, other: 2}
 
 
 async def test_a_worker_drains_by_its_name_and_all_names_must_be_known() -> None:

@@ -175,4 +175,6 @@ def _gate(model: ModelFleet) -> LineGate:
 
 def _places(model: ModelFleet) -> Places:
     """Return the places for lines. One line may wait for the first worker, so that a planner starts it."""
-    return Places(1, 1) if model.fleet.awaits_first_worker else places_of(model.fleet.snapshot())
+    if model.fleet.may_be_empty and not model.fleet.has_decode_worker:
+        return Places(1, 1)
+    return places_of(model.fleet.snapshot())
