@@ -73,16 +73,6 @@ def without_a_last_worker(patch: Patch) -> None:
     patch.setattr(Outlook, "is_idle", property(lambda outlook: not outlook.waiting))
 
 
-def without_a_look_for_workers_that_serve(patch: Patch) -> None:
-    """Let the last worker that serves leave an idle role while another one is starting."""
-
-    def leaving(guards: Guards, worker: WorkerReport, others: list[WorkerReport], wanted: int) -> str:
-        return original(guards, worker, others, 0)
-
-    original = Guards.leaving
-    patch.setattr(Guards, "leaving", leaving)
-
-
 def without_pinned_counts(patch: Patch) -> None:
     """Size roles that a person has set."""
 

@@ -99,6 +99,7 @@ async def test_a_prompt_computed_elsewhere_gives_the_same_tokens(cluster: Cluste
 
 @pytest.mark.parametrize("victim", ["kvtransfer-0", pytest.param("kvtransfer-1", marks=pytest.mark.thorough)])
 async def test_a_client_does_not_notice_a_death_amid_a_transfer(cluster: Cluster, victim: str) -> None:
+    """vLLM #52234 and #48633: after a failed transfer, answers with 200 had the tokens of another prompt."""
     expected = await answer(cluster, PROMPT)
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
@@ -117,7 +118,40 @@ async def test_a_client_does_not_notice_a_death_amid_a_transfer(cluster: Cluster
     await cluster.settled()
 
 
+async def test_no_request_hangs_after_a_peer_has_restarted(cluster: Cluster, transport: str) -> None:
+    """Dynamo #13088: 36 of 1,536 requests hung after a restart of the peer. vLLM #49238: old connections crashed.
+
+    The fault: the worker and the service of the other host are killed and start again under the same names, amid
+    requests, after connections to them have been used.
+    """
+    cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
+    await cluster.wait_workers(2)
+    async with asyncio.timeout(180):
+        await answer(cluster, f"Before. {PROMPT}")
+        running = [asyncio.create_task(answer(cluster, f"{number} amid. {PROMPT}")) for number in range(3)]
+        await asyncio.sleep(0.1)
+        for name in ("prefill-0", "kvtransfer-0"):
+            cluster.processes[name].popen.kill()
+            cluster.processes[name].popen.wait(10)
+        for name in ("kvtransfer-0", "prefill-0"):
+            cluster.start_again(name)
+        cluster.wait_ready("prefill-0")
+        await cluster.wait_workers(2)
+        before = (await transfers(cluster)).get(f"transfers_{transport}", 0)
+        prompts = [f"{number} after. {PROMPT}" for number in range(8)]
+        texts = await asyncio.gather(*running, *(answer(cluster, prompt) for prompt in prompts))
+        while (await transfers(cluster)).get(f"transfers_{transport}", 0) <= before:  # the new peer is used
+            await asyncio.sleep(0.1)
+        again = [await answer(cluster, prompt) for prompt in prompts[:2]]
+    assert texts[3:5] == again
+    await cluster.settled()
+
+
 async def test_a_host_that_stands_still_stops_nobody(cluster: Cluster) -> None:
+    """vLLM #50754, SGLang #36108 and #35360: a transfer that never starts was waited for 30 to 300 seconds.
+
+    The fault: the service that would send the blocks takes connections and answers nothing.
+    """
     cluster.wait_ready(cluster.start_worker("prefill", 0, host=0))
     await cluster.wait_workers(2)
     prompt = f"A host that sleeps. {PROMPT}"

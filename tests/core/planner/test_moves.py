@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.planner.actions import Action, Add
+from paceline.core.planner.guards import Guards
 from paceline.core.planner.load import Sample
 from paceline.core.planner.memory import Change, PlannerState, RoleMemory
 from paceline.core.planner.moves import Moves
@@ -99,3 +100,13 @@ def test_without_flips_a_worker_drains_early_if_another_role_lacks_its_device_no
     memory = RoleMemory(grown=Change(390.0, LOAD), relapses=3, targets=targets)
     needs: dict[Role, Need] = {"prefill": Need(now, 2, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
     assert [action.kind for action in choose(needs, budget, memory=memory, flips=False)] == kinds
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [(1, "w1 is the last ready decode worker"), (0, "")])
+def test_the_last_ready_worker_of_an_idle_role_stays_while_another_one_is_wanted(wanted: int, reason: str) -> None:
+    """The other one may be starting, or may be stuck, and then the role would serve nothing."""
+    last, other = WorkerReport("w1", "decode"), WorkerReport("w2", "decode", state="starting")
+    outlook = Outlook(Report(500.0, "1", (last, other), {}, {}), Objectives(roles=LIMITS), PlannerState(at=500.0))
+    assert outlook.is_idle
+    assert Guards(outlook).leaving(last, [other], wanted) == reason
+    assert Guards(outlook).leaving(other, [last], wanted) == ""

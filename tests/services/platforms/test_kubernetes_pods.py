@@ -104,6 +104,11 @@ def test_a_role_of_which_pods_are_wanted_keeps_one_that_is_ready(found: list[Pod
         assert not wanted or not ready or any(each.name not in moved for each in ready)
 
 
+def test_a_pod_that_starts_takes_another_role_before_a_ready_one_does() -> None:
+    old, young = (Pod(f"w-{n}", str(n), "1", started=True, ready=n == 1, created=str(n)) for n in range(2))
+    assert new_roles([old, young], prefill=1, decode=1) == [(old, "prefill")]
+
+
 def test_the_last_ready_pod_keeps_its_role_while_others_start() -> None:
     one, other = (Pod(f"w-{n}", str(n), "1", ready=n == 0) for n in range(2))
     assert needed_because([one, other], one) == "w-1 is not ready yet"
