@@ -90,7 +90,7 @@ async def read(client: AsyncOpenAI, name: str, **fields: Any) -> dict[str, Any]:
 async def accepted_drafts(stack: Stack) -> float:
     """Return the number of draft tokens that were accepted."""
     metrics = (await asyncio.to_thread(httpx.get, f"{stack.url}/metrics", verify=False)).text
-    found = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
+    found = re.search(r"^paceline:spec_decode_num_accepted_tokens_total\S* (\S+)$", metrics, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
