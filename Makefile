@@ -30,7 +30,7 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
-.PHONY: help serve test lint unit proof chaos proto lock test-thorough test-compose test-aarch64 bench dist test-dist docs clean
+.PHONY: help serve test lint unit proof chaos proto lock test-thorough test-compose test-aarch64 bench bench-smoke dist test-dist docs clean
 
 help: ## show this list
 	@echo "make TARGET [ARGS='...']"; echo
@@ -85,6 +85,9 @@ test-aarch64: $(READY) ## build for aarch64 by a cross compiler and test under e
 
 bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
 	$(BIN)/python -m bench.load $(ARGS)
+
+bench-smoke: $(READY) ## every measuring command of CONTRIBUTING.md and docs/results.md, in a form of seconds
+	$(BIN)/python -m bench.smoke $(ARGS)
 
 proto: $(READY) ## regenerate the Python code of paceline/proto/*.proto
 	$(BIN)/python -m paceline.proto.generate

@@ -30,7 +30,10 @@ from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.native import NativeKernels
 
 HEAD_DIM, KV_HEADS = 128, 4
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
 
 
 def write_model(folder: Path, args: argparse.Namespace) -> None:

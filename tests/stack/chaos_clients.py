@@ -237,7 +237,7 @@ class Place:
     """Id of the last event that came; "" before the first one."""
 
     def headers(self) -> dict[str, str]:
-        again = {"Last-Event-ID": self.event_id} if self.event_id else {}
+        again = {"Last-Event-ID": self.event_id} if self.event_id else {"X-Event-IDs": "true"}
         return {"X-Request-Id": self.request_id, **again}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_chat
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
+from paceline.services.gateway.resume import rendering_time
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
 from paceline.services.gateway.streaming import until_disconnect
 
@@ -65,7 +67,7 @@ async def plan_with_media(
     keeps_newest: bool = False,
 ) -> Plan:
     """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
-    served = await model.served_model()
+    served = dataclasses.replace(await model.served_model(), now=rendering_time(request.headers))
     return await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
 
 

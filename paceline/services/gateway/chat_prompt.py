@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,8 +68,13 @@ def media_of(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[Medi
     return [part.item for message in _arranged(messages, tokenizer.media_kinds) for part in message.media]
 
 
-def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -> RenderedChat:
+def render_chat(
+    request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms, now: datetime.datetime | None = None
+) -> RenderedChat:
     """Return a conversation as the chat template writes it.
+
+    Args:
+        now: local time that the template sees; None is the present.
 
     Raises InvalidRequestError if the template rejects it or has no place for its media, or if it has tools and this
     server knows no form of tool calls for the model.
@@ -96,6 +102,7 @@ def render_chat(request: ChatFields, tokenizer: Tokenizer, forms: AnswerForms) -
         continue_final_message=request.continue_final_message,
         template_kwargs=_template_kwargs(request),
         tools=tools,
+        now=now,
     )
     texts, kinds = tokenizer.marks.split(rendered)
     items = _in_places([part.item for message in arranged for part in message.media], kinds)

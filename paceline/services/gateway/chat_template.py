@@ -56,7 +56,6 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -75,6 +74,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        now: datetime.datetime | None = None,
     ) -> str:
         """Return the prompt for a conversation.
 
@@ -84,6 +84,7 @@ class ChatTemplate:
             continue_final_message: whether the prompt ends inside the last message, so that the model continues it.
             template_kwargs: further names that the template can use.
             tools: the functions that the model may call, as in a request; None if there are none.
+            now: local time for the template; None is the present.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or the arguments contradict each other.
@@ -107,7 +108,8 @@ class ChatTemplate:
                 message["role"] = "system"
             if self._wants_short_ids:
                 _shorten_ids(message)
-        given = {**(template_kwargs or {}), "tools": [dict(tool) for tool in tools] if tools else None}
+        time = {"strftime_now": now.strftime} if now is not None else {}
+        given = {**time, **(template_kwargs or {}), "tools": [dict(tool) for tool in tools] if tools else None}
         render = self._render_open_end if continue_final_message else self._render
         try:
             return render(conversation, add_generation_prompt, given)
@@ -149,6 +151,7 @@ class ChatTemplate:
 
     def _render(self, conversation: list[dict[str, Any]], generation_prompt: bool, given: Mapping[str, Any]) -> str:
         names = {
+            "strftime_now": datetime.datetime.now().strftime,
             **self._special_tokens,
             **given,
             "messages": conversation,
@@ -254,7 +257,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)

@@ -145,8 +145,8 @@ class LeavingError(UnavailableError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this gateway is shutting down; send the request again to another one. If it had an X-Request-Id, "
-            "Last-Event-ID with the last event's id continues its stream"
+            "this gateway is shutting down; send the request again to another one. If its events have ids, "
+            "Last-Event-ID with the last one continues its stream"
         )
 
 

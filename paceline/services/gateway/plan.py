@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,6 +31,8 @@ class ServedModel:
     forms: AnswerForms = AnswerForms()
     """How the model writes reasoning and tool calls."""
     rules: LogprobRules = LogprobRules()
+    now: datetime.datetime | None = None
+    """Local time that chat templates see; None is the present."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,14 @@ class Plan:
     has_seed: bool = False
     """Whether the client gave a seed."""
 
-    def seeded(self, request_id: str) -> Plan:
-        """Return the plan with seeds that follow from the client's key and its request's id, if it gave no seed."""
+    rendered_at: datetime.datetime | None = None
+    """Local time that the chat template saw; None if there was no template."""
+
+    def seeded(self, seed: int) -> Plan:
+        """Return the plan with seeds that follow from a number of 64 bits, if the client gave no seed."""
         if self.has_seed:
             return self
-        seeds = (derived_seed(self.owner, request_id, index) for index in range(len(self.prompts)))
+        seeds = (derived_seed(seed, index) for index in range(len(self.prompts)))
         prompts = [
             dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, seed=seed))
             for prompt, seed in zip(self.prompts, seeds)

@@ -77,7 +77,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
         media: what stands in the prompt for each image, video or audio clip.
     """
     tokenizer, forms, rules = model.tokenizer, model.forms, model.rules
-    rendered = render_chat(request, tokenizer, forms)
+    rendered = render_chat(request, tokenizer, forms, model.now)
     text = rendered.text
     _check_length(text, request, model, "messages")
     encoded = rendered.encode(media, tokenizer, request.add_special_tokens)
@@ -102,7 +102,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
         )
     plan = _plan(request, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
     is_later = any(message.role == "assistant" for message in request.messages)
-    return dataclasses.replace(plan, learnt=LATER_TURN) if is_later else plan
+    return dataclasses.replace(plan, rendered_at=model.now, learnt=LATER_TURN if is_later else None)
 
 
 def plan_chats(requests: Sequence[ChatRequest], model: ServedModel, media: Expansions = NO_ITEMS) -> Plan:

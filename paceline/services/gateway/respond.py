@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Callable
 
@@ -16,10 +17,11 @@ from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.named_request import NamedRequest
 from paceline.services.gateway.plan import Plan
 from paceline.services.gateway.request_headers import with_headers
 from paceline.services.gateway.response_format import Json, ResponseFormat
-from paceline.services.gateway.resume import HEADER, StreamIds, read_positions
+from paceline.services.gateway.resume import Origin, StreamIds, answer_digest, received_id, wants_ids
 from paceline.services.gateway.schemas import GenerationRequest, StreamOptions
 from paceline.services.gateway.streaming import (
     ChunkWriter,
@@ -52,13 +54,22 @@ def choose_id(wanted: str | None, request: Request) -> str:
     return str(state.request_id)
 
 
-def start(model: ModelFleet, plan: Plan, request: Request, is_streamed: bool) -> Generation:
+def start(
+    model: ModelFleet, plan: Plan, request: Request, is_streamed: bool, resumable: NamedRequest | None = None
+) -> Generation:
     """Return a request's generation, which does not run yet, with its trace.
 
-    Raises ApiError if a header is not valid, or if the caller's key has no tokens left.
+    Args:
+        resumable: the body, if the answer is a stream that its client could continue at another gateway.
+
+    Raises ApiError if a header is not valid, if it continues the stream of another answer, or if the caller's key has
+    no tokens left.
     """
-    plan = with_headers(plan, request).seeded(request.state.request_id)
-    ids = _stream_ids(plan, request) if is_streamed else None
+    plan, ids = with_headers(plan, request), None
+    if resumable is not None and wants_ids(request.headers):
+        plan, ids = _with_ids(plan, resumable, request)
+    else:
+        plan = plan.seeded(secrets.randbits(64))
     caller, admission = caller_of(request), admission_of(request)
     admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),
@@ -104,7 +115,7 @@ async def respond(
     request: Request,
 ) -> Response:
     """Run a planned request and return its response, a stream if the client wants one."""
-    generation = start(model, plan, request, bool(body.stream))
+    generation = start(model, plan, request, bool(body.stream), body if body.stream else None)
     if body.stream:
         options = body.stream_options or StreamOptions()
         if model.config.enable_force_include_usage:
@@ -115,7 +126,9 @@ async def respond(
 
 def stream(generation: Generation, writer: StreamWriter, ping: Callable[[], bytes] | None = None) -> Response:
     """Return the response that runs a generation and sends its events. See `EventStreamResponse` about pings."""
-    return EventStreamResponse(event_stream(generation, writer, generation.ids), writer.error, ping)
+    ids = generation.ids
+    error_events = writer.error if ids is None else lambda error: ids.fail(error, writer.error(error))
+    return EventStreamResponse(event_stream(generation, writer, ids), error_events, ping)
 
 
 async def whole(generation: Generation, request: Request, body: Callable[[list[Delta], Json], Json]) -> Response:
@@ -130,11 +143,9 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     return JSONResponse(body(choices, generation.usage()))
 
 
-def _stream_ids(plan: Plan, request: Request) -> StreamIds | None:
-    """Return the ids of the events of a stream; None if its client cannot continue it, because it chose no id."""
-    given, choices = request.headers.get(HEADER), len(plan.prompts) * plan.n
-    if not request.state.client_chose_id:
-        if given is not None:
-            raise ApiError(400, f"{HEADER} needs the X-Request-Id of the stream that it continues", param=HEADER)
-        return None
-    return StreamIds(None if given is None else read_positions(given, choices), choices)
+def _with_ids(plan: Plan, body: NamedRequest, request: Request) -> tuple[Plan, StreamIds]:
+    """Return the plan with its seeds, and the ids of its stream's events, which may go on where another one broke."""
+    received = received_id(request.headers)
+    seed = received.origin.seed if received is not None else secrets.randbits(64)
+    origin = Origin.of(answer_digest(plan, body), seed, plan.rendered_at)
+    return plan.seeded(seed), StreamIds(origin, received, len(plan.prompts) * plan.n)

@@ -86,16 +86,14 @@ def gives_seed(request: GenerationRequest) -> bool:
     return request.seed not in (None, -1)
 
 
-def derived_seed(owner: str, request_id: str, index: int) -> int:
-    """Return the seed of a prompt whose client gave none.
-
-    Every gateway returns the same, so that a client can continue its stream at another gateway.
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed of a prompt whose client gave none. Every gateway returns the same.
 
     Args:
-        owner: digest of the client's key.
+        seed: the number that was drawn for the request.
         index: number of the prompt in its request.
     """
-    return int.from_bytes(hashlib.sha256(f"{owner} {request_id} {index}".encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big")
 
 
 def _either(value: T | None, default: T) -> T:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.services.common.tasks import StallWatch, end_tasks
 from paceline.services.gateway.choice import Delta
-from paceline.services.gateway.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
+from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.response_format import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.resume import StreamIds
@@ -197,14 +197,9 @@ class EventStreamResponse(Response):
             if not self._has_begun:
                 await answer.response()(scope, receive, send)
                 return
-            await send({"type": "http.response.body", "body": self._last_events(answer), "more_body": True})
+            await send({"type": "http.response.body", "body": self._error_events(answer), "more_body": True})
         watch.begin()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _last_events(self, error: ApiError) -> bytes:
-        """Return the events of an error, with the time after which clients come back if another gateway can go on."""
-        retry = f"retry: {RETRY_AFTER_SECONDS * 1000}\n".encode() if error.is_for_others else b""
-        return retry + self._error_events(error)
 
     async def _send_events(self, data: bytes, send: Send, send_body: Send) -> None:
         if not self._has_begun:

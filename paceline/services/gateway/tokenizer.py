@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +162,7 @@ class Tokenizer:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        now: datetime.datetime | None = None,
     ) -> str:
         """Render a conversation, as ChatTemplate.render, with `marks` at the places of media.
 
@@ -179,6 +181,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
             tools=tools,
+            now=now,
         )
 
     def roles_with_parts(self, has_tools: bool) -> frozenset[str]:

@@ -126,6 +126,7 @@ async def test_a_gateway_that_drains_accepts_no_connections_after_a_while(
 @pytest.mark.parametrize("waiting", [False, True])
 async def test_the_end_of_a_drain_is_an_error_event(start_stack: StartStack, waiting: bool) -> None:
     stack = await start_stack(drain_seconds=0.2)
+    stack.http.headers["X-Event-IDs"] = "true"
     decode = stack.workers["decode-0"]
     decode.pause_after = 3
     decode.max_seqs = 0 if waiting else 1

@@ -257,8 +257,9 @@ async def test_gateways_meet_in_the_fleets_of_all_models(models: Models) -> None
 async def test_a_stream_goes_on_at_another_gateway(models: Models) -> None:
     other = await models.stack.another_gateway()
     body = {"model": TWO, "prompt": "x", "max_tokens": 6, "stream": True}
-    headers = {"X-Request-Id": "mine", "Last-Event-ID": "4"}
-    answer = await other.http.post("/v1/completions", json=body, headers=headers)
+    begun = await models.http.post("/v1/completions", json=body, headers={"X-Event-IDs": "true"})
+    fourth = begun.text.split("\n\n")[3].removeprefix("id: ").partition("\n")[0]
+    answer = await other.http.post("/v1/completions", json=body, headers={"Last-Event-ID": fourth})
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
     chunks = [json.loads(event) for event in events]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == "22"

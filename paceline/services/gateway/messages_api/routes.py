@@ -30,7 +30,7 @@ def add_messages(router: APIRouter, gateway: Gateway) -> None:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         plan = await _plan(model, body, request)
-        generation = start(model, plan, request, body.stream)
+        generation = start(model, plan, request, body.stream, body if body.stream else None)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         message_format = MessageFormat(request.state.request_id, model.name, shows_thinking)
         if body.stream:

@@ -1,0 +1,27 @@
+"""Every measuring command that the documents name is tried by `make bench-smoke`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.smoke import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+_COMMAND = re.compile(r"`(bench(?:\.[a-z_0-9]+)+)`|python -m ((?:bench|tests)(?:\.[a-z_0-9]+)+)")
+_NO_MEASUREMENTS = {"tests.mutations.run", "bench.smoke"}
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/results.md"])
+def test_every_named_command_is_tried(name: str) -> None:
+    named = {quoted or run for quoted, run in _COMMAND.findall((ROOT / name).read_text())}
+    assert len(named) > 20
+    assert named - _NO_MEASUREMENTS - COMMANDS.keys() == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_exists(name: str) -> None:
+    path = ROOT / name.replace(".", "/")
+    assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
