@@ -55,6 +55,10 @@ class Results:
         Returns:
             Events in order, and whether the engine is done with the request.
         """
+        if result.failure is not None:
+            # The step's KV may be worth nothing: its blocks are neither sealed nor handed over.
+            self._count(request, chunk, result, 0)
+            return [Failed(request.key, result.failure)], True
         events: list[Event] = []
         if chunk.prefills:
             events.append(Computed(request.key, chunk.start, chunk.length, seconds))
@@ -80,9 +84,7 @@ class Results:
             context_hash = request.context.name(request.layout.fingerprint, request.joined_len)
             filled = Filled(request.key, request.joined_len, context_hash)
             events += self._pool.when_stored(request, [filled], whole=True)
-        if result.failure is not None:
-            events.append(Failed(request.key, result.failure))
-        return events, leaves or result.failure is not None
+        return events, leaves
 
     def _count(self, request: Request, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
         stats = self._stats
