@@ -58,9 +58,9 @@ class Form(NamedTuple):
     """One API: how an agent uses it."""
 
     path: str
-    body: Callable[[list[Json]], Json]
-    begin: Callable[[str], list[Json]]
-    grow: Callable[[Json, str], list[Json]]
+    body: Callable[[list[Any]], Json]
+    begin: Callable[[str], list[Any]]
+    grow: Callable[[Json, str], list[Any]]
     """Returns what the next request adds: the answer, and the result of its call."""
     used: Callable[[Json], Used]
 
@@ -97,6 +97,12 @@ def _user(text: str) -> list[Json]:
 
 
 _FUNCTION = {"name": "look", "description": "Look around.", "parameters": SCHEMA}
+
+
+def _ids(text: str) -> list[Any]:
+    """Return token ids that stand for a text, one for each word: any tokenizer has them."""
+    return [30 + sum(word.encode()) % 200 for word in text.split()]
+
 
 FORMS = {
     "chat completions": Form(
@@ -139,6 +145,15 @@ FORMS = {
         _user,
         _response_growth,
         lambda answer: Used(answer["usage"]["input_tokens"], answer["usage"]["input_tokens_details"]["cached_tokens"]),
+    ),
+    "completions": Form(
+        "/v1/completions",
+        lambda ids: {"prompt": ids, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True},
+        _ids,
+        lambda answer, result: [*answer["choices"][0]["token_ids"], *_ids(result)],
+        lambda answer: Used(
+            answer["usage"]["prompt_tokens"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        ),
     ),
 }
 

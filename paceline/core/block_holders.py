@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from paceline.core.context import Tail
 from paceline.core.kv_layout import KVLayout
 from paceline.core.prefix import HostSet, match_prefixes
 
@@ -35,13 +36,14 @@ class BlockHolders:
             else:
                 holders.pop(name, None)
 
-    def cached_tokens(self, links: Sequence[bytes], most: int) -> dict[int, int]:
+    def cached_tokens(self, links: Sequence[bytes], most: int, tails: Sequence[Tail] = ()) -> dict[int, int]:
         """Return for each host how many of a context's first `most` tokens are cached. Hosts with none are left out.
 
         Args:
             links: the links of the context.
+            tails: tails of the context that may be cached.
         """
-        return match_prefixes(self.layout, self._holders, links, most)
+        return match_prefixes(self.layout, self._holders, links, most, tails)
 
     def cached_rows(self, links: Sequence[bytes], rows: int) -> dict[int, int]:
         """Return the same for the rows of an encoding. Raises InvalidRequestError if the layout has no encodings."""

@@ -113,6 +113,21 @@ class BlockPool:
             self._references[slot] += 1
         self._policy.touch(names, priority)
 
+    def take_over(self, slots: Sequence[int]) -> None:
+        """Give cached blocks to one request, which may change them, with one reference each. They lose their names."""
+        names = [self._name(slot) for slot in slots]
+        for name in names:
+            self._policy.remove(name)
+        self._drop(names)
+        del self._free[len(self._free) - len(slots) :]  # where `_drop` has put them
+        for slot in slots:
+            self._references[slot] = 1
+        self._referenced += len(slots)
+
+    def is_used(self, slot: int) -> bool:
+        """Return whether a request has a reference to a block."""
+        return self._references[slot] > 0
+
     def expect(self, group: int, digest: bytes, hint: Hint) -> None:
         """Note a hint about the reusable block with this name, if there is one."""
         self._policy.expect((group, digest), hint)

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.kv_layout import BASE_TOKENS, KVGroup, KVLayout
 from paceline.core.media import MediaSpan
@@ -43,6 +44,15 @@ class ContextRoot:
     def digest(self) -> bytes:
         parts = (self.layout, self.cache_salt, self.encoding) if self.encoding else (self.layout, self.cache_salt)
         return _hash(repr(parts).encode())
+
+
+class Tail(NamedTuple):
+    """A place in a context at which another request has ended, so that its last blocks may be cached, full or not."""
+
+    length: int
+    """Tokens of the context before the place."""
+    name: bytes
+    """Their name, see `Context.name`. It is the name of all blocks that end there and are not full."""
 
 
 class Context:
@@ -98,6 +108,10 @@ class Context:
         """
         end = (block + 1) * layout.groups[group].block_tokens
         return self.name(layout.fingerprint, min(end, length))
+
+    def tails(self, layout: str, lengths: Iterable[int]) -> list[Tail]:
+        """Return the tails after these numbers of tokens. Lengths beyond the context are left out."""
+        return [Tail(length, self.name(layout, length)) for length in lengths if 0 < length <= len(self.token_ids)]
 
     def _root(self, layout: str) -> bytes:
         return ContextRoot(layout, self._cache_salt, self._encoding).digest()

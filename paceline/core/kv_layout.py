@@ -167,6 +167,12 @@ class KVLayout:
         return max(group.block_tokens for group in self.groups)
 
     @property
+    def keeps_tails(self) -> bool:
+        """Whether the ends of contexts are cached although they fill no block: the model has states, whose blocks are
+        long."""
+        return any(group.shape.window == STATE_WINDOW for group in self.groups)
+
+    @property
     def token_bytes(self) -> float:
         """Average bytes of slots for each further token of a context, if no blocks before a window are dropped."""
         return sum(self.slot_bytes / group.block_tokens for group in self.groups)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from paceline.core.context import full_block_names
+from paceline.core.context import Tail, full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
 
 Find = Callable[[int, bytes], int | None]
@@ -20,20 +20,47 @@ _BITS = bytes.maketrans(b"01", b"\0\1")
 """From the digits of a binary number to their values."""
 
 
-def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int) -> tuple[int, list[list[int]]]:
+def match_prefix(
+    layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int, tails: Sequence[Tail] = ()
+) -> tuple[int, list[list[int]]]:
     """Return the longest prefix that can be reused.
 
-    It ends on a block boundary of every group. For groups with full attention, all of its blocks are cached. For groups
-    with a window, the blocks that a query after the prefix still reads are cached.
+    It ends at a tail, or on a block boundary of every group. For groups with full attention, all of its blocks are
+    cached. For groups with a window, the blocks that a query after the prefix still reads are cached.
 
     Args:
         layout: the layout of KV or of encodings.
         links: the links of the context.
         max_tokens: the most tokens to reuse.
+        tails: tails of the context, in any order.
 
     Returns:
         The length in tokens, and a block table for each group, with NO_SLOT before the window.
     """
+    length, tables = _match_full_blocks(layout, find, links, max_tokens)
+    for tail in sorted(tails, reverse=True):
+        if not length < tail.length <= max_tokens:
+            continue
+        slots = [[find(*name) for name in names] for names in _tail_names(layout, links, tail)]
+        if not any(None in own for own in slots):
+            needed = [group.first_needed_block(tail.length) for group in layout.groups]
+            return tail.length, [[NO_SLOT] * first + cast(list[int], own) for first, own in zip(needed, slots)]
+    return length, tables
+
+
+def _tail_names(layout: KVLayout, links: Sequence[bytes], tail: Tail) -> Iterator[list[tuple[int, bytes]]]:
+    """Yield for each group the names of the blocks that a query after a tail reads."""
+    for number, group in enumerate(layout.groups, layout.first_group):
+        names = [*full_block_names(group, links, tail.length)]
+        if tail.length % group.block_tokens:
+            names.append(tail.name)
+        yield [(number, name) for name in names[group.first_needed_block(tail.length) :]]
+
+
+def _match_full_blocks(
+    layout: KVLayout, find: Find, links: Sequence[bytes], max_tokens: int
+) -> tuple[int, list[list[int]]]:
+    """Return the longest prefix of full blocks, as `match_prefix` does."""
     align = layout.alignment
     length = min(max_tokens, len(links) * BASE_TOKENS) // align * align
     found: dict[int, list[int | None]] = {}
@@ -56,12 +83,16 @@ def match_prefix(layout: KVLayout, find: Find, links: Sequence[bytes], max_token
 
 
 def match_prefixes(
-    layout: KVLayout, holders: Sequence[Mapping[bytes, HostSet]], links: Sequence[bytes], max_tokens: int
+    layout: KVLayout,
+    holders: Sequence[Mapping[bytes, HostSet]],
+    links: Sequence[bytes],
+    max_tokens: int,
+    tails: Sequence[Tail] = (),
 ) -> dict[int, int]:
     """Return the longest prefix that each of many hosts can reuse, by the rule of `match_prefix`.
 
     Args:
-        layout: as for `match_prefix`, and so are `links` and `max_tokens`.
+        layout: as for `match_prefix`, and so are `links`, `max_tokens` and `tails`.
         holders: for each group by its number, the hosts that have cached the block with a name.
 
     Returns:
@@ -81,6 +112,12 @@ def match_prefixes(
             able = _with_windows(windowed, hosts, length)
             found.update(dict.fromkeys(host_numbers(able), length))
             hosts, length = hosts & ~able, length - align
+    for tail in sorted(tails):
+        if tail.length <= max_tokens:
+            able = _ALL_HOSTS
+            for group, name in itertools.chain(*_tail_names(layout, links, tail)):
+                able &= holders[group].get(name, 0)
+            found.update({host: tail.length for host in host_numbers(able) if found.get(host, 0) < tail.length})
     return found
 
 

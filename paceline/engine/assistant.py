@@ -15,6 +15,7 @@ from paceline.engine.step import Chunk
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.interface import is_broken
 from paceline.kernels.transfer import to_device
 from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant
@@ -64,9 +65,11 @@ class AssistantDrafter:
         while left:
             ends = [rows.lengths[row] + len(drafts[row]) for row in left]
             hidden = self._forward(rows, left, ends, states)
-            logits = self._assistant.logits(hidden).values
+            logits, broken = self._assistant.logits(hidden).values, is_broken(hidden).tolist()
             kept = []
             for index, (row, end) in enumerate(zip(left, ends)):
+                if broken[index]:
+                    continue
                 draft, ends_row = draft_next(rows, row, end, logits[index], self._draws, self._chooser)
                 drafts[row].append(draft)
                 if len(drafts[row]) < wanted[row] and not ends_row:

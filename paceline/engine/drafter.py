@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.engine.sampler import Draft, SamplingRow, propose
 from paceline.engine.step import Chunk
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.interface import Taps
 from paceline.models.base import PADDING, EncodedRows, Model
 from paceline.models.model_config import ModelConfig
 
@@ -159,6 +161,7 @@ class ModelDrafter:
             self._catch_up(rows, {chunk.row: chunk.end for chunk in prompts})
 
     def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
+        wanted = {row: count for row, count in wanted.items() if not rows.undraftable[row]}
         late = {}
         if self.fills_kv:
             # A row without drafts for a while lacks much KV. It catches up over several steps, because other rows wait.
@@ -173,8 +176,13 @@ class ModelDrafter:
             order = list(left)
             ends = {row: rows.lengths[row] + len(drafts[row]) for row in order}
             inputs = rows.span([(row, starts[row], ends[row]) for row in order], comes_again=not self.fills_kv)
-            logits = self._model.logits(self._forward(inputs, wanted_of_each=1)).values
+            hidden, broken = self._forward(inputs, wanted_of_each=1)
+            logits = self._model.logits(hidden).values
             for index, (row, end) in enumerate(ends.items()):
+                if broken[index]:
+                    rows.undraftable[row] = True
+                    del left[row]
+                    continue
                 draft, ends_row = draft_next(rows, row, end, logits[index], self._draws, self._chooser)
                 drafts[row].append(draft)
                 starts[row] = end
@@ -187,14 +195,17 @@ class ModelDrafter:
 
     def _catch_up(self, rows: Rows, ends: Mapping[int, int]) -> None:
         """Compute the draft model's KV of the tokens before ends[row]."""
-        if ends:
-            spans = [(row, rows.drafter_lengths[row], end) for row, end in ends.items()]
-            self._forward(rows.span(spans), wanted_of_each=0)
-            for row, end in ends.items():
-                rows.drafter_lengths[row] = end
+        spans = [(row, rows.drafter_lengths[row], end) for row, end in ends.items() if not rows.undraftable[row]]
+        if spans:
+            _, broken = self._forward(rows.span(spans), wanted_of_each=0)
+            for (row, _, end), is_broken in zip(spans, broken):
+                rows.undraftable[row] = is_broken
+                if not is_broken:  # else the blocks stay unsealed, because their tokens do not count as computed
+                    rows.drafter_lengths[row] = end
 
-    def _forward(self, inputs: Inputs, wanted_of_each: int) -> Tensor:
-        """Return the hidden states of the last `wanted_of_each` tokens of each row."""
+    def _forward(self, inputs: Inputs, wanted_of_each: int) -> tuple[Tensor, list[bool]]:
+        """Return the hidden states of the last `wanted_of_each` tokens of each row, and which rows have a broken
+        token."""
         batch = inputs.batch.from_group(self._first_group)
         wanted = (wanted_of_each,) * len(batch.context_len)
         token_ids, encoded = inputs.token_ids, inputs.encoded
@@ -202,7 +213,11 @@ class ModelDrafter:
             # Drafts are worse then, but no token changes.
             token_ids, encoded = token_ids.index_fill(0, encoded.places, PADDING), None
         own = (token_ids, inputs.positions, self._caches, batch, self._layers)
-        return self._model.forward(*own, wanted=wanted, encoded=encoded)
+        taps = Taps()
+        hidden = self._model.forward(*own, taps=taps, wanted=wanted, encoded=encoded)
+        assert taps.broken is not None
+        broken = taps.broken.tolist()
+        return hidden, [any(broken[begin:end]) for begin, end in pairwise(batch.query_start)]
 
     def _reads(self, encoded: EncodedRows) -> bool:
         """Return whether the model can read encodings that were made for its target."""

@@ -207,6 +207,14 @@ class Request:
         table[:first_needed] = [NO_SLOT] * first_needed
         return first_needed
 
+    @property
+    def has_tail(self) -> bool:
+        """Whether all groups have the KV of the computed tokens, and another request could begin after them only by the
+        last blocks, which are not full."""
+        layout, end = self.layout, self.computed_len
+        is_whole = all(self.filled_len(index) == end for index in range(len(layout.groups)))
+        return layout.keeps_tails and is_whole and end % layout.alignment > 0
+
     def filled_len(self, group_index: int) -> int:
         """Return the number of tokens whose KV is in the group's blocks."""
         return self.drafter_len if self.layout.groups[group_index].shape.drafter else self.computed_len

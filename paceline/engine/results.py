@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.core.context import Tail
 from paceline.engine.compute_pool import ComputePool
 from paceline.engine.request import Request
 from paceline.engine.speculation import Speculation
@@ -13,6 +14,7 @@ from paceline.engine.step import (
     Event,
     Failed,
     Filled,
+    Kept,
     Sampled,
     Scored,
     Sealed,
@@ -55,6 +57,10 @@ class Results:
         Returns:
             Events in order, and whether the engine is done with the request.
         """
+        if result.failure is not None:
+            # The step's KV may be worth nothing: its blocks are neither sealed nor handed over.
+            self._count(request, chunk, result, 0)
+            return [Failed(request.key, result.failure)], True
         events: list[Event] = []
         if chunk.prefills:
             events.append(Computed(request.key, chunk.start, chunk.length, seconds))
@@ -80,9 +86,11 @@ class Results:
             context_hash = request.context.name(request.layout.fingerprint, request.joined_len)
             filled = Filled(request.key, request.joined_len, context_hash)
             events += self._pool.when_stored(request, [filled], whole=True)
-        if result.failure is not None:
-            events.append(Failed(request.key, result.failure))
-        return events, leaves or result.failure is not None
+        elif leaves and request.has_tail:
+            length = request.computed_len
+            kept = Kept(request.key, Tail(length, request.context.name(request.layout.fingerprint, length)))
+            events += self._pool.when_stored(request, [kept], whole=True)
+        return events, leaves
 
     def _count(self, request: Request, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
         stats = self._stats

@@ -65,7 +65,8 @@ class Rows:
     `token_ids` int32 [count, max_len + max_drafts] has the context of each row and after it the row's drafts. There are
     lists with one number for each row: `lengths` and `drafts`, the tokens of the context and the drafts after it;
     `limits`, the most tokens that the context may have; `capacities`, the tokens that fit into its blocks;
-    `drafter_lengths`, the tokens whose KV a draft model has computed.
+    `drafter_lengths`, the tokens whose KV a draft model has computed; `undraftable`, whether the row gets no drafts
+    of a draft model any more, which has computed NaN for it.
 
     A forward pass fills the CPU's caches with weights, so each function that is called for the first time after it is
     slow. So the code that forms inputs calls few functions: it uses plain numbers in lists, and slices of arrays.
@@ -92,6 +93,7 @@ class Rows:
         self.limits = [0] * count
         self.capacities = [0] * count
         self.drafter_lengths = [0] * count
+        self.undraftable = [False] * count
         self.media = RowMedia(count, whole_media, encodings, device)
         self._rows: list[Row | None] = [None] * count
         self._drafts: list[Sequence[Draft]] = [()] * count
@@ -116,7 +118,7 @@ class Rows:
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
                 self.drafts[row], self._drafts[row] = 0, ()
-                self.drafter_lengths[row] = update.drafter_len
+                self.drafter_lengths[row], self.undraftable[row] = update.drafter_len, False
                 self.media.assign(update)
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots

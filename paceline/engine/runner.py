@@ -76,7 +76,8 @@ class ModelRunner:
             with self._in_model():
                 own = (inputs.token_ids, inputs.positions, self._caches, inputs.batch)
                 hidden = self._model.forward(*own, taps=taps, wanted=wanted, encoded=inputs.encoded)
-            results = self._sample(hidden, step.chunks, inputs, wanted)
+            assert taps.broken is not None
+            results = self._sample(hidden, step.chunks, inputs, wanted, taps.broken)
             verified = time.perf_counter()
             drafted, drafter_lengths = 0, []
             if self._drafter is not None:
@@ -131,12 +132,13 @@ class ModelRunner:
         return drafter.draft(self._rows, wanted, newest) if wanted else 0
 
     def _sample(
-        self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs, wanted: Sequence[int]
+        self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs, wanted: Sequence[int], is_broken: Tensor
     ) -> list[ChunkResult]:
         """Score prompts, and choose a token after each input that may be the newest token of its context.
 
         Args:
             hidden: [sum(wanted), hidden]: of the last wanted[i] tokens of each chunk.
+            is_broken: bool [tokens], see `Taps`.
         """
         spans = list(pairwise(inputs.batch.query_start))
         chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
@@ -150,33 +152,33 @@ class ModelRunner:
             for index in span
         ]
         chosen: dict[int, list[int]] = {}
-        broken: list[bool] = []
         rows = hidden
         if places:
             # In most steps these are all rows, and need no copy.
             own = hidden if len(places) == len(hidden) else hidden[[row for _, row in places]]
             is_all = len(places) == len(inputs.token_ids)
             token_ids = inputs.token_ids if is_all else inputs.token_ids[[index for index, _ in places]]
-            # A sum is NaN if one number is. A GPU computes this now, and it is read after the tokens.
-            is_nan = own.sum(dim=1).isnan()
             logits = self._logits(own)
             chosen = self._sampler.choose(logits, token_ids, chunks, lengths, [len(span) for span in chosen_at])
-            broken = is_nan.tolist()
             rows = logits.values
+        broken: list[bool] = is_broken.tolist()  # a GPU has computed it by now
         results, first = [], 0
-        for chunk, span, (begin, _), shift, length in zip(chunks, chosen_at, spans, shifts, lengths):
+        for chunk, span, (begin, end), shift, length in zip(chunks, chosen_at, spans, shifts, lengths):
             scores = self._score(hidden, chunk, begin + shift)
+            drawn = range(first, first + len(span) * chunk.samples)
+            first = drawn.stop
+            own_broken = broken[begin:end]
+            sound = own_broken.index(True) if True in own_broken else end - begin
+            # A broken token within a prompt leaves a hole in its KV. If it is a draft, the next step decides whether
+            # it matters.
+            if sound < end - begin and (sound == 0 or not chunk.follows):
+                results.append(self._fail(chunk, scores, _nan_error(hidden.dtype)))
+                continue
             if not chunk.samples:
                 results.append(ChunkResult(scores=scores))
                 continue
-            drawn = range(first, first + len(span))
-            first = drawn.stop
-            # No token is drawn from NaN. If it comes only after a draft, the next step decides whether it matters.
-            sound = next((index for index, row in enumerate(drawn) if broken[row]), len(drawn))
-            if drawn and sound == 0:
-                results.append(self._fail(chunk, scores, _nan_error(hidden.dtype)))
-                continue
             try:
+                # No token is drawn from NaN.
                 tokens, accepted = self._sampler.verify(rows, drawn[:sound], chunk.row, length, chosen.get(chunk.row))
             except GrammarError as error:
                 results.append(self._fail(chunk, scores, ConstraintError(str(error))))

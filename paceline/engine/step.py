@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.core.context import Tail
 from paceline.core.errors import PacelineError
 from paceline.core.media import MediaSpan
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
@@ -201,6 +202,14 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The blocks at the end of a request that has ended do not change any more, whether they are full or not."""
+
+    key: Key
+    tail: Tail
+
+
+@dataclass(frozen=True, slots=True)
 class Trimmed:
     """Blocks of a windowed group before `first_kept_block` are no longer needed."""
 
@@ -231,4 +240,4 @@ class Removed:
     key: Key
 
 
-Event = Sampled | Computed | Filled | Scored | Failed | Sealed | Trimmed | NeedsBlocks | Preempted | Removed
+Event = Sampled | Computed | Filled | Scored | Failed | Sealed | Kept | Trimmed | NeedsBlocks | Preempted | Removed

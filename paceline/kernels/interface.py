@@ -77,17 +77,31 @@ class HeadNorms:
 
 @dataclass(slots=True)
 class Taps:
-    """Hidden states that a forward pass keeps, for drafters that were trained on them."""
+    """What a forward pass tells of its tokens beside its result: hidden states, for drafters that were trained on them,
+    and which tokens are broken.
+    """
 
     depths: tuple[int, ...] = ()
     """Numbers of layers after which states are taken; 0 is the embedding."""
     states: dict[int, Tensor] = field(default_factory=dict)
     """[tokens, hidden] for each depth, as the next layer receives it."""
+    broken: Tensor | None = None
+    """bool [tokens]: whether a token's hidden state has NaN or infinity, so that its KV is worth nothing.
+    `Model.forward` sets it."""
 
     def see(self, depth: int, x: Tensor) -> None:
         """Keep the states after `depth` layers, if they are wanted."""
         if depth in self.depths:
             self.states[depth] = x
+
+    def check(self, hidden: Tensor) -> None:
+        """Note which of hidden [tokens, hidden] are broken."""
+        self.broken = is_broken(hidden)
+
+
+def is_broken(hidden: Tensor) -> Tensor:
+    """Return which of hidden [tokens, hidden] have NaN or infinity: bool [tokens]."""
+    return ~hidden.sum(dim=1, dtype=torch.float32).isfinite()  # a sum is not finite if one number is not
 
 
 class Forward(Protocol):

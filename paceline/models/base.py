@@ -199,7 +199,7 @@ class Model(_Parts, Protocol):
             token_ids, positions: int64 [tokens].
             caches: one for each layer.
             layers: number of layers to run, from the first; None runs all.
-            taps: gets the hidden states of all tokens after chosen layers.
+            taps: gets the hidden states of all tokens after chosen layers, and which tokens are broken.
             wanted: [requests]: number of last tokens of each request whose result is wanted; None wants all tokens.
                 Other tokens stop before the layers at the model's end that have no KV of their own.
             encoded: rows that some tokens have in place of their embeddings; None if all tokens have their own.

@@ -58,12 +58,18 @@ class CompiledModel:
         tokens = _Tokens(token_ids, positions, batch, inputs)
         if wanted is None or sum(wanted) == len(token_ids) or not self._can_stop(layers, taps):
             hidden = self._compute(tokens, caches, 0, layers, taps)
+            if taps is not None:
+                taps.check(hidden)
             return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
         hidden = self._store(tokens, caches, taps)
-        if not any(wanted):
-            return hidden[:0]
         rows = to_device(_last(batch, wanted), hidden.device)
-        return self._compute(tokens.only(wanted, rows), caches, self._storing_layers, None, None, (hidden[rows],))
+        own = hidden[rows]
+        if len(rows):
+            own = self._compute(tokens.only(wanted, rows), caches, self._storing_layers, None, None, (own,))
+        if taps is not None:
+            # Later layers store nothing, so they can break only the tokens whose results are wanted.
+            taps.check(hidden.index_copy(0, rows, own))
+        return own
 
     def _can_stop(self, layers: int | None, taps: Taps | None) -> bool:
         """Return whether tokens may stop before the layers without KV of their own."""

@@ -433,6 +433,7 @@ class Work(_message.Message):
     MEDIA_FIELD_NUMBER: _builtins.int
     MEDIA_INPUT_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
@@ -468,6 +469,12 @@ class Work(_message.Message):
     def media_input(self) -> Global___MediaInput:
         """Only for WORK_KIND_ENCODE, which has no token_ids."""
 
+    @_builtins.property
+    def tails(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of tokens at the front of token_ids after which other requests have ended, as far as the gateway knows.
+        Blocks that end there may be cached, full or not.
+        """
+
     def __init__(
         self,
         *,
@@ -483,11 +490,12 @@ class Work(_message.Message):
         media: _abc.Iterable[Global___MediaSpan] | None = ...,
         media_input: Global___MediaInput | None = ...,
         background: _builtins.bool = ...,
+        tails: _abc.Iterable[_builtins.int] | None = ...,
         worker_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "media_input", b"media_input", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "token_ids", b"token_ids", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "tails", b"tails", "token_ids", b"token_ids", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -322,6 +322,7 @@ class Operation(_message.Message):
     TRIM_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
@@ -343,6 +344,8 @@ class Operation(_message.Message):
     @_builtins.property
     def renew(self) -> Global___Renew: ...
     @_builtins.property
+    def keep(self) -> Global___Keep: ...
+    @_builtins.property
     def adopt(self) -> Global___Adopt:
         """Must be the only operation of its request."""
 
@@ -357,14 +360,15 @@ class Operation(_message.Message):
         trim: Global___Trim | None = ...,
         release: Global___Release | None = ...,
         renew: Global___Renew | None = ...,
+        keep: Global___Keep | None = ...,
         adopt: Global___Adopt | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "keep", b"keep", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "trim", b"trim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "traceparent", b"traceparent", "trim", b"trim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "extend", b"extend", "fill", b"fill", "keep", b"keep", "op", b"op", "open", b"open", "release", b"release", "renew", b"renew", "reserve", b"reserve", "seal", b"seal", "traceparent", b"traceparent", "trim", b"trim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["reserve", "open", "seal", "fill", "extend", "trim", "release", "renew", "adopt"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["reserve", "open", "seal", "fill", "extend", "trim", "release", "renew", "keep", "adopt"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -538,6 +542,7 @@ class Reserve(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
     ONLY_CACHED_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
     max_cached_tokens: _builtins.int
     """Reuse at most this many tokens. Prefill must compute at least the last token."""
@@ -557,6 +562,12 @@ class Reserve(_message.Message):
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Hash chain of the context, one hash for each full base_tokens tokens."""
 
+    @_builtins.property
+    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tail]:
+        """Places in the context at which the cached prefix may end although blocks are not full there. The lease takes these
+        blocks over.
+        """
+
     def __init__(
         self,
         *,
@@ -567,14 +578,39 @@ class Reserve(_message.Message):
         priority: _builtins.int = ...,
         encoding: _builtins.bool = ...,
         only_cached: _builtins.bool = ...,
+        tails: _abc.Iterable[Global___Tail] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "hashes", b"hashes", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "only_cached", b"only_cached", "priority", b"priority", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "hashes", b"hashes", "key", b"key", "max_cached_tokens", b"max_cached_tokens", "only_cached", b"only_cached", "priority", b"priority", "tails", b"tails", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
+
+@_typing.final
+class Tail(_message.Message):
+    """The first `length` tokens of a context, and their hash, as in Fill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    length: _builtins.int
+    name: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        length: _builtins.int = ...,
+        name: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tail: _TypeAlias = Tail  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
@@ -631,6 +667,34 @@ class Seal(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Seal: _TypeAlias = Seal  # noqa: Y015
+
+@_typing.final
+class Keep(_message.Message):
+    """Publishes the blocks at the end of a context that are not full, before the lease is released. The caller does not
+    change them any more.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TAIL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _common_pb2.Key: ...
+    @_builtins.property
+    def tail(self) -> Global___Tail: ...
+    def __init__(
+        self,
+        *,
+        key: _common_pb2.Key | None = ...,
+        tail: Global___Tail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tail", b"tail"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tail", b"tail"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Keep: _TypeAlias = Keep  # noqa: Y015
 
 @_typing.final
 class Fill(_message.Message):

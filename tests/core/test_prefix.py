@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.context import Tail
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.prefix import match_prefix
 from tests.services.kvtransfer.kv_toolkit import chain, make_layout
@@ -89,3 +90,31 @@ def test_windowed_groups_alone_need_no_beginning() -> None:
     layout = make_layout((16, 20))
     found, tables = match(layout, without(blocks_of(layout, "abcdef"), 0, 1, 2, 3), "abcdef")
     assert (found, tables) == (96, [[NO_SLOT] * 4 + [4, 5]])
+
+
+STATES = make_layout((32, 0), (128, 2))
+"""A layout with full attention in blocks of 32 tokens, and states in blocks of 128."""
+TAILS = [Tail(40, b"forty"), Tail(137, b"137"), Tail(160, chain("abcdefghij")[-1])]
+
+
+@pytest.mark.parametrize(
+    ("missing", "limit", "length", "tables"),
+    [
+        pytest.param((), 999, 160, [[0, 1, 2, 3, 4], [NO_SLOT, 1160]], id="the longest tail, which fills a block"),
+        pytest.param((1160,), 999, 137, [[0, 1, 2, 3, 137], [NO_SLOT, 1137]], id="another tail"),
+        pytest.param((), 159, 137, [[0, 1, 2, 3, 137], [NO_SLOT, 1137]], id="never beyond the limit"),
+        pytest.param((1160, 137), 999, 128, [[0, 1, 2, 3], [100]], id="a tail without a block is none"),
+        pytest.param((1160, 137, 100), 999, 40, [[0, 40], [1040]], id="a short tail, if no longer prefix is whole"),
+        pytest.param((2,), 999, 40, [[0, 40], [1040]], id="full attention needs the blocks before a tail"),
+        pytest.param((0,), 999, 0, [[], []], id="nothing is left"),
+    ],
+)
+def test_a_prefix_may_end_at_a_tail(missing: tuple[int, ...], limit: int, length: int, tables: list[list[int]]) -> None:
+    context = "abcdefghijkl"
+    cached = blocks_of(STATES, context)
+    for tail in TAILS:
+        cached |= {(0, tail.name): tail.length, (1, tail.name): 1000 + tail.length} if tail.length != 160 else {}
+    cached |= {(1, TAILS[2].name): 1160}
+    cached = without(cached, *missing)
+    found = match_prefix(STATES, lambda *name: cached.get(name), chain(context), limit, TAILS)
+    assert found == (length, tables)

@@ -25,6 +25,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, Event, Failed, RowAssigned, Sampled, Step
 from paceline.kernels import select_kernels
+from paceline.kernels.interface import Taps
 from paceline.models.base import Model
 from paceline.models.loader import load_model
 from tests.engine.loops import NO_GRAMMARS
@@ -231,8 +232,8 @@ def test_a_row_that_has_ended_gives_nothing_beside_a_prompt(backend: str, save_l
 
 
 class Overflowing:
-    """A model in which one number of the hidden state after a token is NaN. It expects that all states are wanted, or
-    that of each chunk only the last one is."""
+    """A model in which one number of the hidden state after a token is NaN. All its states must be wanted, or the last
+    one of each chunk."""
 
     def __init__(self, model: Model, token: int) -> None:
         self._model = model
@@ -241,8 +242,12 @@ class Overflowing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, token_ids: torch.Tensor, positions: Any, caches: Any, batch: Any, **options: Any) -> torch.Tensor:
-        hidden = self._model.forward(token_ids, positions, caches, batch, **options)
+    def forward(
+        self, token_ids: torch.Tensor, positions: Any, caches: Any, batch: Any, taps: Taps, **options: Any
+    ) -> torch.Tensor:
+        hidden = self._model.forward(token_ids, positions, caches, batch, taps=taps, **options)
+        assert taps.broken is not None
+        taps.broken |= token_ids == self._token
         ends = [end - 1 for end in batch.query_start[1:]]
         hidden[(token_ids if len(hidden) == len(token_ids) else token_ids[ends]) == self._token, 3] = float("nan")
         return hidden

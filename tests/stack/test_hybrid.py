@@ -14,11 +14,13 @@ import pytest
 import torch
 import transformers
 
+from bench.agent_loop import FORMS, agent_loop, ratio
 from bench.namespaces import ONE_HOST
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.stack.chaos import Plan, Prey, chaos, one_host
 from tests.stack.chaos_clients import completions
 from tests.stack.cluster import Cluster
+from tests.stack.processes import serve
 from tests.stack.reference import PROMPTS
 from tests.tiny_checkpoints import write_tiny
 
@@ -123,19 +125,60 @@ async def test_a_prompt_computed_on_another_host_gives_the_same_tokens(
     answer = generated(reference, first)
     turns = [first, [*first, *answer, *other], other]
     expected = [answer, *(generated(reference, turn) for turn in turns[1:])]
-    # The decode host has cached 576 tokens of the second turn, of which it has decoded 36. It fetches the other blocks.
-    # The prefill host has cached only the whole blocks of the first prompt.
+    # The prefill host has cached the first prompt. It computes the rest of the second one. The decode host has cached
+    # the second one up to the end of the first answer, and fetches the other blocks.
     with Cluster(tmp_path, model, ONE_HOST) as cluster:
         names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
         # By cost, a gateway may let the prefill host fetch the whole prefix, if fetching was measured to be fast.
         cluster.start_gateway("--router-mode=round-robin")
         cluster.wait_ready(*names)
         await cluster.wait_workers(2)
-        for turn, wanted, cached in zip(turns, expected, (0, 512, 0)):
+        for turn, wanted, cached in zip(turns, expected, (0, len(first), 0)):
             assert await complete_all(cluster.url, [turn]) == [(wanted, cached)]
         async with asyncio.timeout(10):
             while await transfers(cluster) < len(turns):
                 await asyncio.sleep(0.1)
+        await cluster.settled()
+
+
+async def short_turns(url: str) -> float:
+    """Have a chat of 20 short turns. Return the computed tokens of prompts, relative to the tokens that were new."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        return ratio(await agent_loop(client, FORMS["completions"], calls=20, flood_tokens=0, result_words=30))
+
+
+def write_long_blocks(folder: Path) -> Path:
+    """Write a hybrid whose blocks have 512 tokens, as those of real models."""
+    write_tiny(
+        write_toy_model(folder),
+        "granite_hybrid",
+        vocab_size=VOCAB_SIZE,
+        bos_token_id=None,
+        eos_token_id=256,
+        mamba_d_state=128,
+        num_key_value_heads=1,
+    )
+    return folder
+
+
+async def test_short_turns_compute_only_what_is_new(tmp_path: Path) -> None:
+    model = write_long_blocks(tmp_path / "model")
+    with serve(tmp_path / "log", str(model), "--threads=1", "--served-model-name=m") as stack:
+        # All but the new words, and the last token of each answer, is reused.
+        assert await short_turns(stack.url) == pytest.approx(31 / 70)
+        assert all(host["balanced"] for host in stack.fleet()["hosts"])
+        await stack.settled()
+
+
+async def test_short_turns_between_hosts_compute_only_what_is_new(tmp_path: Path) -> None:
+    model = write_long_blocks(tmp_path / "model")
+    with Cluster(tmp_path, model, ONE_HOST) as cluster:
+        names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
+        cluster.start_gateway("--router-mode=round-robin")  # so that all prompts go to the prefill worker
+        cluster.wait_ready(*names)
+        await cluster.wait_workers(2)
+        # The prefill host has cached each prompt. It computes the answer, which it does not have, and the new words.
+        assert await short_turns(cluster.url) == pytest.approx(1.0)
         await cluster.settled()
 
 

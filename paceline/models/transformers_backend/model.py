@@ -100,10 +100,12 @@ class TransformersModel:
     ) -> Tensor:
         if layers is not None or (taps is not None and taps.depths):
             raise ConfigError("a model that runs in transformers cannot show states between its layers")
-        if not len(token_ids):  # a step whose requests had all ended, which other code does not expect
-            return self._no_hidden
-        with self._attention.over(cast(Sequence[LayerCache], caches), batch, self.layer_groups):
-            hidden = self._hidden(token_ids, positions, encoded)
+        hidden = self._no_hidden
+        if len(token_ids):  # other code does not expect a step whose requests had all ended
+            with self._attention.over(cast(Sequence[LayerCache], caches), batch, self.layer_groups):
+                hidden = self._hidden(token_ids, positions, encoded)
+        if taps is not None:
+            taps.check(hidden)
         return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
 
     def logits(self, hidden: Tensor) -> Logits:

@@ -90,7 +90,7 @@ class _Attempt:
 
     async def run(self, commands: Commands, context: CallContext) -> None:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
-        reservation = await self._reserve()
+        reservation, is_touched = await self._reserve(), False
         try:
             self._grammar = await self._worker.intake.compile_constraint(self._work)
             self._media = self._worker.media.open(self._work, reservation.filled_tokens)
@@ -106,6 +106,7 @@ class _Attempt:
             try:
                 # A silent gateway needs no deadline: if it ends, the call is cancelled.
                 command = await _next(commands, "handoff", "prefill_here", "fetch")
+                is_touched = True
                 if command.HasField("fetch"):
                     reservation = await self._fetch(reservation.key, command.fetch, commands, adopting)
                 elif command.HasField("handoff"):
@@ -115,6 +116,8 @@ class _Attempt:
             reason = await self._generate(reservation)
             log.info("decoded to the end: %s", reason.value)
         finally:
+            if not is_touched:
+                self._worker.intake.give_back_tail(reservation)
             self._worker.retire(self._key)
 
     async def _fetch_prefix(self, source: str = "") -> bool:

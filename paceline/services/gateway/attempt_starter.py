@@ -121,6 +121,12 @@ class AttemptStarter:
             return {}
         return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
 
+    def note_end(self, sequence: SequenceRun) -> None:
+        """Note that a sequence has ended, so that its last blocks may be cached on the hosts that computed it."""
+        # Nobody computes the KV of the last token.
+        for length in (len(sequence.prompt_ids), len(sequence.context) - 1):
+            self._prefixes.note_end(sequence.context, length)
+
     def fits(self, sequence: SequenceRun) -> bool:
         """Return whether the context length of a known worker is enough for a sequence."""
         return self._fleet.max_model_len(KINDS[sequence.kind].decodes) >= sequence.context_tokens
@@ -176,7 +182,7 @@ class AttemptStarter:
         attempt = KINDS[sequence.kind].attempt(
             self._fleet,
             placement,
-            sequence.work(self._fleet.model),
+            sequence.work(self._fleet.model, self._prefixes.ends(sequence.context)),
             seconds=max(deadline - time.monotonic(), 0.1),
             stall_seconds=self._config.stall_seconds,
             record=record,

@@ -13,11 +13,19 @@ from typing import NamedTuple
 from paceline.core.block_holders import BlockHolders
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context, encoding_context
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import BASE_TOKENS, KVLayout
 from paceline.services.common.block_stream import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
 """Most blocks that are noted of one host; further ones are ignored."""
+
+
+_MOST_ENDS = 1 << 16
+"""Most places at which requests have ended that are remembered."""
+_ANY_LAYOUT = ""
+"""In place of a layout's fingerprint, in the links under which these places are remembered."""
+_TRIED_ENDS = 16
+"""Most of these places that are looked up for one context."""
 
 
 class HostBlocks:
@@ -94,6 +102,8 @@ class PrefixIndex:
         """The id of the host with each number."""
         self._holders: dict[KVLayout, BlockHolders] = {}
         self._layouts: Mapping[str, str] = {}
+        self._ends: dict[bytes, dict[int, None]] = {}
+        """For the last link before each noted end, the lengths of the contexts that end after it. Oldest first."""
 
     def host(self, host_id: str) -> HostBlocks | None:
         host = self._hosts.get(host_id)
@@ -142,13 +152,31 @@ class PrefixIndex:
 
     def cached_tokens(self, context: Context, most: int) -> Mapping[str, int]:
         """Return for each host how many of a context's first `most` tokens it has cached. Omit hosts with none."""
+        ends = self.ends(context)
         found = (
-            holders.cached_tokens(context.links(layout.fingerprint), most) for layout, holders in self._holders.items()
+            holders.cached_tokens(context.links(layout.fingerprint), most, context.tails(layout.fingerprint, ends))
+            for layout, holders in self._holders.items()
         )
         cached: dict[str, int] = {}
         for each in found:
             cached.update(zip(map(self._ids.__getitem__, each), each.values()))  # there may be many hosts
         return cached
+
+    def note_end(self, context: Context, length: int) -> None:
+        """Note that a request has ended after the first `length` tokens of a context, whose last blocks may be cached
+        although they are not full. Only hosts whose layout has states keep such blocks."""
+        count = length // BASE_TOKENS
+        if count and (not self._holders or any(layout.keeps_tails for layout in self._holders)):
+            link = context.links(_ANY_LAYOUT)[count - 1]
+            self._ends[link] = {**self._ends.pop(link, {}), length: None}
+        while len(self._ends) > _MOST_ENDS:
+            del self._ends[next(iter(self._ends))]
+
+    def ends(self, context: Context) -> list[int]:
+        """Return the lengths at which other requests may have ended in this context: the longest ones, ascending."""
+        links = context.links(_ANY_LAYOUT) if self._ends else ()
+        found = {length for link in links for length in self._ends.get(link, ())}
+        return sorted(length for length in found if length < len(context))[-_TRIED_ENDS:]
 
     def encoding_hosts(self, digest: bytes, length: int, cache_salt: str) -> list[str]:
         """Return the ids of the hosts that have cached an encoding. For the arguments see `encoding_context`."""

@@ -100,6 +100,7 @@ class SequenceRunner:
                 try:
                     await attempt.run(partial(self._hear, sequence, attempt, take))
                     self._load.end(sequence)
+                    self.starter.note_end(sequence)
                     return
                 except WorkerDrainingError as error:
                     attempt.record.end("failed", str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span, get_current_span
@@ -95,8 +96,8 @@ class SequenceRun:
         asked = self.sampling.prompt_logprobs is not None
         return asked and self.scored < len(self.prompt_ids)
 
-    def work(self, model: str) -> common_pb2.Work:
-        """Begin the next attempt and return its work for the workers."""
+    def work(self, model: str, tails: Sequence[int] = ()) -> common_pb2.Work:
+        """Begin the next attempt and return its work for the workers. `tails` are lengths at which requests ended."""
         self.attempts += 1
         self.generated_before = len(self.generated)
         sampling = self.sampling
@@ -113,6 +114,7 @@ class SequenceRun:
             background=self.background,
             kind=self.kind,
             media=[span_to_pb(span) for span in self.media],
+            tails=tails,
         )
 
     def end(self) -> FinishReason | None:

@@ -48,6 +48,11 @@ def slots_to_seal(
     return slots, before
 
 
+def partial_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], length: int) -> list[int]:
+    """Return the slots of the blocks that the first `length` tokens of a context fill only in part."""
+    return [table[-1] for group, table in zip(layout.groups, tables) if length % group.block_tokens]
+
+
 def missing_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
     """Return, for each group, how many blocks its table lacks to cover `token_count` tokens."""
     return [max(0, group.blocks_for(token_count) - len(table)) for group, table in zip(layout.groups, tables)]

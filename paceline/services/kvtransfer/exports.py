@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from paceline.core.context import Tail
 from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.core.kv_layout import NO_SLOT, KVGroup, KVLayout
 from paceline.core.types import Key
@@ -82,7 +83,6 @@ class Exports:
             InvalidRequestError: the lease cannot be exported, or is being exported already.
             StaleError: the lease has ended.
         """
-        self._check_aligned(self._layout, cached_tokens)
         if key[:2] in self._readings:
             raise InvalidRequestError(f"lease {key} is being exported already")
         cursor = Cursor(self._layout.groups, cached_tokens)
@@ -106,9 +106,13 @@ class Exports:
             # Await nothing here, because a second cancellation would skip the rest.
             keeper.cancel()
             del self._readings[key[:2]]
-            if reading.adopted is not None:
+            if (adopted := reading.adopted) is not None:
                 with contextlib.suppress(PacelineError):
-                    self._ledger.release(TRANSFER, reading.adopted.key, self._clock())
+                    if self._layout.keeps_tails:
+                        tail = Tail(adopted.filled_tokens, adopted.context_hash)
+                        self._ledger.keep(TRANSFER, adopted.key, tail, self._clock())
+                with contextlib.suppress(PacelineError):
+                    self._ledger.release(TRANSFER, adopted.key, self._clock())
 
     async def run_prefix(
         self, key: Key, hashes: Sequence[bytes], cached_tokens: int, write: Write, encoding: bool = False

@@ -24,6 +24,7 @@ from paceline.core.block_pool import BlockEvent, BlockPool
 from paceline.core.cache_policy.base import CachePolicy, HintCounts
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.ranking import Block, Name
+from paceline.core.context import Tail
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.prefix import match_prefix
@@ -70,6 +71,7 @@ class Ledger:
         priority: int = 0,
         encoding: bool = False,
         is_lookup: bool = True,
+        tails: Sequence[Tail] = (),
     ) -> Lease:
         """Make a lease of the cached blocks of the longest cached prefix and new blocks up to `token_count` tokens.
 
@@ -82,6 +84,8 @@ class Ledger:
             priority: priority of the request; lower is more urgent. Some policies cache urgent blocks longer.
             encoding: whether the context is an encoding, rather than the tokens of a request.
             is_lookup: whether to count the reservation in the rate of cache hits.
+            tails: tails of the context that may be cached. The lease takes over the blocks of the longest one that are
+                not full, because its writer goes on in them. Nobody else finds them any more.
         """
         layout = self._layout.part(encoding)
         self._book.check_new(key, now)
@@ -89,7 +93,11 @@ class Ledger:
         if len(hashes) * BASE_TOKENS > token_count:
             raise InvalidRequestError(f"{len(hashes)} hashes cover more than the {token_count} tokens to reserve")
         block_tables.check_fits(self._pool, layout.slots_for(token_count), token_count)
-        cached, tables = match_prefix(layout, self._pool.find, hashes, max_cached_tokens)
+        cached, tables = match_prefix(layout, self._pool.find, hashes, max_cached_tokens, tails)
+        taken = block_tables.partial_blocks(layout, tables, cached)
+        if any(map(self._pool.is_used, taken)):  # another host reads them
+            cached, tables = match_prefix(layout, self._pool.find, hashes, max_cached_tokens)
+            taken = []
         reused = held_slots(tables)
         missing = block_tables.missing_blocks(layout, tables, token_count)
         try:
@@ -97,7 +105,8 @@ class Ledger:
         except BusyError:
             self._book.forbid(key)
             raise
-        self._pool.reuse(reused, priority)
+        self._pool.reuse([slot for slot in reused if slot not in taken], priority)
+        self._pool.take_over(taken)
         block_tables.grow(self._pool, tables, missing)
         if is_lookup and session != TRANSFER:
             self.lookups[encoding].add(len(hashes) * BASE_TOKENS, cached)
@@ -110,7 +119,7 @@ class Ledger:
             writer=session,
             token_count=token_count,
             filled_tokens=cached,
-            context_hash=hashes[cached // BASE_TOKENS - 1] if cached else b"",
+            context_hash=_name(cached, hashes, tails),
             tables=tables,
             priority=priority,
             created=now,
@@ -151,6 +160,29 @@ class Ledger:
                 self._pool.seal(slot, *name, place)
                 if (hint := self._early_hints.take(name, now)) is not None:
                     self._pool.expect(*name, hint)
+        return lease if lease.state is State.DRAINING else self._renewed(lease, now)
+
+    def keep(self, session: int, key: Key, tail: Tail, now: float) -> Lease:
+        """Publish and give back the blocks at the end of a context that are not full. The writer is done with them.
+
+        As with `seal`, the lease may be draining.
+        """
+        lease = self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
+        ends = [(index, *divmod(tail.length, group.block_tokens)) for index, group in enumerate(lease.layout.groups)]
+        found = [
+            (group, block, *block_tables.slots_to_seal(self._pool, lease, group, block, [tail.name]))
+            for group, block, rest in ends
+            if rest
+        ]
+        for group, block, (slot,), before in found:
+            if self._pool.name(slot) is None:
+                place = place_of(lease.layout, group, block, tail.name, before, lease.priority, tail.length)
+                self._pool.seal(slot, lease.layout.first_group + group, tail.name, place)
+            lease.tables[group][block] = NO_SLOT
+        slots = [slot for _, _, (slot,), _ in reversed(found)]  # states first: they need the full attention
+        if lease.in_flight:
+            self._pool.leave_flight(slots)
+        self._pool.give_back(slots)
         return lease if lease.state is State.DRAINING else self._renewed(lease, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Lease:
@@ -337,3 +369,10 @@ class Ledger:
     def _renewed(self, lease: Lease, now: float) -> Lease:
         lease.deadline = now + self._lease_seconds
         return lease
+
+
+def _name(length: int, links: Sequence[bytes], tails: Sequence[Tail]) -> bytes:
+    """Return the name of a context's first `length` tokens, which end on a link or at a tail; b"" if there are none."""
+    if length % BASE_TOKENS:
+        return next(tail.name for tail in tails if tail.length == length)
+    return links[length // BASE_TOKENS - 1] if length else b""

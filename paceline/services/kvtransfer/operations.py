@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from opentelemetry import trace
 
 from paceline.core import env
+from paceline.core.context import Tail
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, StaleError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.telemetry import request_span
@@ -114,7 +115,8 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
             if reserve.only_cached:
                 return ledger.pin(session, key, hashes, now, encoding)
             limits = (reserve.token_count, reserve.max_cached_tokens)
-            return ledger.reserve(session, key, hashes, *limits, now, reserve.priority, encoding)
+            tails = [_tail(tail) for tail in reserve.tails]
+            return ledger.reserve(session, key, hashes, *limits, now, reserve.priority, encoding, tails=tails)
         case "open":
             return ledger.open(session, key_of(operation.open.key), now)
         case "fill":
@@ -126,6 +128,8 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
         case "seal":
             seal = operation.seal
             ledger.seal(session, key_of(seal.key), seal.group, seal.first_block, seal.hashes, now)
+        case "keep":
+            ledger.keep(session, key_of(operation.keep.key), _tail(operation.keep.tail), now)
         case "trim":
             trim = operation.trim
             ledger.trim(session, key_of(trim.key), trim.group, trim.first_kept_block, now)
@@ -134,6 +138,11 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
         case _:
             raise InvalidRequestError("an operation is empty or of a newer version than this service")
     return None
+
+
+def _tail(message: pb.Tail) -> Tail:
+    check_hashes([message.name])
+    return Tail(message.length, message.name)
 
 
 def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:

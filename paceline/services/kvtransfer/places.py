@@ -6,7 +6,9 @@ from paceline.core.cache_policy.ranking import Name, Place
 from paceline.core.kv_layout import KVLayout
 
 
-def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: bytes, priority: int = 0) -> Place:
+def place_of(
+    layout: KVLayout, group: int, block: int, digest: bytes, before: bytes, priority: int = 0, tail: int | None = None
+) -> Place:
     """Return the place of a sealed block.
 
     A block with full attention needs the block before it. A block with a window is read with few other blocks of its
@@ -20,13 +22,13 @@ def place_of(layout: KVLayout, group: int, block: int, digest: bytes, before: by
         digest: hash of the block.
         before: hash of the block before it in its group; empty if there is none or it is unknown.
         priority: priority of the request; lower is more urgent.
+        tail: tokens of the context before the block's end if it is not full.
     """
-    tokens = layout.groups[group].block_tokens
-    end = (block + 1) * tokens
+    end = (block + 1) * layout.groups[group].block_tokens if tail is None else tail
     if layout.groups[group].shape.window == 0:
         parent = (layout.first_group + group, before) if before else None
     else:
-        parent = _full_attention(layout, end, digest)
+        parent = _full_attention(layout, end, digest, tail is not None)
     return Place(parent, end, priority, _partners(layout, group))
 
 
@@ -43,7 +45,7 @@ def _partners(layout: KVLayout, group: int) -> tuple[int, ...]:
     )
 
 
-def _full_attention(layout: KVLayout, end: int, digest: bytes) -> Name | None:
+def _full_attention(layout: KVLayout, end: int, digest: bytes, is_tail: bool) -> Name | None:
     """Return the name of the full-attention block that ends after `end` tokens, or None.
 
     Blocks with the same end have the same hash, which names the context up to there.
@@ -52,4 +54,4 @@ def _full_attention(layout: KVLayout, end: int, digest: bytes) -> Name | None:
     if not full:
         return None
     tokens, group = min(full)
-    return (group, digest) if end % tokens == 0 else None
+    return (group, digest) if is_tail or end % tokens == 0 else None

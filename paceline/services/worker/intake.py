@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from paceline.core.context import Context
+from paceline.core.context import Context, Tail
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.types import Key
@@ -73,7 +73,16 @@ class Intake:
         # The last token is always computed, because its logits are needed. Prompt logprobs need logits of all tokens.
         reusable = 0 if work.sampling.HasField("prompt_logprobs") else len(context) - 1
         links = context.links(self._layout.fingerprint)
-        return await self._kv.reserve(key, links, token_count, reusable, work.priority)
+        tails = context.tails(self._layout.fingerprint, work.tails) if self._layout.keeps_tails else ()
+        return await self._kv.reserve(key, links, token_count, reusable, work.priority, tails=tails)
+
+    def give_back_tail(self, reservation: Reservation) -> None:
+        """Publish again the blocks that a reservation has taken over at a tail, because the worker has not begun.
+
+        If a prefill worker has opened the blocks meanwhile, kvtransfer refuses this.
+        """
+        if reservation.filled_tokens % self._layout.alignment:
+            self._kv.keep(reservation.key, Tail(reservation.filled_tokens, reservation.context_hash))
 
     def make_request(
         self,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from paceline.core.context import Tail
 from paceline.core.errors import PacelineError, StaleError, UnavailableError
 from paceline.core.telemetry import trace_headers, traceparent
 from paceline.core.types import Key
@@ -63,6 +64,7 @@ class KVClient:
         max_cached_tokens: int,
         priority: int = 0,
         encoding: bool = False,
+        tails: Sequence[Tail] = (),
     ) -> Reservation:
         """Reserve blocks for `token_count` tokens, with the longest cached prefix among them.
 
@@ -71,6 +73,7 @@ class KVClient:
             max_cached_tokens: the largest number of tokens that may come from the cache.
             priority: the request's priority; lower is more urgent.
             encoding: whether the context is an encoding.
+            tails: tails of the context that may be cached.
 
         Raises:
             BusyError: there are not enough free blocks.
@@ -82,6 +85,7 @@ class KVClient:
             max_cached_tokens=max_cached_tokens,
             priority=priority,
             encoding=encoding,
+            tails=[pb.Tail(length=tail.length, name=tail.name) for tail in tails],
         )
         return await self._obtain(pb.Operation(reserve=operation), key)
 
@@ -216,6 +220,11 @@ class KVClient:
             if left := names[sealed:]:
                 seal = pb.Seal(key=key_to_pb(key), group=group, first_block=sealed, hashes=left)
                 self._submit(pb.Operation(seal=seal))
+
+    def keep(self, key: Key, tail: Tail) -> None:
+        """Publish the blocks at the end of a context that are not full. Call `release` next."""
+        keep = pb.Keep(key=key_to_pb(key), tail=pb.Tail(length=tail.length, name=tail.name))
+        self._submit(pb.Operation(keep=keep))
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
         """Release the blocks of a windowed group that come before `first_kept_block`."""

@@ -211,3 +211,42 @@ def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, in
                 reusable = desk.ledger.reusable()
                 truth = cached_tokens(HostBlocks("p", 0, layout, reusable), Context(tokens))
                 assert index.cached_tokens(Context(tokens), 1000).get("a", 0) == truth
+
+
+def test_the_end_of_a_request_is_found_with_the_blocks_that_are_not_full() -> None:
+    desk, index = Desk(20, (64, 0), (128, 2)), PrefixIndex()
+    first, tail = Context(TOKENS[:150]), Context(TOKENS[:150]).tails("test", [137])[0]
+    index.note_end(first, 137)  # before the index knows any host
+    links = first.links("test")
+    lease = desk.ledger.reserve(DECODE, Key("first", 1, 1), links, 150, 0, desk.now)
+    for group, names_of_group in enumerate(names(desk.layout, TOKENS[:150])):
+        desk.ledger.seal(DECODE, lease.key, group, 0, names_of_group, desk.now)
+    desk.ledger.keep(DECODE, lease.key, tail, desk.now)
+    index.replace("a", HostBlocks("p", 0, desk.layout, desk.ledger.reusable()))
+    assert index.ends(Context(TOKENS)) == [137]
+    assert index.cached_tokens(Context(TOKENS), 199) == {"a": 137}
+    assert index.cached_tokens(Context(TOKENS), 136) == {"a": 128}
+    # Not a request that is equal up to the last link before it only.
+    assert index.cached_tokens(Context([*TOKENS[:130], 7, *TOKENS]), 199) == {"a": 128}
+    desk.ledger.reserve(DECODE, Key("next", 1, 1), Context(TOKENS).links("test"), 200, 199, desk.now, tails=[tail])
+    index.replace("a", HostBlocks("p", 0, desk.layout, desk.ledger.reusable()))
+    assert index.cached_tokens(Context(TOKENS), 199) == {"a": 128}
+
+
+def test_a_fleet_without_states_remembers_no_ends() -> None:
+    index = PrefixIndex()
+    index.replace("a", blocks(FULL, TOKENS))
+    index.note_end(Context(TOKENS), 150)
+    assert index.ends(Context(TOKENS)) == []
+
+
+def test_of_many_ends_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "_MOST_ENDS", 3)
+    index = PrefixIndex()
+    for length in (20, 36, 40, 60, 70):
+        index.note_end(Context(TOKENS), length)
+    assert index.ends(Context(TOKENS)) == [36, 40, 60, 70]
+    index.note_end(Context(TOKENS), 38)
+    index.note_end(Context(TOKENS), 90)
+    assert index.ends(Context(TOKENS)) == [36, 38, 40, 70, 90]
+    assert index.ends(Context(TOKENS[:70])) == [36, 38, 40]

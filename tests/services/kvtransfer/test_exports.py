@@ -50,17 +50,14 @@ async def test_an_export_begins_where_the_reader_s_blocks_end(
     assert named == places
 
 
-async def test_an_export_begins_inside_no_block() -> None:
+async def test_the_export_of_a_prefix_begins_inside_no_block() -> None:
     async def write(event: pb.ExportEvent) -> None:
         raise AssertionError(event)
 
     desk = Desk(SLOTS, (16, 0), (32, 0))
     desk.cache("before", "abcd")
-    exporting = exports_of(desk)
     with pytest.raises(InvalidRequestError, match="must be a multiple of 32"):
-        await exporting.run_prefix(Key("r", 1, 1), chain("abcd"), 16, write)
-    with pytest.raises(InvalidRequestError, match="must be a multiple of 32"):
-        await exporting.run(desk.reserve("s", "abcd").key, 16, write)
+        await exports_of(desk).run_prefix(Key("r", 1, 1), chain("abcd"), 16, write)
 
 
 async def test_a_prefix_is_leased_for_as_long_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.context import Tail
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.services.kvtransfer.lease import TRANSFER
+from paceline.services.kvtransfer.lease import TRANSFER, Lease
 from paceline.services.kvtransfer.lookups import Lookups
 from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk, chain
 
@@ -324,3 +325,57 @@ def test_prefix_hits_are_counted_when_a_reservation_succeeds() -> None:
     with pytest.raises(BusyError):
         desk.reserve("refused", "abxy")
     assert desk.ledger.lookups == {False: Lookups(2 * 16 + 3 * 16, 32), True: Lookups()}
+
+
+STATES = (64, 0), (128, 2)
+TAIL = Tail(137, b"t" * 16)
+
+
+def ended(desk: Desk, request: str) -> list[list[int]]:
+    """Let a request end after TAIL. Return its block tables."""
+    lease = desk.reserve(request, "abcdefgh", 150, cached=0)
+    tables = [list(table) for table in lease.tables]
+    desk.seal(lease, "abcdefgh")
+    desk.ledger.keep(DECODE, lease.key, TAIL, desk.now)
+    return tables
+
+
+def next_turn(desk: Desk, request: str, cached: int = 1 << 20) -> Lease:
+    return desk.ledger.reserve(DECODE, Key(request, 1, 1), chain("abcdefghi"), 200, cached, desk.now, tails=[TAIL])
+
+
+def test_the_next_turn_goes_on_in_the_blocks_at_the_end_of_the_last_one() -> None:
+    desk = Desk(20, *STATES)
+    full, states = ended(desk, "first")
+    # They are cached before the lease has ended, because the next turn may come first.
+    lease = next_turn(desk, "next")
+    assert (lease.filled_tokens, lease.context_hash) == (137, TAIL.name)
+    assert lease.tables[0][:3] == full[:3]
+    assert lease.tables[1] == [NO_SLOT, states[1]]
+    # Nobody finds them any more, because the next turn writes to them.
+    assert (desk.ledger.names(lease)[0][2], desk.ledger.names(lease)[1][1]) == (b"", b"")
+    desk.counts()
+    # A third request finds only full blocks..
+    other = next_turn(desk, "other")
+    assert other.filled_tokens == 128
+    for each in (lease, other):
+        desk.ledger.release(DECODE, each.key, desk.now)
+    assert desk.counts()[1:3] == (3, 0)  # the first lease still has its full blocks
+
+
+def test_a_tail_that_cannot_be_reused_whole_is_left_alone() -> None:
+    desk = Desk(20, *STATES)
+    ended(desk, "first")
+    assert next_turn(desk, "next", cached=136).filled_tokens == 128
+    lease = desk.ledger.reserve(DECODE, Key("pin", 1, 1), [], 16, 0, desk.now)
+    assert lease.filled_tokens == 0
+    assert next_turn(desk, "again").filled_tokens == 137
+
+
+def test_blocks_that_are_not_there_are_not_kept() -> None:
+    desk = Desk(20, *STATES)
+    lease = desk.reserve("first", "abcdefgh", 128, cached=0)
+    with pytest.raises(InvalidRequestError, match="cannot be sealed"):
+        desk.ledger.keep(DECODE, lease.key, TAIL, desk.now)
+    assert desk.ledger.cached() == []
+    assert desk.counts()[1] == len(lease.slots())

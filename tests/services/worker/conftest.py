@@ -149,10 +149,12 @@ class Host:
         max_tokens: int,
         aggregated: bool = False,
         cancel_after: int | None = None,
+        tails: Sequence[int] = (),
         **sampling: object,
     ) -> Outcome:
         """Run one request as the gateway does. If `aggregated`, the decode worker computes the prompt."""
         work = self.work(f"r{random.getrandbits(64)}", prompt, max_tokens, **sampling)
+        work.tails.extend(tails)
         outcome = Outcome([], 0, [])
         call = self.decode_call()
         try:
