@@ -235,9 +235,10 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 def _allowed(request: Request) -> list[str]:
     """Return the methods that a request's path takes."""
-    scopes = {method: {**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "PUT", "DELETE")}
+    scopes = {method: {**request.scope, "method": method} for method in ("GET", "POST", "PUT", "DELETE")}
     routes = request.app.routes
-    return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
+    found = [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
+    return [*found, *(["HEAD"] if "GET" in found else [])]
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -60,7 +60,7 @@ class GenerationRequest(NamedRequest):
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     # Logits are divided by this; with a divisor near zero they would not be finite.

@@ -52,7 +52,7 @@ class SamplingDefaults:
 
 _RANGES = {
     "temperature": (0, 2),
-    "top_p": (1e-9, 1),
+    "top_p": (0, 1),
     "top_k": (-1, 2**31),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),

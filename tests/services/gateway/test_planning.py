@@ -11,7 +11,7 @@ from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_chat, plan_completion
-from paceline.services.gateway.sampling import LogprobRules
+from paceline.services.gateway.sampling import LEAST_TOP_P, LogprobRules
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
@@ -45,6 +45,12 @@ def test_what_the_client_says_wins(tokenizer: Tokenizer) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 0.5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1.5)
     assert (sampling.logit_bias, sampling.allowed_token_ids) == ({7: -100}, (1, 2))
+
+
+def test_a_top_p_of_0_is_the_smallest_that_workers_take(tokenizer: Tokenizer) -> None:
+    """OpenAI takes it. Both leave the best token alone, at any temperature."""
+    assert completion(tokenizer, top_p=0).prompts[0].sampling.top_p == LEAST_TOP_P
+    assert completion(tokenizer, top_p=LEAST_TOP_P / 2).prompts[0].sampling.top_p == LEAST_TOP_P
 
 
 def test_a_seed_is_kept_or_follows_from_the_id(tokenizer: Tokenizer) -> None:

@@ -80,7 +80,7 @@ class ResponseBuilder:
             "background": request.background,
             "store": is_stored,
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            "top_p": sampling.top_p if request.top_p is None else request.top_p,
             **_echo(request),
             "output": [],
         }
