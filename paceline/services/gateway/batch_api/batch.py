@@ -39,8 +39,11 @@ ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/score",
     "/v1/score",
+    "/rerank",
     "/v1/rerank",
+    "/v2/rerank",
 )
 """The routes that the lines of a batch may name."""
 

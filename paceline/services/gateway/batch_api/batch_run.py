@@ -168,7 +168,7 @@ class BatchRun:
         return shut
 
     def _read(self, number: int, data: bytes) -> Line:
-        return read_line(number, data, self.batch.endpoint, self._limits.max_line_bytes)
+        return read_line(number, data, [self.batch.endpoint], self._limits.max_line_bytes)
 
     async def _answer(self, line: Line, gate: LineGate, has_begun: asyncio.Event) -> None:
         """Answer a line, and try again while the server fails for reasons that pass."""
