@@ -94,7 +94,7 @@ def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int
     if value.get("method") != "POST":
         raise invalid("invalid_method", 'method must be "POST"', "method")
     url = value.get("url")
-    if url not in endpoints:
+    if not isinstance(url, str) or url not in endpoints:
         code = "mismatched_url" if url in ENDPOINTS else "invalid_url"
         raise invalid(code, f"url must be {' or '.join(map(repr, endpoints))}", "url")
     if not isinstance(body, dict):

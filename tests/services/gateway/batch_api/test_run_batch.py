@@ -123,15 +123,15 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["link", "out.jsonl", "real"]
 
 
-def test_devices_and_pipes_are_written_to(tmp_path: Path) -> None:
-    Output(Path("/dev/null")).write([b"a"])
-    assert not Path("/dev/null").is_file()
-    pipe = tmp_path / "pipe"
+def test_pipes_are_written_to_as_devices_are(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
+    link.symlink_to(pipe)
     with open(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as reader:
-        Output(pipe).write([b"a", b"b"])
-        assert reader.read(100) == b"a\nb\n"
-    assert pipe.is_fifo()
+        for target in (pipe, link):
+            Output(target).write([b"a", b"b"])
+            assert reader.read(100) == b"a\nb\n"
+    assert (pipe.is_fifo(), link.is_symlink()) == (True, True)
 
 
 @pytest.mark.parametrize("how", ["pipe", "file", "appended"])
