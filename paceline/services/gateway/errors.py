@@ -122,6 +122,7 @@ class ErrorResponse(JSONResponse):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["error_type"] = self._error.body["error"]["type"]
         if is_messages_path(scope["path"]):
             self.body = self.render(error_body(self._error.status, str(self._error), scope["state"]["request_id"]))
             self.headers["content-length"] = str(len(self.body))

@@ -92,6 +92,8 @@ class Batch:
     """When the batch came to each state."""
     is_expired: bool = False
     """Whether the window ended before all lines had an answer."""
+    unanswered: int = 0
+    """Lines that had no answer when the window ended. They count as failed, too."""
     errors: tuple[LineError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

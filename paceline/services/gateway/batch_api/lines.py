@@ -40,11 +40,13 @@ class Answer:
     body: Any
     retry_after: float = 0.0
     """Seconds after which a line that was refused may be tried again; 0 if the answer does not say it."""
+    error_type: str = ""
+    """Type of the error, as OpenAI has it, whatever the form of the body; "" if there is none."""
 
     @property
     def is_over_limit(self) -> bool:
         """Whether the line was refused because the key of its batch has used its limit."""
-        return self.status == 429 and self.body["error"]["type"] in LIMIT_KINDS
+        return self.status == 429 and self.error_type in LIMIT_KINDS
 
 
 class InvalidLineError(Exception):

@@ -38,6 +38,8 @@ from paceline.services.gateway.responses_api.bodies import (
     ResponseEvent,
 )
 from paceline.services.gateway.responses_api.builder import ResponseBuilder, check_echo, encode
+from paceline.services.gateway.responses_api.conversation_store import ConversationStore
+from paceline.services.gateway.responses_api.conversations import add_conversations
 from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
 from paceline.services.gateway.responses_api.planning import chat_request, in_client_fields, plan_response
@@ -58,15 +60,15 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         shared: where responses are kept; None if nothing is kept.
     """
     config = gateway.config
-    store = None
+    store = conversations = None
     if shared is not None:
-        store = ResponseStore(
-            shared,
-            entries=config.stored_responses,
-            max_bytes=parse_bytes(config.stored_responses_size),
-            seconds=config.stored_responses_seconds,
-        )
-    kept = KeptResponses(store)
+        limits: Any = {
+            "entries": config.stored_responses,
+            "max_bytes": parse_bytes(config.stored_responses_size),
+            "seconds": config.stored_responses_seconds,
+        }
+        store, conversations = ResponseStore(shared, **limits), ConversationStore(shared, **limits)
+    kept = KeptResponses(store, conversations)
     runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
 
     @contextlib.asynccontextmanager
@@ -76,6 +78,7 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
             await runs.close()
 
     router = APIRouter(lifespan=lifespan)
+    add_conversations(router, conversations)
 
     async def prepare(
         model: ModelFleet, body: ResponsesRequest, request: Request
@@ -103,7 +106,7 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
                 chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
             planned = await plan_with_media(model, [chat], request, plan, "input", keeps_newest=truncates)
         pin_meanings(body.input, loaded)
-        if body.store and store is not None and planned.learnt is None:
+        if (body.store or body.conversation is not None) and store is not None and planned.learnt is None:
             planned = dataclasses.replace(planned, learnt=STORED)
         return items, toolbox, planned
 
@@ -121,7 +124,8 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         items, toolbox, plan = await prepare(model, body, request)
         is_stored = body.store and store is not None
         response_id = _response_id(request, body)
-        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_stored else []
+        is_kept = is_stored or body.conversation is not None
+        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_kept else []
         if body.background and (known := await kept.find(response_id, owner)) is not None:
             return _again(known, body, model.name, own, runs)
         generation = start(model, plan, request, bool(body.stream))
@@ -130,12 +134,12 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         )
         if body.background and runs is not None:
             queued = dict(builder.response)
-            run = await runs.start(generation, builder, owner, own)
+            run = await runs.start(generation, builder, owner, own, lambda response: kept.growth(response, owner, own))
             return _follow(run, 0) if body.stream else JSONResponse(queued)
 
         async def keep(response: Json) -> None:
-            if is_stored:
-                await kept.put(response, owner, own)
+            if is_kept:
+                await kept.put(response, owner, own, is_stored)
 
         if body.stream:
             writer = ResponseWriter(builder)
