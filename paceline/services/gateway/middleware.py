@@ -23,6 +23,7 @@ ID_PREFIXES = {
     "/inference/v1/generate": "gen-",
     "/score": "score-",
     "/v1/score": "score-",
+    "/generative_scoring": "score-",
     "/rerank": "rerank-",
     "/v1/rerank": "rerank-",
     "/v2/rerank": "rerank-",

@@ -175,6 +175,8 @@ class ChatFields(NamedRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the model's preprocessing of media, such as Gemma 4's `max_soft_tokens`."""
     tools: list[ToolDefinition] | None = None
+    documents: list[dict[str, Any]] | None = None
+    """Texts with which the model answers, for chat templates that show them. They usually have a title and a text."""
     reasoning_effort: ReasoningEffort | None = None
     cache_control: CacheControl | None = None
     """A cache breakpoint at the end of the prompt."""

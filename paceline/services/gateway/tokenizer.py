@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,7 @@ class Tokenizer:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         now: datetime.datetime | None = None,
     ) -> str:
         """Render a conversation, as ChatTemplate.render, with `marks` at the places of media.
@@ -181,6 +183,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
             tools=tools,
+            documents=documents,
             now=now,
         )
 
@@ -196,6 +199,17 @@ class Tokenizer:
     def _chat_template(self, has_tools: bool) -> ChatTemplate | None:
         name = _TOOL_USE if has_tools and _TOOL_USE in self._chat_templates else _DEFAULT
         return self._chat_templates.get(name)
+
+    def names_documents(self, has_tools: bool) -> bool:
+        """Return whether the chat template shows documents. See `roles_with_parts`."""
+        return "documents" in self._source(has_tools)
+
+    def names_fields(self, fields: Iterable[str], has_tools: bool) -> bool:
+        """Return whether the chat template names one of the fields of a text in quotes, and so reads it."""
+        return any(re.search(rf"""["']{re.escape(name)}["']""", self._source(has_tools)) for name in fields)
+
+    def _source(self, has_tools: bool) -> str:
+        return self.tool_template_source if has_tools else self.chat_template_source
 
     def template(self, source: str) -> ChatTemplate:
         """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""

@@ -138,6 +138,20 @@ class Scores(AnswerBody):
     usage: Usage
 
 
+class LabelScore(AnswerBody):
+    index: int
+    token_probs: dict[str, float]
+
+
+class LabelScores(AnswerBody):
+    id: str
+    object: Literal["generative_score"]
+    created: int
+    model: str
+    results: list[LabelScore]
+    usage: Usage
+
+
 class DocumentText(AnswerBody):
     text: str
 

@@ -66,6 +66,7 @@ DECISIONS: dict[str, Access] = {
     "/detokenize": Access.CLIENT,
     "/score": Access.CLIENT,
     "/v1/score": Access.CLIENT,
+    "/generative_scoring": Access.CLIENT,
     "/rerank": Access.CLIENT,
     "/v1/rerank": Access.CLIENT,
     "/v2/rerank": Access.CLIENT,
