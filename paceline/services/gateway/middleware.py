@@ -24,6 +24,7 @@ ID_PREFIXES = {
     "/score": "score-",
     "/v1/score": "score-",
     "/generative_scoring": "score-",
+    "/invocations": "inv-",
     "/rerank": "rerank-",
     "/v1/rerank": "rerank-",
     "/v2/rerank": "rerank-",

@@ -16,6 +16,7 @@ from paceline.services.gateway.derender import derender_chat, derender_completio
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import NOTHING
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning import plan_chat, plan_completion
 from paceline.services.gateway.render import render
 from paceline.services.gateway.respond import choose_id
@@ -23,6 +24,13 @@ from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
 from paceline.services.gateway.vllm_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
+
+
+def check_no_media(chat: ChatRequest, model: ModelFleet) -> None:
+    """Raise ApiError if a chat that shall be rendered has media."""
+    if media_of(chat.messages, model.tokenizer):
+        message = "messages: a rendered request is token ids, which cannot have images, videos or audio"
+        raise ApiError(400, f"{message}; send them to the route that answers", param="messages")
 
 
 def add_render_api(router: APIRouter, gateway: Gateway) -> None:
@@ -41,12 +49,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
     async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
-        if media_of(body.messages, model.tokenizer):
-            message = (
-                "messages: a rendered request is token ids, which cannot have images, videos or audio; send them to "
-                "/v1/chat/completions"
-            )
-            raise ApiError(400, message, param="messages")
+        check_no_media(body, model)
         plan = await model.plan(lambda served: plan_chat(body, served))
         return render(body, plan, request_id, model.name)[0]
 

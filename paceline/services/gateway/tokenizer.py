@@ -124,6 +124,8 @@ class Tokenizer:
         self._encoder.no_padding()
         markers = media_tokens.markers.items()
         self.marks = MediaMarks({kind: "".join(self._text_of(own, folder) for own in ids) for kind, ids in markers})
+        self.settings = settings
+        """The content of tokenizer_config.json."""
         self._special_tokens = special_tokens
         sources = _chat_templates(folder, settings, chat_template)
         self.chat_template_source = sources.get(_DEFAULT, "")

@@ -136,3 +136,17 @@ async def test_refusals(stack: Stack) -> None:
     for path, fields, status in REFUSED:
         body = {"generate_response": answer("a"), "generate_responses": [answer("a")], **fields}
         assert (await stack.post(path, **body)).status_code == status, fields
+
+
+async def test_other_apis_are_rendered_as_chats_are(stack: Stack) -> None:
+    chat = (await stack.post(f"{CHAT}/render", messages=HELLO, max_tokens=9, seed=5)).json()
+    for path, body in (
+        ("/v1/messages/render", {"messages": HELLO, "max_tokens": 9, "seed": 5}),
+        ("/v1/responses/render", {"input": "hello", "max_output_tokens": 9, "seed": 5}),
+    ):
+        rendered = (await stack.post(path, model="toy", **body)).json()
+        assert rendered["token_ids"] == chat["token_ids"]
+        assert rendered["sampling_params"]["max_tokens"] == 9
+        answer = await stack.post(GENERATE, **rendered)
+        assert len(answer.json()["choices"][0]["token_ids"]) == 9
+    assert (await stack.post("/v1/messages/render", messages=HELLO)).json()["type"] == "error"

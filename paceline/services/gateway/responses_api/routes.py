@@ -27,6 +27,8 @@ from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansi
 from paceline.services.gateway.media.parts import pin_meanings
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
+from paceline.services.gateway.render import render
+from paceline.services.gateway.render_api import check_no_media
 from paceline.services.gateway.request_headers import IDEMPOTENCY_KEY, id_of_made, key_was_used
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
@@ -49,6 +51,7 @@ from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.resume import HEADER
 from paceline.services.gateway.store.store import Store
 from paceline.services.gateway.streaming import EventStreamResponse, event, event_stream, until_disconnect
+from paceline.services.gateway.vllm_bodies import RenderedRequest
 
 Json = dict[str, Any]
 
@@ -155,6 +158,16 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         model = gateway.pick(body.model)
         *_, plan = await prepare(model, body, request)
         return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
+
+    @router.post("/v1/responses/render", response_model=None, responses=answers(RenderedRequest))
+    async def render_response(body: ResponsesRequest, request: Request) -> Json:
+        model = gateway.pick(body.model)
+        request_id = choose_id(body.request_id, request)
+        items, toolbox, plan = await prepare(model, body, request)
+        with in_client_fields():
+            chat = await asyncio.to_thread(chat_request, body, toolbox, items)
+            check_no_media(chat, model)
+        return render(chat, plan, request_id, model.name)[0]
 
     @router.get(
         "/v1/responses/{response_id}", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent)
