@@ -147,10 +147,12 @@ def plan_scores(prompts: Iterable[tuple[str, str | list[int]]], token_ids: Seque
     plans = []
     left = _MOST_SCORED_TOKENS
     for param, prompt in prompts:
-        text, ids = None, prompt
+        text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             _check_length(prompt, params, model, param)
-            text, ids = prompt, model.tokenizer.encode(prompt, False, param)
+            ids = model.tokenizer.encode(prompt, False, param)
+        else:
+            ids = prompt
         left -= len(ids)
         if left < 0:
             told = f"{param}: the pairs up to this one have more than {_MOST_SCORED_TOKENS} tokens; send fewer at once"

@@ -125,7 +125,7 @@ class LabelsRequest(NamedRequest):
 
     request_id: str | None = None
     query: str | list[TokenId]
-    items: Annotated[list[str] | list[list[TokenId]], Field(min_length=1, max_length=MAX_PAIRS)]
+    items: Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=MAX_PAIRS)]
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)]
     apply_softmax: bool = True
     """Whether the probabilities of the labels sum to 1. Otherwise those of all tokens do."""
@@ -136,7 +136,7 @@ class LabelsRequest(NamedRequest):
     def prompts(self, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
         """Yield the prompt of each item, by the item's field. Raises InvalidRequestError if ids are not valid."""
         for index, item in enumerate(self.items):
-            parts = [(self.query, "query"), (item, f"items[{index}]")]
+            parts: list[tuple[str | list[int], str]] = [(self.query, "query"), (item, f"items[{index}]")]
             ids: list[int] = []
             for part, place in reversed(parts) if self.item_first else parts:
                 if isinstance(part, str):
