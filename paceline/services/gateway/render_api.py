@@ -20,7 +20,6 @@ from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning import plan_chat, plan_completion
 from paceline.services.gateway.render import render
 from paceline.services.gateway.respond import choose_id
-from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
 from paceline.services.gateway.vllm_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
@@ -57,8 +56,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
     async def completion(body: DerenderCompletionRequest, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
         for index, answer in enumerate(body.generate_responses):
-            for choice in answer.choices:
-                check_ids(choice.token_ids, model.tokenizer.vocab_size, f"generate_responses[{index}]")
+            answer.check_ids(model.tokenizer.vocab_size, f"generate_responses[{index}]")
         request_id = body.generate_responses[0].request_id or request.state.request_id
         plan = None
         if (completion_request := body.completion_request) is not None:
@@ -68,8 +66,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
     @router.post("/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat))
     async def chat(body: DerenderChatRequest, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
-        for choice in body.generate_response.choices:
-            check_ids(choice.token_ids, model.tokenizer.vocab_size, "generate_response")
+        body.generate_response.check_ids(model.tokenizer.vocab_size, "generate_response")
         request_id = body.generate_response.request_id or request.state.request_id
         plan = None
         if (chat_request := body.chat_request) is not None:
