@@ -202,6 +202,36 @@ async def _batch(soaker: Soaker) -> None:
             await soaker.get(f"/v1/batches/{batch['id']}/cancel", 200, 400, 409, method="POST")
 
 
+async def _message_batch(soaker: Soaker) -> None:
+    """Begin a message batch, to the end or not. Read and remove the ones that have ended."""
+    params = {"model": soaker.model, "max_tokens": 8, "messages": _messages(soaker)}
+    requests = [{"custom_id": str(number), "params": params} for number in range(3)]
+    path = "/v1/messages/batches"
+    batch = (await soaker.get(path, method="POST", body={"requests": requests})).json()
+    for old in (await soaker.get(f"{path}?limit=100")).json().get("data", ()):
+        if old["processing_status"] == "ended":
+            await soaker.get(f"{path}/{old['id']}/results", 200, 404)
+            await soaker.get(f"{path}/{old['id']}", 200, 404, method="DELETE")
+    if "id" in batch:
+        await soaker.get(f"{path}/{batch['id']}", 200, 404)
+        if soaker.draw.random() < 0.3:
+            await soaker.get(f"{path}/{batch['id']}/cancel", 200, 404, 409, method="POST")
+
+
+async def _conversation(soaker: Soaker) -> None:
+    """Keep a conversation, answer in it, and remove it."""
+    item = {"type": "message", "role": "user", "content": soaker.text()}
+    made = await soaker.get("/v1/conversations", method="POST", body={"items": [item]})
+    if made.status_code != 200:
+        return
+    path = f"/v1/conversations/{made.json()['id']}"
+    await soaker.post("/v1/responses", {"input": "more", "conversation": made.json()["id"], "max_output_tokens": 8})
+    await soaker.get(f"{path}/items", method="POST", body={"items": [item]})
+    for kept in (await soaker.get(f"{path}/items")).json().get("data", ())[:1]:
+        await soaker.get(f"{path}/items/{kept['id']}")
+    await soaker.get(path, method="DELETE")
+
+
 async def _trace(soaker: Soaker) -> None:
     name = f"soak-{soaker.draw.getrandbits(40)}"
     await soaker.http.post(
@@ -242,6 +272,8 @@ CALLS: Mapping[str, Call] = dict(
         ("/v1/completions", _completion),
         ("/v1/responses", _response),
         ("/v1/batches", _batch),
+        ("/v1/messages/batches", _message_batch),
+        ("/v1/conversations", _conversation),
         ("/trace/{request_id:path}", _trace),
         (
             "/v1/messages",
@@ -257,13 +289,30 @@ CALLS: Mapping[str, Call] = dict(
         ),
         _posts("/v1/messages/count_tokens", lambda soaker: {"messages": _messages(soaker)}),
         _posts("/v1/responses/input_tokens", lambda soaker: {"input": soaker.text()}),
+        _posts("/v1/messages/render", lambda soaker: {"messages": _messages(soaker), "max_tokens": 8}),
+        _posts("/v1/responses/render", lambda soaker: {"input": soaker.text()}),
+        _posts("/invocations", lambda soaker: {"prompt": soaker.text(), "max_tokens": 8}),
+        _posts(
+            "/generative_scoring",
+            lambda soaker: {"query": soaker.text(9), "items": [soaker.text(9)], "label_token_ids": [65, 66]},
+        ),
         _posts("/inference/v1/generate", lambda soaker: {"token_ids": [65] * 40, "sampling_params": {"max_tokens": 8}}),
         _posts("/tokenize", lambda soaker: {"prompt": soaker.text()}),
         _posts("/detokenize", lambda soaker: {"tokens": [65, 66, 67]}),
         *(_posts(path, _score, 200, 400) for path in ("/score", "/v1/score")),
         *(_posts(path, _rerank, 200, 400) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         _posts("/abort_requests", lambda soaker: {"request_ids": ["none"]}, 200, 404),
-        *_gets("/health", "/ping", "/version", "/metrics", "/openapi.json", "/load", "/v1/models", "/v1/files"),
+        *_gets(
+            "/health",
+            "/ping",
+            "/version",
+            "/metrics",
+            "/openapi.json",
+            "/load",
+            "/v1/models",
+            "/v1/files",
+            "/tokenizer_info",
+        ),
         *_gets("/fleet", "/fleet/scale", "/server_info", "/", "/console/requests"),
         ("/v1/models/{model:path}", lambda soaker: soaker.get(f"/v1/models/{soaker.model}")),
     ]
@@ -278,6 +327,12 @@ INSIDE = frozenset(
         "/v1/files/{file_id}",
         "/v1/files/{file_id}/content",
         "/v1/batches/{batch_id}",
+        "/v1/messages/batches/{batch_id}",
+        "/v1/messages/batches/{batch_id}/cancel",
+        "/v1/messages/batches/{batch_id}/results",
+        "/v1/conversations/{conversation_id}",
+        "/v1/conversations/{conversation_id}/items",
+        "/v1/conversations/{conversation_id}/items/{item_id}",
         "/v1/batches/{batch_id}/cancel",
         "/v1/completions/render",
         "/v1/chat/completions/render",

@@ -1,8 +1,11 @@
 """`paceline run-batch`: answer the requests of a file, on a stack of its own or on a running one.
 
-The work is that of `/v1/files` and `/v1/batches`, so this command only uploads, waits and downloads. The batch has a
-digest of its input in its metadata. A command that was ended and runs again finds the batch by it and goes on. The
-digest is made with the API key, because an admin sees the batches of all keys.
+The work is that of `/v1/files` and `/v1/batches`, so this command only uploads, waits and downloads. It makes a batch
+for each URL that lines name. Lines that no batch can have get an error, and the other lines are answered. In a batch,
+the id of a line is its number, so that ids in the file may be missing or equal.
+
+A batch has a digest of its input in its metadata. A command that was ended and runs again finds the batch by it and
+goes on. The digest is made with the API key, because an admin sees the batches of all keys.
 """
 
 from __future__ import annotations
@@ -11,19 +14,24 @@ import contextlib
 import hmac
 import json
 import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
+from paceline.services.gateway.batch_api.batch import ENDPOINTS
+from paceline.services.gateway.batch_api.lines import InvalidLineError, error_line, read_line
 
 POLL_SECONDS = 0.5
 START_SECONDS = 86400.0
@@ -59,16 +67,128 @@ def run_batch(
         InvalidRequestError: the input file, or something else, is refused. The message names its lines.
         UnavailableError: the stack has ended or does not answer.
     """
-    content = _read(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if gateway.url:
-        return _run(Server(gateway), content, source, target, window)
-    store = target.with_name(f".{target.name}.store.db")
-    with _own_stack(model, store, flags) as url:
-        is_good = _run(Server(GatewayClient(url, gateway.api_key)), content, source, target, window)
-    for suffix in ("", "-wal", "-shm"):
-        store.with_name(store.name + suffix).unlink(missing_ok=True)
-    return is_good
+    asked = Asked(_read(source))
+    output = Output(target)
+    if not asked.bodies:
+        output.write(asked.answered())  # no stack is needed
+    elif gateway.url:
+        _answer(Server(gateway), asked, output, source, window)
+    else:
+        with output.store() as store, _own_stack(model, store, flags) as url:
+            _answer(Server(GatewayClient(url, gateway.api_key)), asked, output, source, window)
+    return asked.is_good
+
+
+class Asked:
+    """The lines of an input file, and their answers as they become known.
+
+    Attributes:
+        bodies: for each URL, the lines that a batch may have, by their numbers from 1.
+        is_good: whether no line has an error so far.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.bodies: dict[str, dict[int, Json]] = {}
+        self.is_good = True
+        self._ids: dict[int, Any] = {}
+        """The `custom_id` of each line, in the order of the lines; None for a line that has none."""
+        self._answers: dict[int, bytes] = {}
+        for number, data in enumerate(content.splitlines(), 1):
+            if data.strip():
+                self._add(number, data)
+
+    def answer(self, number: int, answer: bytes) -> None:
+        """Set the answer of a line, whose `custom_id` in it is another one."""
+        told = {**json.loads(answer), "custom_id": self._ids[number]}
+        self._answers[number] = json.dumps(told, separators=(",", ":")).encode()
+
+    def refuse(self, number: int, code: str, message: str) -> None:
+        """Answer a line with an error."""
+        self.is_good = False
+        self.answer(number, error_line("", code, message).encode())
+
+    def answered(self) -> list[bytes]:
+        """Return the answers of all lines, in the order of the lines."""
+        return [self._answers[number] for number in self._ids]
+
+    def _add(self, number: int, data: bytes) -> None:
+        self._ids[number] = None
+        try:
+            value = json.loads(data.decode("utf-8-sig"))
+            self._ids[number] = value.get("custom_id")
+        except (ValueError, RecursionError, AttributeError):
+            value = {}
+        numbered = {**value, "custom_id": str(number)} if value else value
+        try:
+            line = read_line(number, json.dumps(numbered).encode() if value else data, ENDPOINTS, sys.maxsize)
+        except InvalidLineError as error:
+            self.refuse(number, error.error.code, error.error.message)
+        else:
+            self.bodies.setdefault(line.url, {})[number] = numbered
+
+
+class Output:
+    """The file of answers. Raises ConfigError if it cannot be written.
+
+    A plain file is there as a whole or not at all, also at the end of a link. A device or a pipe is written to.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._file = target.resolve()
+            self._status = target.stat() if target.exists() else None
+            if target.is_dir():
+                raise IsADirectoryError("it is a folder")
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+            raise ConfigError(f"cannot write {target}: {error}") from error
+
+    @contextlib.contextmanager
+    def store(self) -> Iterator[Path]:
+        """Yield the path of the store of the command's own stack. It is removed unless there is an error."""
+        if not self._is_plain:
+            with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+                yield Path(folder) / "store.db"
+            return
+        store = self._file.with_name(f".{self._file.name}.store.db")
+        yield store
+        for suffix in ("", "-wal", "-shm"):
+            store.with_name(store.name + suffix).unlink(missing_ok=True)
+
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Write lines."""
+        content = b"".join(line + b"\n" for line in lines)
+        try:
+            if self._is_plain:
+                self._replace(content)
+            else:
+                with open(1, "wb", closefd=False) if self._is_stdout else self._target.open("wb") as file:
+                    file.write(content)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._target}: {error}") from error
+
+    @property
+    def _is_plain(self) -> bool:
+        return self._status is None or (stat.S_ISREG(self._status.st_mode) and not self._is_stdout)
+
+    @property
+    def _is_stdout(self) -> bool:
+        """Whether the output of this command goes there, too. To open it again would write over other output."""
+        try:
+            return self._status is not None and os.path.samestat(self._status, os.fstat(1))
+        except OSError:
+            return False
+
+    def _replace(self, content: bytes) -> None:
+        new = self._file.with_name(f".{self._file.name}.new")
+        with new.open("wb") as file:
+            if self._status is not None:
+                shutil.copymode(self._file, new)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._file)
 
 
 class Server:
@@ -108,22 +228,51 @@ class Server:
             self._gateway.send("DELETE", f"/v1/files/{file_id}", seconds=REQUEST_SECONDS)
 
 
-def _run(server: Server, content: bytes, source: Path, target: Path, window: str) -> bool:
+def _answer(server: Server, asked: Asked, output: Output, source: Path, window: str) -> None:
+    """Answer all lines, by one batch for each URL, and write the answers."""
+    read: list[str] = []
+    for url, bodies in asked.bodies.items():
+        left = dict(bodies)
+        while left:
+            batch = _run(server, url, left, source, window)
+            read.append(batch["input_file_id"])
+            if batch["status"] == "failed" and (refused := _refused(batch, left)):
+                for number, code, message in refused:
+                    asked.refuse(number, code, message)
+                    del left[number]
+                continue
+            if batch["status"] not in ANSWERED:
+                raise InvalidRequestError(_reason(batch, source))
+            files = [file for file in (batch["output_file_id"], batch["error_file_id"]) if file]
+            for line in (line for file in files for line in server.download(file).splitlines()):
+                asked.answer(int(json.loads(line)["custom_id"]), line)
+            asked.is_good &= batch["request_counts"]["failed"] == 0
+            read += files
+            break
+    output.write(asked.answered())
+    # Last, because a command that is ended before it is here finds all answers again.
+    for file in read:
+        server.delete(file)
+
+
+def _run(server: Server, url: str, bodies: Mapping[int, Json], source: Path, window: str) -> Json:
+    """Return the batch of some lines after its end."""
+    content = b"".join(json.dumps(body).encode() + b"\n" for body in bodies.values())
     digest = hmac.digest(server.api_key.encode(), content, "sha256").hex()
     batch = _find(server, digest)
     if batch is None:
         file_id = server.upload(source.name.replace('"', ""), content)
-        body = {"input_file_id": file_id, "endpoint": _endpoint(content), "completion_window": window}
+        body = {"input_file_id": file_id, "endpoint": url, "completion_window": window}
         batch = server.ask("/v1/batches", {**body, "metadata": {DIGEST: digest}})
-    batch = _wait(server, batch)
-    if batch["status"] not in ANSWERED:
-        raise InvalidRequestError(_reason(batch, source))
-    files = [file for file in (batch["output_file_id"], batch["error_file_id"]) if file]
-    answers = {json.loads(line)["custom_id"]: line for file in files for line in server.download(file).splitlines()}
-    _write(target, [answers[json.loads(line)["custom_id"]] for line in content.splitlines() if line.strip()])
-    for file in (*files, batch["input_file_id"]):
-        server.delete(file)
-    return bool(batch["request_counts"]["failed"] == 0)
+    return _wait(server, batch)
+
+
+def _refused(batch: Json, bodies: Mapping[int, Json]) -> list[tuple[int, str, str]]:
+    """Return the number, code and message of each line that made a batch fail; nothing if the whole file did."""
+    numbers, errors = list(bodies), (batch["errors"] or {"data": []})["data"]
+    if not all(each["line"] for each in errors):
+        return []
+    return [(numbers[each["line"] - 1], each["code"], each["message"]) for each in errors]
 
 
 def _find(server: Server, digest: str) -> Json | None:
@@ -179,33 +328,11 @@ def _reason(batch: Json, source: Path) -> str:
     return f"the batch of {source} {batch['status']}" + (f": {lines}{more}" if lines else "")
 
 
-def _endpoint(content: bytes) -> str:
-    """Return the URL of the first line, which all lines must have. The server says what is wrong with it."""
-    first = next((line for line in content.splitlines() if line.strip()), b"")
-    try:
-        return str(json.loads(first)["url"])
-    except (ValueError, LookupError, TypeError):
-        raise InvalidRequestError("line 1 of the input file is not a JSON object with a url") from None
-
-
 def _read(source: Path) -> bytes:
     try:
         return source.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error}") from error
-
-
-def _write(target: Path, lines: Sequence[bytes]) -> None:
-    """Write a file that is there as a whole or not at all."""
-    new = target.with_name(f".{target.name}.new")
-    try:
-        with new.open("wb") as file:
-            file.writelines(line + b"\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(target)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 0, 1, 7, 63, 100_000]),
-    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 1e-6]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 1e-6, 1e-9]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
     seed=st.integers(0, 2**64 - 1),
 )

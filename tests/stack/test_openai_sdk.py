@@ -6,7 +6,9 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import anthropic
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -69,6 +71,34 @@ def test_a_stream_gives_the_same_text_and_usage(client: OpenAI) -> None:
     assert chunks[-1].usage is not None
     assert whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_conversation_is_kept_and_goes_on(client: OpenAI) -> None:
+    said: Any = [{"type": "message", "role": "user", "content": text} for text in ("My name is Ada.", "And mine?")]
+    options: Any = {"model": MODEL, "max_output_tokens": 16, "temperature": 0}
+    kept = client.conversations.create(items=said[:1])
+    asked = client.responses.create(input=said[1:], conversation=kept.id, **options)
+    whole = client.responses.create(input=said, **options)
+    assert asked.output_text == whole.output_text
+    assert asked.usage is not None
+    assert whole.usage is not None
+    assert asked.usage.input_tokens == whole.usage.input_tokens
+    roles = [item.role for item in client.conversations.items.list(kept.id, order="asc")]  # type: ignore[union-attr]
+    assert roles == ["user", "user", "assistant"]
+    client.conversations.delete(kept.id)
+
+
+def test_a_batch_of_messages_has_results(stack: Stack) -> None:
+    """A batch by Anthropic's client, whose `top_p` of 0 leaves the best token alone."""
+    params: Any = {"model": MODEL, "max_tokens": 12, "messages": QUESTION, "top_p": 0, "temperature": 1}
+    with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0, timeout=120) as client:
+        batch = client.messages.batches.create(requests=[{"custom_id": name, "params": params} for name in "ab"])
+        while client.messages.batches.retrieve(batch.id).processing_status != "ended":
+            time.sleep(0.2)
+        told = [each.result.message.content[0].text for each in client.messages.batches.results(batch.id)]  # type: ignore[union-attr]
+        client.messages.batches.delete(batch.id)
+    assert told[0] == told[1]
+    assert "Paris" in told[0]
 
 
 def test_seeds_fix_a_sample_and_choices_differ(client: OpenAI) -> None:

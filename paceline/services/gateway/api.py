@@ -28,7 +28,7 @@ from paceline.services.gateway.planning import kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from paceline.services.gateway.vllm_bodies import Text, Tokens
+from paceline.services.gateway.vllm_bodies import Text, TokenizerInfo, Tokens
 
 
 def add_api(router: APIRouter, gateway: Gateway) -> None:
@@ -91,6 +91,12 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
 
         # In a thread, because a text may have millions of tokens.
         return Response(await asyncio.to_thread(encode), media_type="application/json")
+
+    @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
+    async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
+        tokenizer = gateway.find(model).tokenizer
+        template = {"chat_template": tokenizer.chat_template_source} if tokenizer.chat_template_source else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings, **template}
 
     @router.post("/detokenize", response_model=None, responses=answers(Text))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:

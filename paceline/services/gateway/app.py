@@ -24,13 +24,15 @@ from paceline.services.gateway.chat_batch import add_chat_batch
 from paceline.services.gateway.console.routes import add_console
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.bodies import BodyMiddleware
+from paceline.services.gateway.http.head import HeadMiddleware
+from paceline.services.gateway.http.paths import PathMiddleware, check_root_path
 from paceline.services.gateway.messages_api.routes import add_messages
-from paceline.services.gateway.middleware import BodyLimitMiddleware, RequestIdMiddleware
+from paceline.services.gateway.middleware import RequestIdMiddleware
 from paceline.services.gateway.operations import add_operations
 from paceline.services.gateway.render_api import add_render_api
 from paceline.services.gateway.response_count import CountResponsesMiddleware
 from paceline.services.gateway.responses_api.routes import make_responses
-from paceline.services.gateway.root_path import RootPathMiddleware, check_root_path
 from paceline.services.gateway.scaling import add_scaling
 from paceline.services.gateway.score_api import add_score_api
 from paceline.services.gateway.step_records import add_step_records
@@ -93,14 +95,14 @@ def create_app(gateway: Gateway) -> FastAPI:
     # The middleware that is added last sees a request first.
     app.add_middleware(Guard, book=gateway.keys, limiter=gateway.limiter)
     app.add_middleware(
-        BodyLimitMiddleware, max_bytes=config.max_body_bytes, max_upload_bytes=parse_bytes(config.max_file_size)
+        BodyMiddleware, max_bytes=config.max_body_bytes, max_upload_bytes=parse_bytes(config.max_file_size)
     )
     if (cors := cors_options(config)) is not None:
         app.add_middleware(CORSMiddleware, **cors)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(CountResponsesMiddleware, count=gateway.metrics.count_response)
-    if config.root_path:
-        app.add_middleware(RootPathMiddleware, root_path=config.root_path)
+    app.add_middleware(HeadMiddleware)
+    app.add_middleware(PathMiddleware, root_path=config.root_path)
     return app
 
 

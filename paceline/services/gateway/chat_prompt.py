@@ -92,7 +92,8 @@ def render_chat(
         role = "system" if message.role == "developer" else message.role
         # Tools and their calls are added to these texts.
         grows = writes_tools and (role == "system" or bool(message.tool_calls))
-        messages.append(message.for_template(role in with_parts and not grows))
+        takes_parts = role in with_parts or tokenizer.names_fields(message.part_fields, bool(tools))
+        messages.append(message.for_template(takes_parts and not grows))
     if writes_tools and forms.tools is not None:
         messages = _with_tools(messages, tools, forms.tools)
     generation_prompt = request.add_generation_prompt
@@ -102,12 +103,21 @@ def render_chat(
         continue_final_message=request.continue_final_message,
         template_kwargs=_template_kwargs(request),
         tools=tools,
+        documents=_documents(request, tokenizer),
         now=now,
     )
     texts, kinds = tokenizer.marks.split(rendered)
     items = _in_places([part.item for message in arranged for part in message.media], kinds)
     markers = [tokenizer.marks.marker(kind) for kind in kinds]
     return RenderedChat(tokenizer.marks.show_markers(rendered), texts, items, markers)
+
+
+def _documents(request: ChatFields, tokenizer: Tokenizer) -> list[Json] | None:
+    """Return the documents of a request. Raises InvalidRequestError if the chat template does not show them."""
+    if request.documents and not tokenizer.names_documents(bool(request.tools)):
+        message = "documents: the model's chat template does not show them; write them into a message"
+        raise InvalidRequestError(message, "documents")
+    return request.documents or None
 
 
 def _in_places(items: Sequence[MediaItem], kinds: Sequence[ItemKind]) -> list[MediaItem]:

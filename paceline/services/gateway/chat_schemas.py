@@ -25,6 +25,10 @@ _TEXT_PARTS = {
 """Types of parts of a message's content that are texts, and the field with the text."""
 
 
+_OWN_FIELDS = frozenset({*_TEXT_PARTS.values(), "annotations", "logprobs", "signature"})
+"""Fields of these parts that are no business of a chat template."""
+
+
 class CacheControl(Body):
     """A cache breakpoint: the prompt up to here will be sent again."""
 
@@ -33,9 +37,12 @@ class CacheControl(Body):
 
 
 class TextPart(Body):
-    """A part of a message's content. All kinds of text are read as `text`."""
+    """A part of a message's content. All kinds of text are read as `text`.
 
-    model_config = ConfigDict(json_schema_extra=lambda schema: _as_clients_write(schema))
+    Further fields are for chat templates that name them, such as the `source_lang_code` of TranslateGemma.
+    """
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=lambda schema: _as_clients_write(schema))
 
     type: str
     text: str
@@ -55,8 +62,13 @@ class TextPart(Body):
         field = _TEXT_PARTS[kind]
         return {**data, "text": data[field]} if field in data else data
 
+    @property
+    def further_fields(self) -> Json:
+        """The fields that a chat template may name."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name not in _OWN_FIELDS}
+
     def for_template(self) -> Json:
-        return {"type": "text", "text": self.text}
+        return {**self.further_fields, "type": "text", "text": self.text}
 
 
 def kind_of_part(data: Any) -> str:
@@ -171,6 +183,12 @@ class ChatMessage(Body):
     def media(self) -> list[MediaPart]:
         """The parts of the content that are no texts."""
         return [part for part in self.content if isinstance(part, MediaPart)] if isinstance(self.content, list) else []
+
+    @property
+    def part_fields(self) -> set[str]:
+        """The names of the further fields of the message's texts."""
+        parts = self.content if isinstance(self.content, list) else []
+        return {name for part in parts if isinstance(part, TextPart) for name in part.further_fields}
 
     def for_template(self, takes_parts: bool) -> Json:
         """Return the message as a chat template reads it.

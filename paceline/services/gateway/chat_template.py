@@ -74,6 +74,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         now: datetime.datetime | None = None,
     ) -> str:
         """Return the prompt for a conversation.
@@ -84,6 +85,7 @@ class ChatTemplate:
             continue_final_message: whether the prompt ends inside the last message, so that the model continues it.
             template_kwargs: further names that the template can use.
             tools: the functions that the model may call, as in a request; None if there are none.
+            documents: texts with which the model answers, as in a request; None if there are none.
             now: local time for the template; None is the present.
 
         Raises:
@@ -108,8 +110,12 @@ class ChatTemplate:
                 message["role"] = "system"
             if self._wants_short_ids:
                 _shorten_ids(message)
-        time = {"strftime_now": now.strftime} if now is not None else {}
-        given = {**time, **(template_kwargs or {}), "tools": [dict(tool) for tool in tools] if tools else None}
+        given = {
+            **({"strftime_now": now.strftime} if now is not None else {}),
+            **(template_kwargs or {}),
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "documents": [dict(document) for document in documents] if documents else None,
+        }
         render = self._render_open_end if continue_final_message else self._render
         try:
             return render(conversation, add_generation_prompt, given)
@@ -153,9 +159,9 @@ class ChatTemplate:
         names = {
             "strftime_now": datetime.datetime.now().strftime,
             **self._special_tokens,
+            "documents": None,
             **given,
             "messages": conversation,
-            "documents": None,
             "add_generation_prompt": generation_prompt,
         }
         try:

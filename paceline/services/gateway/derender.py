@@ -41,7 +41,8 @@ def derender_chat(
     plan = _plan(plan or _bare_plan([prompt_ids], [answer], tokenizer), [answer])
     choices = _read([answer], plan, tokenizer)
     prompt_tokens = body.prompt_tokens if body.prompt_tokens is not None else len(prompt_ids)
-    return ChatFormat(request, plan, response_id, model, tokenizer).whole(choices, _usage(prompt_tokens, [answer]))
+    whole = ChatFormat(request, plan, response_id, model, tokenizer).whole(choices, _usage(prompt_tokens, [answer]))
+    return {**whole, "prompt_logprobs": answer.prompt_logprobs}
 
 
 def derender_completion(
@@ -62,7 +63,13 @@ def derender_completion(
     plan = _plan(plan, answers)
     prompt_tokens = sum(body.prompt_tokens if body.prompt_tokens is not None else map(len, prompts))
     choices = _read(answers, plan, tokenizer)
-    return CompletionFormat(request, plan, response_id, model, tokenizer).whole(choices, _usage(prompt_tokens, answers))
+    whole = CompletionFormat(request, plan, response_id, model, tokenizer).whole(
+        choices, _usage(prompt_tokens, answers)
+    )
+    scores = [answer.prompt_logprobs for answer in answers for _ in answer.choices]
+    for choice, own in zip(whole["choices"], scores, strict=True):
+        choice["prompt_logprobs"] = own
+    return whole
 
 
 def _bare_plan(prompts: Sequence[list[int]], answers: Iterable[TokensAnswer], tokenizer: Tokenizer) -> Plan:
@@ -97,6 +104,8 @@ def _read_choice(choice: TokensChoice, reader: Choice) -> Delta:
     if not reader.has_ended:
         delta.add(reader.end(choice.finish_reason or "stop"))
     delta.finish_reason = choice.finish_reason
+    if choice.stop_reason is not None:
+        delta.stop_reason = choice.stop_reason
     return delta
 
 

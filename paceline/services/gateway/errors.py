@@ -122,6 +122,7 @@ class ErrorResponse(JSONResponse):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["error_type"] = self._error.body["error"]["type"]
         if is_messages_path(scope["path"]):
             self.body = self.render(error_body(self._error.status, str(self._error), scope["state"]["request_id"]))
             self.headers["content-length"] = str(len(self.body))
@@ -235,9 +236,10 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 def _allowed(request: Request) -> list[str]:
     """Return the methods that a request's path takes."""
-    scopes = {method: {**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "PUT", "DELETE")}
+    scopes = {method: {**request.scope, "method": method} for method in ("GET", "POST", "PUT", "DELETE")}
     routes = request.app.routes
-    return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
+    found = [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
+    return [*found, *(["HEAD"] if "GET" in found else [])]
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:

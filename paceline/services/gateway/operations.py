@@ -39,7 +39,6 @@ def add_operations(router: APIRouter, gateway: Gateway) -> None:
 
     # One route for each method, because each operation needs an id of its own in /openapi.json.
     @router.get("/health", response_class=Response)
-    @router.head("/health", response_class=Response)
     async def health(model: str | None = None) -> Response:
         try:
             gateway.check_ready(model)
@@ -48,7 +47,6 @@ def add_operations(router: APIRouter, gateway: Gateway) -> None:
         return Response()
 
     @router.get("/ping", response_class=Response)
-    @router.head("/ping", response_class=Response)
     @router.post("/ping", response_class=Response)
     async def ping() -> Response:
         return Response()

@@ -134,11 +134,11 @@ _MOST_SCORED_TOKENS = 4 << 20
 """Most tokens of all pairs of a request together. The same query is in each of them."""
 
 
-def plan_scores(prompts: Iterable[tuple[str, str]], token_ids: Sequence[int], model: ServedModel) -> Plan:
+def plan_scores(prompts: Iterable[tuple[str, str | list[int]]], token_ids: Sequence[int], model: ServedModel) -> Plan:
     """Return a plan for the logprobs of given tokens after each prompt. One token is generated, which does not matter.
 
     Args:
-        prompts: for each prompt the field of the request that it comes from, and its rendered text.
+        prompts: for each prompt the field of the request that it comes from, and its rendered text or its token ids.
 
     Raises the errors of `plan_completion`, and InvalidRequestError if all prompts together are too long.
     """
@@ -146,9 +146,13 @@ def plan_scores(prompts: Iterable[tuple[str, str]], token_ids: Sequence[int], mo
     params = TokenSampling.model_validate({**fields, "ignore_eos": True})
     plans = []
     left = _MOST_SCORED_TOKENS
-    for param, text in prompts:
-        _check_length(text, params, model, param)
-        ids = model.tokenizer.encode(text, False, param)
+    for param, prompt in prompts:
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            _check_length(prompt, params, model, param)
+            ids = model.tokenizer.encode(prompt, False, param)
+        else:
+            ids = prompt
         left -= len(ids)
         if left < 0:
             told = f"{param}: the pairs up to this one have more than {_MOST_SCORED_TOKENS} tokens; send fewer at once"

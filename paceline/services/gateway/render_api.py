@@ -16,13 +16,20 @@ from paceline.services.gateway.derender import derender_chat, derender_completio
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import NOTHING
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning import plan_chat, plan_completion
 from paceline.services.gateway.render import render
 from paceline.services.gateway.respond import choose_id
-from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
 from paceline.services.gateway.vllm_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
+
+
+def check_no_media(chat: ChatRequest, model: ModelFleet) -> None:
+    """Raise ApiError if a chat that shall be rendered has media."""
+    if media_of(chat.messages, model.tokenizer):
+        message = "messages: a rendered request is token ids, which cannot have images, videos or audio"
+        raise ApiError(400, f"{message}; send them to the route that answers", param="messages")
 
 
 def add_render_api(router: APIRouter, gateway: Gateway) -> None:
@@ -41,12 +48,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
     async def render_chat(body: ChatRequest, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
-        if media_of(body.messages, model.tokenizer):
-            message = (
-                "messages: a rendered request is token ids, which cannot have images, videos or audio; send them to "
-                "/v1/chat/completions"
-            )
-            raise ApiError(400, message, param="messages")
+        check_no_media(body, model)
         plan = await model.plan(lambda served: plan_chat(body, served))
         return render(body, plan, request_id, model.name)[0]
 
@@ -54,8 +56,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
     async def completion(body: DerenderCompletionRequest, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
         for index, answer in enumerate(body.generate_responses):
-            for choice in answer.choices:
-                check_ids(choice.token_ids, model.tokenizer.vocab_size, f"generate_responses[{index}]")
+            answer.check_ids(model.tokenizer.vocab_size, f"generate_responses[{index}]")
         request_id = body.generate_responses[0].request_id or request.state.request_id
         plan = None
         if (completion_request := body.completion_request) is not None:
@@ -65,8 +66,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
     @router.post("/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat))
     async def chat(body: DerenderChatRequest, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
-        for choice in body.generate_response.choices:
-            check_ids(choice.token_ids, model.tokenizer.vocab_size, "generate_response")
+        body.generate_response.check_ids(model.tokenizer.vocab_size, "generate_response")
         request_id = body.generate_response.request_id or request.state.request_id
         plan = None
         if (chat_request := body.chat_request) is not None:

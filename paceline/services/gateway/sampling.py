@@ -16,6 +16,9 @@ from paceline.services.gateway.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+LEAST_TOP_P = 1e-9
+"""The top_p that workers get for 0. Both leave the best token alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobRules:
@@ -62,7 +65,7 @@ def resolve_sampling(
         temperature=_either(request.temperature, defaults.temperature),
         # -1 is an older way to ask for all tokens.
         top_k=max(0, _either(request.top_k, defaults.top_k)),
-        top_p=_either(request.top_p, defaults.top_p),
+        top_p=max(_either(request.top_p, defaults.top_p), LEAST_TOP_P),
         min_p=_either(request.min_p, defaults.min_p),
         seed=(request.seed or 0) % 2**64,  # without a seed of the client, the one of `derived_seed` follows
         repetition_penalty=_either(request.repetition_penalty, defaults.repetition_penalty),

@@ -60,7 +60,7 @@ class GenerationRequest(NamedRequest):
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     # Logits are divided by this; with a divisor near zero they would not be finite.
@@ -175,6 +175,8 @@ class ChatFields(NamedRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the model's preprocessing of media, such as Gemma 4's `max_soft_tokens`."""
     tools: list[ToolDefinition] | None = None
+    documents: list[dict[str, Any]] | None = None
+    """Texts with which the model answers, for chat templates that show them. They usually have a title and a text."""
     reasoning_effort: ReasoningEffort | None = None
     cache_control: CacheControl | None = None
     """A cache breakpoint at the end of the prompt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -20,15 +20,17 @@ from paceline.services.gateway.named_request import NamedRequest
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_scores
 from paceline.services.gateway.respond import choose_id, start, whole
-from paceline.services.gateway.scoring import probability
-from paceline.services.gateway.vllm_bodies import Ranking, Scores
+from paceline.services.gateway.sampling import check_ids, check_no_media
+from paceline.services.gateway.schemas import MAX_LOGPROB_TOKENS, TokenId
+from paceline.services.gateway.scoring import Cut, label_probabilities, probability
+from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.vllm_bodies import LabelScores, Ranking, Scores
 
 Json = dict[str, Any]
 
 MAX_PAIRS = 1000
 """Largest number of pairs of a query and a document in one request."""
 
-_TRUNCATING = ("max_tokens_per_doc", "max_chunks_per_doc", "truncate_prompt_tokens")
 _NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """Names that clients use for queries and documents."""
 
@@ -52,11 +54,19 @@ class ScoringRequest(NamedRequest):
     use_activation: bool | None = None
     """If false, a score is the difference of the two logprobs instead of a probability."""
 
+    max_tokens_per_doc: int | None = Field(None, ge=0)
+    """Tokens to which documents are cut; 0 is no limit."""
+    max_tokens_per_query: int | None = Field(None, ge=0)
+    """The same for queries."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Tokens that a prompt may have, or -1 for all that fit. Documents of longer ones are cut."""
+
     @model_validator(mode="before")
     @classmethod
-    def _check_truncation(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (names := [name for name in _TRUNCATING if data.get(name) is not None]):
-            raise ApiError(400, f"{names[0]} is not supported; shorten the texts before you send them", param=names[0])
+    def _check_chunks(cls, data: Any) -> Any:
+        name = "max_chunks_per_doc"
+        if isinstance(data, dict) and data.get(name) is not None:
+            raise ApiError(400, f"{name} is not supported; cut documents with max_tokens_per_doc", param=name)
         return data
 
     def score(self, margin: float) -> float:
@@ -110,6 +120,34 @@ class RerankRequest(ScoringRequest):
         return {f"documents[{index}]": (query, text) for index, text in enumerate(_texts(self.documents))}
 
 
+class LabelsRequest(NamedRequest):
+    """The body of POST /generative_scoring: how likely are some tokens after each item?"""
+
+    request_id: str | None = None
+    query: str | list[TokenId]
+    items: Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=MAX_PAIRS)]
+    label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)]
+    apply_softmax: bool = True
+    """Whether the probabilities of the labels sum to 1. Otherwise those of all tokens do."""
+    item_first: bool = False
+    """Whether an item comes before the query."""
+    add_special_tokens: bool = True
+
+    def prompts(self, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+        """Yield the prompt of each item, by the item's field. Raises InvalidRequestError if ids are not valid."""
+        for index, item in enumerate(self.items):
+            parts: list[tuple[str | list[int], str]] = [(self.query, "query"), (item, f"items[{index}]")]
+            ids: list[int] = []
+            for part, place in reversed(parts) if self.item_first else parts:
+                if isinstance(part, str):
+                    ids += tokenizer.encode(part, self.add_special_tokens and not ids, place)
+                else:
+                    check_ids(part, tokenizer.vocab_size, place)
+                    check_no_media(part, tokenizer, place)
+                    ids += part
+            yield f"items[{index}]", ids
+
+
 def add_score_api(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes that score and rerank to a router."""
 
@@ -146,6 +184,28 @@ def add_score_api(router: APIRouter, gateway: Gateway) -> None:
 
         return await _respond(model, body, pairs, request, answer)
 
+    @router.post("/generative_scoring", response_model=None, responses=answers(LabelScores))
+    async def score_labels(body: LabelsRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        response_id = choose_id(body.request_id, request)
+        labels = list(dict.fromkeys(body.label_token_ids))
+
+        def plan(served: ServedModel) -> Plan:
+            check_ids(labels, served.tokenizer.vocab_size, "label_token_ids")
+            return plan_scores(body.prompts(served.tokenizer), labels, served)
+
+        generation = start(model, await model.plan(plan), request, is_streamed=False)
+
+        def finish(choices: Sequence[Delta], usage: Json) -> Json:
+            results = [
+                {"index": index, "token_probs": label_probabilities(choice.tokens[0], labels, body.apply_softmax)}
+                for index, choice in enumerate(choices)
+            ]
+            head = {"id": response_id, "object": "generative_score", "created": int(time.time()), "model": model.name}
+            return {**head, "results": results, "usage": _read_alone(usage)}
+
+        return await whole(generation, request, finish)
+
 
 async def _respond(
     model: ModelFleet,
@@ -166,18 +226,28 @@ async def _respond(
     def plan(served: ServedModel) -> Plan:
         token_ids = scoring.token_ids
         # One after another, because all texts together may be a thousand times as long as the request.
-        prompts = ((place, scoring.render(*pair, body.instruction)) for place, pair in pairs.items())
+        cut = Cut(body.max_tokens_per_query, body.max_tokens_per_doc, _limit(body, served))
+        prompts = ((place, cut.prompt(scoring, *pair, body.instruction, place)) for place, pair in pairs.items())
         return plan_scores(prompts, token_ids, served)
 
     generation = start(model, await model.plan(plan), request, is_streamed=False)
 
     def finish(choices: Sequence[Delta], usage: Json) -> Json:
         margins = [scoring.margin(choice.tokens[0]) for choice in choices]
-        # The token that was generated for each pair is no part of the answer.
-        read = {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return answer(margins, {**usage, **read}, response_id)
+        return answer(margins, _read_alone(usage), response_id)
 
     return await whole(generation, request, finish)
+
+
+def _read_alone(usage: Json) -> Json:
+    """Return a usage without the token that was generated for each prompt, because it is no part of the answer."""
+    return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+
+
+def _limit(body: ScoringRequest, model: ServedModel) -> int | None:
+    """Return the most tokens that a prompt shall have; None if nothing is cut. One more token is generated."""
+    limit = body.truncate_prompt_tokens
+    return None if limit is None else model.max_model_len - 1 if limit == -1 else limit
 
 
 def _texts(given: AnyText | Sequence[AnyText] | None) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, InvalidRequestError
@@ -68,11 +69,65 @@ class Scoring:
             template_kwargs=_NO_THINKING,
         )
 
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
+        return len(self._tokenizer.encode(text, False))
+
+    def cut(self, text: str, limit: int | None) -> str:
+        """Return the beginning of a text that has at most `limit` tokens; None and 0 are no limit."""
+        if not limit:
+            return text
+        ids = self._tokenizer.encode(text, False)
+        # A character whose tokens are not all there would be a U+FFFD.
+        return text if len(ids) <= limit else self._tokenizer.decode(ids[:limit]).rstrip("\ufffd")
+
     def margin(self, token: Token) -> float:
         """Return how much more likely the first token is than the other one: the difference of their logprobs."""
         logprobs = {entry.token_id: entry.logprob for entry in token.logprobs}
         fits, other = self.token_ids
         return logprobs[fits] - logprobs[other]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Limits to which texts are cut at their ends, in tokens. None and 0 are no limit."""
+
+    query: int | None
+    document: int | None
+    whole: int | None
+    """Limit of the whole prompt. The document alone is cut for it, because the prompt's end asks for the judgement."""
+
+    def prompt(self, scoring: Scoring, query: str, document: str, instruction: str | None, place: str) -> str:
+        """Return a prompt. Raises InvalidRequestError if it has no room for any document.
+
+        Args:
+            place: the field of the request that has the document.
+        """
+        query, document = scoring.cut(query, self.query), scoring.cut(document, self.document)
+        prompt = scoring.render(query, document, instruction)
+        if self.whole is None:
+            return prompt
+        while (excess := scoring.count(prompt) - self.whole) > 0:
+            if not document:
+                message = f"truncate_prompt_tokens: {self.whole} tokens have no room for the query and {place}"
+                raise InvalidRequestError(message, "truncate_prompt_tokens")
+            left = scoring.count(document) - excess
+            document = scoring.cut(document, left) if left > 0 else ""
+            prompt = scoring.render(query, document, instruction)
+        return prompt
+
+
+def label_probabilities(token: Token, labels: Sequence[int], apply_softmax: bool) -> dict[str, float]:
+    """Return the probability of each label at the place of a token.
+
+    Args:
+        apply_softmax: whether they sum to 1.
+    """
+    logprobs = {entry.token_id: entry.logprob for entry in token.logprobs}
+    most = max(logprobs[label] for label in labels) if apply_softmax else 0.0
+    weights = {label: math.exp(logprobs[label] - most) for label in labels}
+    total = sum(weights.values()) if apply_softmax else 1.0
+    return {str(label): weight / total for label, weight in weights.items()}
 
 
 def probability(margin: float) -> float:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.named_request import NamedRequest
+from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import (
     MAX_CHOICES,
     ChatRequest,
@@ -103,6 +104,8 @@ class TokensChoice(Body):
     index: int = Field(ge=0)
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     finish_reason: str | None = "stop"
+    stop_reason: int | str | None = None
+    """What ended the choice, as its worker knows it; None if nobody does."""
     logprobs: ChoiceLogprobs | None = None
 
 
@@ -113,6 +116,18 @@ class TokensAnswer(Body):
     output_mode: Literal["tokens"] = "tokens"
     choices: Annotated[list[TokensChoice], Field(min_length=1, max_length=MAX_CHOICES)]
     prompt_token_ids: list[TokenId] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    """Are in the derendered answer as they are here."""
+
+    def check_ids(self, vocab_size: int, place: str) -> None:
+        """Raise InvalidRequestError if a token is not in the vocabulary."""
+        check_ids(self.prompt_token_ids or [], vocab_size, f"{place}.prompt_token_ids")
+        for index, choice in enumerate(self.choices):
+            own = f"{place}.choices[{index}]"
+            check_ids(choice.token_ids, vocab_size, f"{own}.token_ids")
+            content = (choice.logprobs and choice.logprobs.content) or ()
+            scored = [entry.token_id for chosen in content for entry in (chosen, *chosen.top_logprobs)]
+            check_ids(scored, vocab_size, f"{own}.logprobs")
 
 
 class DerenderRequest(NamedRequest):

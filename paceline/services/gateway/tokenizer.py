@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class SamplingDefaults:
 
 _RANGES = {
     "temperature": (0, 2),
-    "top_p": (1e-9, 1),
+    "top_p": (0, 1),
     "top_k": (-1, 2**31),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 100),
@@ -123,6 +124,8 @@ class Tokenizer:
         self._encoder.no_padding()
         markers = media_tokens.markers.items()
         self.marks = MediaMarks({kind: "".join(self._text_of(own, folder) for own in ids) for kind, ids in markers})
+        self.settings = settings
+        """The content of tokenizer_config.json."""
         self._special_tokens = special_tokens
         sources = _chat_templates(folder, settings, chat_template)
         self.chat_template_source = sources.get(_DEFAULT, "")
@@ -162,6 +165,7 @@ class Tokenizer:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         now: datetime.datetime | None = None,
     ) -> str:
         """Render a conversation, as ChatTemplate.render, with `marks` at the places of media.
@@ -181,6 +185,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
             tools=tools,
+            documents=documents,
             now=now,
         )
 
@@ -196,6 +201,17 @@ class Tokenizer:
     def _chat_template(self, has_tools: bool) -> ChatTemplate | None:
         name = _TOOL_USE if has_tools and _TOOL_USE in self._chat_templates else _DEFAULT
         return self._chat_templates.get(name)
+
+    def names_documents(self, has_tools: bool) -> bool:
+        """Return whether the chat template shows documents. See `roles_with_parts`."""
+        return "documents" in self._source(has_tools)
+
+    def names_fields(self, fields: Iterable[str], has_tools: bool) -> bool:
+        """Return whether the chat template names one of the fields of a text in quotes, and so reads it."""
+        return any(re.search(rf"""["']{re.escape(name)}["']""", self._source(has_tools)) for name in fields)
+
+    def _source(self, has_tools: bool) -> str:
+        return self.tool_template_source if has_tools else self.chat_template_source
 
     def template(self, source: str) -> ChatTemplate:
         """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""

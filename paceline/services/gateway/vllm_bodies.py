@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from paceline.services.gateway.answer_body import AnswerBody
 from paceline.services.gateway.api_bodies import (
     AboutPrompt,
@@ -24,6 +26,15 @@ class Tokens(AnswerBody):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
+
+
+class TokenizerInfo(AnswerBody):
+    """The settings of the tokenizer, as in the model's tokenizer_config.json, and the chat template in use."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    chat_template: str = ""
 
 
 class Text(AnswerBody):
@@ -135,6 +146,20 @@ class Scores(AnswerBody):
     created: int
     model: str
     data: list[Score]
+    usage: Usage
+
+
+class LabelScore(AnswerBody):
+    index: int
+    token_probs: dict[str, float]
+
+
+class LabelScores(AnswerBody):
+    id: str
+    object: Literal["generative_score"]
+    created: int
+    model: str
+    results: list[LabelScore]
     usage: Usage
 
 

@@ -130,6 +130,8 @@ class VllmServerNames(Collector):
         for metric in self._registry.collect():
             if metric.name == "paceline:http_responses":
                 yield _http_requests(metric)
+            elif metric.name == "paceline:requests_refused":
+                yield _rejections(metric)
 
 
 def _further_labels(sample: Sample) -> tuple[tuple[str, str], ...]:
@@ -147,4 +149,16 @@ def _http_requests(responses: Metric) -> Metric:
     metric = Metric("http_requests", "Responses by class of their status", "counter")
     for (handler, method, status), value in counted.items():
         metric.add_sample("http_requests_total", {"handler": handler, "method": method, "status": status}, value)
+    return metric
+
+
+def _rejections(refused: Metric) -> Metric:
+    """Return refused requests of all classes by model and reason."""
+    counted: dict[tuple[str, str], float] = defaultdict(float)
+    for sample in refused.samples:
+        if sample.name.endswith("_total"):
+            counted[sample.labels["model_name"], sample.labels["reason"]] += sample.value
+    metric = Metric("vllm:admission_rejections", refused.documentation, "counter")
+    for (model, reason), value in counted.items():
+        metric.add_sample(f"{metric.name}_total", {"model_name": model, "reason": reason}, value)
     return metric

@@ -21,7 +21,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "0.5"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"min_p": 2}, "min_p"),

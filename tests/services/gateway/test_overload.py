@@ -28,7 +28,7 @@ async def test_requests_that_would_be_late_are_refused_with_a_reason(start_stack
     keys.touch(0o600)
     keys.write_text('[chat]\nkey = "k"\nclass = "chat"\n[small]\nkey = "s"\nmax_concurrent = 1\n')
     classes.write_text("[chat]\nttft_seconds = 0.3\n")
-    stack = await start_stack(api_keys_file=str(keys), classes_file=str(classes))
+    stack = await start_stack(api_keys_file=str(keys), classes_file=str(classes), vllm_metric_names=True)
     stack.workers["decode-0"].max_seqs = 0
     body = {"prompt": "abc", "max_tokens": 2}
 
@@ -53,6 +53,8 @@ async def test_requests_that_would_be_late_are_refused_with_a_reason(start_stack
     waiting.cancel()
     expected = {("chat", "overload"): 2.0, ("chat", "deadline"): 1.0, ("default", "limit"): 1.0}
     assert await counts(stack, "paceline:requests_refused_total", "request_class", "reason") == expected
+    rejections = await counts(stack, "vllm:admission_rejections_total", "reason")
+    assert rejections == {("overload",): 2.0, ("deadline",): 1.0, ("limit",): 1.0}
 
 
 @pytest.mark.parametrize("name", ["X-Request-Timeout", "X-SLO-TTFT-MS"])

@@ -11,10 +11,10 @@ from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_chat, plan_completion
-from paceline.services.gateway.sampling import LogprobRules
+from paceline.services.gateway.sampling import LEAST_TOP_P, LogprobRules
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer
-from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
+from tests.services.gateway.toy_model import END, VOCAB_SIZE, text_of, write_toy_model
 
 LIMIT = 100
 
@@ -45,6 +45,12 @@ def test_what_the_client_says_wins(tokenizer: Tokenizer) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 0.5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1.5)
     assert (sampling.logit_bias, sampling.allowed_token_ids) == ({7: -100}, (1, 2))
+
+
+def test_a_top_p_of_0_is_the_smallest_that_workers_take(tokenizer: Tokenizer) -> None:
+    """OpenAI takes it. Both leave the best token alone, at any temperature."""
+    assert completion(tokenizer, top_p=0).prompts[0].sampling.top_p == LEAST_TOP_P
+    assert completion(tokenizer, top_p=LEAST_TOP_P / 2).prompts[0].sampling.top_p == LEAST_TOP_P
 
 
 def test_a_seed_is_kept_or_follows_from_the_id(tokenizer: Tokenizer) -> None:
@@ -207,3 +213,38 @@ def test_a_suffix_is_written_with_the_tokens_of_the_model(own_tokens: str, promp
     assert fill_in_middle("{a", "b}", own_tokens.split()) == prompt
     with pytest.raises(InvalidRequestError, match="no tokens that mark"):
         fill_in_middle("a", "b", own_tokens.split()[1:])
+
+
+TRANSLATES = (
+    "{% for m in messages %}{% set part = m['content'][0] %}"
+    "{{ part['source_lang_code'] }}>{{ part['target_lang_code'] }}:{{ part['text'] }}{% endfor %}"
+)
+"""A template in the manner of TranslateGemma's, which fails without these fields."""
+
+
+def prompt_of(folder: Path, source: str, **fields: Any) -> str:
+    tokenizer = Tokenizer(write_toy_model(folder, chat_template=source))
+    return text_of(chat(tokenizer, **fields).prompts[0].token_ids)
+
+
+def test_a_template_reads_the_fields_of_texts_that_it_names(tmp_path: Path) -> None:
+    part = {"type": "text", "text": "ahoj", "source_lang_code": "cs", "target_lang_code": "de", "index": 0}
+    messages = [{"role": "user", "content": [part]}]
+    assert prompt_of(tmp_path, TRANSLATES, messages=messages) == "cs>de:ahoj"
+
+
+def test_a_template_that_names_none_of_them_gets_a_text_as_before(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ loop.index }}{{ m.content + '!' }}{% endfor %}"
+    part = {"type": "text", "text": "hi", "index": 3, "annotations": []}
+    assert prompt_of(tmp_path, source, messages=[{"role": "user", "content": [part]}]) == "1hi!"
+
+
+def test_documents_are_shown_or_refused(tmp_path: Path) -> None:
+    source = "{% for d in documents or [] %}[{{ d.title }}:{{ d['text'] }}]{% endfor %}{{ messages[0].content }}"
+    documents = [{"title": "t", "text": "one"}, {"title": "u", "text": "two"}]
+    assert prompt_of(tmp_path / "a", source, documents=documents) == "[t:one][u:two]hi"
+    for nothing in ([], None):
+        assert prompt_of(tmp_path / "a", source, documents=nothing) == "hi"
+    with pytest.raises(InvalidRequestError, match="does not show them") as caught:
+        prompt_of(tmp_path / "b", "{{ messages[0].content }}", documents=documents)
+    assert caught.value.param == "documents"

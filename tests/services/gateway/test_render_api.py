@@ -136,3 +136,33 @@ async def test_refusals(stack: Stack) -> None:
     for path, fields, status in REFUSED:
         body = {"generate_response": answer("a"), "generate_responses": [answer("a")], **fields}
         assert (await stack.post(path, **body)).status_code == status, fields
+
+
+OUTSIDE = {"content": [{"token_id": 65, "logprob": -1.0, "top_logprobs": [{"token_id": 10**6, "logprob": -2.0}]}]}
+
+
+async def test_what_the_worker_knew_is_told(stack: Stack) -> None:
+    told: Any = answer("hi")
+    told["choices"][0] |= {"finish_reason": "stop", "stop_reason": "<end>"}
+    told["prompt_logprobs"] = [None, {"65": {"logprob": -0.5, "rank": 1, "decoded_token": "A"}}]
+    chat = (await stack.post(f"{CHAT}/derender", generate_response=told)).json()
+    assert (chat["choices"][0]["stop_reason"], chat["prompt_logprobs"]) == ("<end>", told["prompt_logprobs"])
+    (choice,) = (await stack.post("/v1/completions/derender", generate_responses=[told])).json()["choices"]
+    assert (choice["stop_reason"], choice["prompt_logprobs"]) == ("<end>", told["prompt_logprobs"])
+    told["choices"][0]["logprobs"] = OUTSIDE
+    refused = await stack.post(f"{CHAT}/derender", generate_response=told)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "generate_response.choices[0].logprobs")
+
+
+async def test_other_apis_are_rendered_as_chats_are(stack: Stack) -> None:
+    chat = (await stack.post(f"{CHAT}/render", messages=HELLO, max_tokens=9, seed=5)).json()
+    for path, body in (
+        ("/v1/messages/render", {"messages": HELLO, "max_tokens": 9, "seed": 5}),
+        ("/v1/responses/render", {"input": "hello", "max_output_tokens": 9, "seed": 5}),
+    ):
+        rendered = (await stack.post(path, model="toy", **body)).json()
+        assert rendered["token_ids"] == chat["token_ids"]
+        assert rendered["sampling_params"]["max_tokens"] == 9
+        answer = await stack.post(GENERATE, **rendered)
+        assert len(answer.json()["choices"][0]["token_ids"]) == 9
+    assert (await stack.post("/v1/messages/render", messages=HELLO)).json()["type"] == "error"

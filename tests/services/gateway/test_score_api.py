@@ -85,6 +85,58 @@ async def test_a_score_template_has_a_query_and_a_document(start_stack: StartSta
         assert [*map(text, stack.workers["prefill-0"].calls)] == ["q=one;d=two;", "s=i;q=one;d=two;"]
 
 
+async def test_long_texts_are_cut(start_stack: StartStack) -> None:
+    stack = await start_stack(**TOKENS)
+    body: dict[str, Any] = {"query": "query", "documents": ["0123456789", "ab"]}
+
+    async def asked(path: str = "/rerank", **fields: Any) -> list[tuple[str, str]]:
+        answer = await stack.post(path, **{**body, **fields})
+        assert answer.status_code == 200, answer.text
+        texts = sorted(map(text, stack.workers["prefill-0"].calls[-2:]), key=len, reverse=True)
+        pairs = [each.split("<Query>: ")[1].split("\n<Document>: ") for each in texts]
+        return [(query, document) for query, document in pairs]
+
+    assert await asked(max_tokens_per_doc=4) == [("query", "0123"), ("query", "ab")]
+    assert await asked(max_tokens_per_doc=0, max_tokens_per_query=2) == [("qu", "0123456789"), ("qu", "ab")]
+    full = stack.workers["prefill-0"].calls[-1].work.prompt_tokens
+    longest = max(call.work.prompt_tokens for call in stack.workers["prefill-0"].calls[-2:])
+    assert await asked(max_tokens_per_query=2, truncate_prompt_tokens=longest - 3) == [("qu", "0123456"), ("qu", "ab")]
+    assert max(call.work.prompt_tokens for call in stack.workers["prefill-0"].calls[-2:]) == longest - 3
+    assert full <= longest
+    (long, _) = await asked(documents=["x" * 2000, "ab"], truncate_prompt_tokens=-1)
+    assert 0 < len(long[1]) < 2000
+    pairs = {"query": None, "text_1": "q", "text_2": ["0123456789", "ab"], "documents": None}
+    assert await asked("/score", **pairs, max_tokens_per_doc=3) == [("q", "012"), ("q", "ab")]
+
+
+async def test_labels_after_each_item(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    body: dict[str, Any] = {"query": "is it ", "items": ["a", "bcd"], "label_token_ids": [ord("y"), ord("n")]}
+
+    async def asked(**fields: Any) -> list[dict[str, float]]:
+        answer = await stack.post("/generative_scoring", model="toy", **{**body, **fields})
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        assert (told["object"], told["id"][:6], told["usage"]["completion_tokens"]) == ("generative_score", "score-", 0)
+        return [result["token_probs"] for result in sorted(told["results"], key=lambda result: result["index"])]
+
+    def texts() -> list[str]:
+        return sorted(map(text, stack.workers["prefill-0"].calls[-2:]), key=len)
+
+    probs = await asked()
+    assert texts() == ["is it a", "is it bcd"]
+    lengths = [call.work.prompt_tokens for call in stack.workers["prefill-0"].calls[-2:]]
+    for prob, length in zip(probs, sorted(lengths), strict=True):
+        assert prob[str(ord("y"))] == pytest.approx(probability(margin(length)))
+        assert sum(prob.values()) == pytest.approx(1)
+    raw = await asked(apply_softmax=False, add_special_tokens=False)
+    assert raw[0][str(ord("y"))] == pytest.approx(math.exp(-ord("y") * len("is it a") / 10_000))
+    await asked(item_first=True)
+    assert texts() == ["ais it ", "bcdis it "]
+    await asked(query=[ord("q")], items=[[ord("a")], [ord("b"), ord("c")]])
+    assert texts() == ["qa", "qbc"]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/score", {"text_1": "q"}, "text_1"),
     ("/score", {"text_1": "q", "documents": ["a"]}, "text_1"),
@@ -94,7 +146,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/rerank", {"query": "q", "documents": []}, "documents"),
     ("/rerank", {"query": "q", "documents": ["a"], "top_n": -1}, "top_n"),
     ("/rerank", {"query": "q", "documents": ["a"], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-    ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+    ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": -5}, "max_tokens_per_doc"),
+    ("/generative_scoring", {"query": "q", "items": [], "label_token_ids": [1]}, "items"),
+    ("/generative_scoring", {"query": "q", "items": ["a"], "label_token_ids": []}, "label_token_ids"),
+    ("/generative_scoring", {"query": "q", "items": ["a"], "label_token_ids": [10**6]}, "label_token_ids"),
+    ("/generative_scoring", {"query": [10**6], "items": ["a"], "label_token_ids": [1]}, "query"),
+    ("/rerank", {"query": "q", "documents": ["a"], "max_chunks_per_doc": 5}, "max_chunks_per_doc"),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.services.gateway.middleware import BodyLimitMiddleware
+from paceline.services.gateway.http.bodies import BodyMiddleware
 from paceline.services.gateway.streaming import EventStreamResponse, until_disconnect
 
 SCOPE: Scope = {"type": "http", "path": "/", "headers": []}
@@ -53,7 +53,7 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
         await receive()
 
     with pytest.raises(HTTPException) as caught:
-        await BodyLimitMiddleware(app, 100, max_seconds=0.01)(SCOPE, silence, silence)
+        await BodyMiddleware(app, 100, max_seconds=0.01)(SCOPE, silence, silence)
     assert caught.value.status_code == 408
 
 
@@ -69,7 +69,7 @@ async def test_behind_the_body_there_is_no_limit() -> None:
         for _ in messages:
             seen.append((await receive())["type"])
 
-    await BodyLimitMiddleware(app, 100, max_seconds=0.01)(SCOPE, receive, silence)
+    await BodyMiddleware(app, 100, max_seconds=0.01)(SCOPE, receive, silence)
     assert seen == ["http.request", "http.disconnect"]
 
 

@@ -6,9 +6,11 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
+
 from paceline.core.types import ConstraintKind
 from paceline.services.common.wire import sampling_from_pb
-from tests.services.gateway.conftest import Stack, eventually
+from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_model import END
 from tests.services.gateway.toy_workers import TEXT
 
@@ -150,3 +152,38 @@ async def test_a_request_that_waits_for_a_worker_can_be_aborted(stack: Stack) ->
     (chunk,) = await asked
     assert (chunk["choices"][0]["token_ids"], chunk["choices"][0]["finish_reason"]) == ([], "abort")
     assert (await stack.post("/abort_requests")).status_code == 400
+
+
+INVOKED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 3}),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 16}),
+    ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}),
+    ("/generative_scoring", {"query": "q", "items": ["a"], "label_token_ids": [1]}),
+    ("/rerank", {"query": "q", "documents": ["a"]}),
+    ("/score", {"text_1": "q", "text_2": "a"}),
+]
+
+
+async def test_invocations_are_answered_as_their_routes_do(start_stack: StartStack) -> None:
+    stack = await start_stack(score_tokens="y, n", store="none")
+
+    def lasting(answer: httpx.Response) -> dict[str, Any]:
+        return {name: value for name, value in answer.json().items() if name not in ("id", "request_id", "output")}
+
+    for path, body in INVOKED:
+        asked = {**body, "model": "toy", "seed": 1} if "sampling_params" not in body else {**body, "model": "toy"}
+        direct, invoked = [await stack.post(each, **asked) for each in (path, "/invocations")]
+        assert (direct.status_code, invoked.status_code) == (200, 200), invoked.text
+        assert lasting(direct).keys() == lasting(invoked).keys()
+    streamed = await stack.post("/invocations", prompt="x", max_tokens=3, stream=True)
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    for content, param in ((b"{}", "messages"), (b"[]", "messages"), (b"x", "messages"), (b'{"prompt": 3}', "prompt")):
+        refused = await stack.http.post("/invocations", content=content, headers={"content-type": "application/json"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+async def test_the_tokenizer_s_settings_are_told(stack: Stack) -> None:
+    told = (await stack.http.get("/tokenizer_info")).json()
+    assert (told["tokenizer_class"], told["eos_token"]) == ("PreTrainedTokenizerFast", "<|end|>")
+    assert "messages" in told["chat_template"]

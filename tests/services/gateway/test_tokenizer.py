@@ -100,7 +100,7 @@ def test_the_generation_config_can_be_ignored_except_for_its_ends(tmp_path: Path
     ("name", "value"),
     [
         ("temperature", "hot"),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_k", -2),
         ("top_k", 2.5),
         ("top_k", float("nan")),

@@ -13,5 +13,6 @@ refusals     lines that the limits of their key refuse
 batch_run    one batch, from its validation to its files of answers
 runner       the batches that this gateway runs
 routes       the routes of batches
+messages     Anthropic's message batches: another form of the same batches, and their routes
 bodies       bodies of answers
 """

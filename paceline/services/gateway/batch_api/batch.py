@@ -39,8 +39,11 @@ ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/score",
     "/v1/score",
+    "/rerank",
     "/v1/rerank",
+    "/v2/rerank",
 )
 """The routes that the lines of a batch may name."""
 
@@ -89,6 +92,8 @@ class Batch:
     """When the batch came to each state."""
     is_expired: bool = False
     """Whether the window ended before all lines had an answer."""
+    unanswered: int = 0
+    """Lines that had no answer when the window ended. They count as failed, too."""
     errors: tuple[LineError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

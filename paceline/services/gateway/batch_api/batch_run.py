@@ -132,7 +132,7 @@ class BatchRun:
                 work.result()
         finally:
             await end_tasks(work, cancelled)
-        await self._change(lambda batch: batch.moved("finalizing", time.time(), is_expired=not batch.is_answered))
+        await self._change(_at_end_of_lines)
 
     async def _answer_all(self) -> None:
         """Answer all lines that have no answer. Lines whose model has no workers are left for later."""
@@ -168,7 +168,7 @@ class BatchRun:
         return shut
 
     def _read(self, number: int, data: bytes) -> Line:
-        return read_line(number, data, self.batch.endpoint, self._limits.max_line_bytes)
+        return read_line(number, data, [self.batch.endpoint], self._limits.max_line_bytes)
 
     async def _answer(self, line: Line, gate: LineGate, has_begun: asyncio.Event) -> None:
         """Answer a line, and try again while the server fails for reasons that pass."""
@@ -249,6 +249,11 @@ class BatchRun:
             return batch if batch.status == "cancelling" and not is_last else change(batch)
 
         self.batch = await self._batches.change(self.batch.id, unless_cancelled, self._name)
+
+
+def _at_end_of_lines(batch: Batch) -> Batch:
+    left = batch.total - batch.completed - batch.failed
+    return batch.moved("finalizing", time.time(), is_expired=left > 0, unanswered=left)
 
 
 async def _until_one_opens(gates: Iterable[LineGate]) -> None:

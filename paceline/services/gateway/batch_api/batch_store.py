@@ -25,6 +25,8 @@ from paceline.services.gateway.store.store import Check, Store, Tables
 PAGE_LINES = 200
 """Answers that are read at a time."""
 
+MESSAGE_BATCH = "msgbatch"
+"""The beginning of the ids of message batches, and of no others."""
 _COUNTED = ("id", "owner", "status", "total", "completed", "failed", "created", "expires")
 """Fields of a batch that have a column. The others are JSON in the column `rest`."""
 _COLUMNS = ", ".join((*_COUNTED, "rest"))
@@ -101,9 +103,16 @@ class BatchStore:
         batch = await self._store.run(lambda execute: _get(execute, batch_id), writes=False)
         return batch if batch is not None and owner in (None, batch.owner) else None
 
-    async def page(self, owner: str | None, after: Batch | None, limit: int, order: Order = "desc") -> list[Batch]:
-        """Return at most `limit` batches in order of creation; see `FileStore.page`."""
-        query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE kept_until >= :now"
+    async def page(
+        self, owner: str | None, after: Batch | None, limit: int, order: Order = "desc", *, of_messages: bool = False
+    ) -> list[Batch]:
+        """Return at most `limit` batches in order of creation; see `FileStore.page`.
+
+        Args:
+            of_messages: whether message batches are wanted. The list of the other ones has none of them.
+        """
+        kind = f"id {'' if of_messages else 'NOT '}LIKE '{MESSAGE_BATCH}%'"
+        query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE kept_until >= :now AND {kind}"
         return [_batch(row) for row in await read_page(self._store, query, {"owner": owner}, after, limit, order)]
 
     def unused(self, file_id: str) -> Check:
@@ -142,6 +151,11 @@ class BatchStore:
             return batch
 
         return await self._store.run(work)
+
+    async def delete(self, batch_id: str) -> None:
+        """Delete a batch that has ended, if there is one."""
+        statement = f"DELETE FROM paceline_batches WHERE id = :id AND NOT {_IS_ACTIVE}"
+        await self._store.run(lambda execute: execute(statement, {"id": batch_id}))
 
     # ---- leases
 

@@ -107,6 +107,60 @@ class BatchList(AnswerBody):
     has_more: bool
 
 
+class BatchedMessage(BaseModel):
+    """One request of a message batch."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    custom_id: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    params: Json
+    """The body of POST /v1/messages."""
+
+
+class CreateMessageBatch(BaseModel):
+    """The body of POST /v1/messages/batches."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    requests: Annotated[list[BatchedMessage], Field(min_length=1)]
+
+
+class MessageBatchCounts(AnswerBody):
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatchBody(AnswerBody):
+    """A message batch. Times are in the form of RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: str | None
+    results_url: str | None
+    """Path of the results, below the address of the API."""
+
+
+class MessageBatchList(AnswerBody):
+    data: list[MessageBatchBody]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedMessageBatch(AnswerBody):
+    id: str
+    type: Literal["message_batch_deleted"]
+
+
 def page(entries: list[Json], limit: int) -> Json:
     """Return a page of a list.
 

@@ -55,4 +55,5 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> Answe
     (start,) = started
     names = {bytes(name).lower(): bytes(value).decode("latin-1") for name, value in start["headers"]}
     body = json.loads(b"".join(content) or b"null")
-    return Answer(start["status"], names.get(b"x-request-id", ""), body, float(names.get(b"retry-after", 0)))
+    error = scope["state"].get("error_type", "")
+    return Answer(start["status"], names.get(b"x-request-id", ""), body, float(names.get(b"retry-after", 0)), error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class Line:
     """From 1."""
     custom_id: str
     body: Json
+    url: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,13 @@ class Answer:
     body: Any
     retry_after: float = 0.0
     """Seconds after which a line that was refused may be tried again; 0 if the answer does not say it."""
+    error_type: str = ""
+    """Type of the error, as OpenAI has it, whatever the form of the body; "" if there is none."""
 
     @property
     def is_over_limit(self) -> bool:
         """Whether the line was refused because the key of its batch has used its limit."""
-        return self.status == 429 and self.body["error"]["type"] in LIMIT_KINDS
+        return self.status == 429 and self.error_type in LIMIT_KINDS
 
 
 class InvalidLineError(Exception):
@@ -71,8 +74,8 @@ async def split_lines(content: AsyncIterator[bytes], max_bytes: int) -> AsyncIte
         yield number, rest
 
 
-def read_line(number: int, data: bytes, endpoint: str, max_bytes: int) -> Line:
-    """Return the request of a line. Raises InvalidLineError."""
+def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int) -> Line:
+    """Return the request of a line, whose URL must be one of `endpoints`. Raises InvalidLineError."""
 
     def invalid(code: str, message: str, param: str | None = None) -> InvalidLineError:
         return InvalidLineError(LineError(code, message, number, param))
@@ -92,15 +95,16 @@ def read_line(number: int, data: bytes, endpoint: str, max_bytes: int) -> Line:
         raise invalid("missing_required_parameter", message, "custom_id")
     if value.get("method") != "POST":
         raise invalid("invalid_method", 'method must be "POST"', "method")
-    if value.get("url") != endpoint:
-        code = "mismatched_url" if value.get("url") in ENDPOINTS else "invalid_url"
-        raise invalid(code, f"url must be {endpoint!r}, the endpoint of the batch", "url")
+    url = value.get("url")
+    if not isinstance(url, str) or url not in endpoints:
+        code = "mismatched_url" if url in ENDPOINTS else "invalid_url"
+        raise invalid(code, f"url must be {' or '.join(map(repr, endpoints))}", "url")
     if not isinstance(body, dict):
         raise invalid("missing_required_parameter", "body must be a JSON object", "body")
     for field in ("stream", "background"):
         if body.get(field):
             raise invalid("invalid_request", f"body.{field}: a line of a batch cannot have it", f"body.{field}")
-    return Line(number, custom_id, body)
+    return Line(number, custom_id, body, url)
 
 
 class InputCheck:
@@ -134,7 +138,7 @@ class InputCheck:
             self.errors.append(LineError("too_many_lines", message))
             return
         try:
-            line = read_line(number, data, self._endpoint, self._max_bytes)
+            line = read_line(number, data, [self._endpoint], self._max_bytes)
         except InvalidLineError as error:
             self.errors.append(error.error)
             return

@@ -14,11 +14,12 @@ from paceline.core.options import parse_bytes
 from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.access.decisions import DECISIONS
 from paceline.services.gateway.api_schema import answers
-from paceline.services.gateway.batch_api.batch import ENDPOINTS, Batch, TransitionError, window_seconds
-from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError
+from paceline.services.gateway.batch_api.batch import ENDPOINTS, Batch, window_seconds
+from paceline.services.gateway.batch_api.batch_store import BatchStore
 from paceline.services.gateway.batch_api.bodies import BatchBody, BatchList, CreateBatch, page
 from paceline.services.gateway.batch_api.file_routes import PURPOSE, file_not_found, found, make_files, scope_of
 from paceline.services.gateway.batch_api.file_store import FileStore, MissingFileError
+from paceline.services.gateway.batch_api.messages import make_message_batches
 from paceline.services.gateway.batch_api.runner import BatchRunner
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
@@ -50,10 +51,11 @@ def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRout
 
     router = APIRouter(lifespan=lifespan)
     router.include_router(make_files(config, files, batches))
+    router.include_router(make_message_batches(config, files, batches, runner))
 
     async def find(batch_id: str, request: Request) -> Batch:
         batch = await batches.get(batch_id, scope_of(request))
-        if batch is None:
+        if batch is None or batch.endpoint not in ENDPOINTS:
             raise _not_found(batch_id)
         return batch
 
@@ -108,16 +110,7 @@ def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRout
 
     @router.post("/v1/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchBody))
     async def cancel(batch_id: str, request: Request) -> Json:
-        batch = await find(batch_id, request)
-        if batch.status != "cancelling":
-            try:
-                batch = await batches.change(batch.id, lambda batch: batch.moved("cancelling", time.time()))
-            except TransitionError as error:
-                raise ApiError(409, str(error), param="batch_id") from None
-            except LeaseLostError:
-                raise _not_found(batch_id) from None
-        runner.cancel(batch.id)
-        return batch.to_api()
+        return (await runner.cancel(await find(batch_id, request))).to_api()
 
     return router
 
@@ -146,6 +139,6 @@ def _without_store() -> APIRouter:
         message = "this server keeps no files and batches; start it with --store"
         raise ApiError(501, message, type="not_implemented")
 
-    for path in (path for path in DECISIONS if path.startswith(("/v1/files", "/v1/batches"))):
+    for path in (path for path in DECISIONS if path.startswith(("/v1/files", "/v1/batches", "/v1/messages/batches"))):
         router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)
     return router

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.batch_api.batch import Batch
+from paceline.services.gateway.batch_api.batch import Batch, TransitionError
 from paceline.services.gateway.batch_api.batch_run import BatchLimits, BatchRun
 from paceline.services.gateway.batch_api.batch_store import BatchStore, LeaseLostError, inputs
 from paceline.services.gateway.batch_api.file_store import FileStore
@@ -72,8 +72,23 @@ class BatchRunner:
         """Look for batches now."""
         self._looked.set()
 
-    def cancel(self, batch_id: str) -> None:
-        """Stop a batch that a client has cancelled, if this gateway runs it. Another one notices soon."""
+    async def cancel(self, batch: Batch) -> Batch:
+        """Cancel a batch and return it as it is then. Another gateway that runs it notices soon.
+
+        Raises ApiError if it has ended or was deleted.
+        """
+        if batch.status != "cancelling":
+            try:
+                batch = await self._batches.change(batch.id, lambda batch: batch.moved("cancelling", time.time()))
+            except TransitionError as error:
+                raise ApiError(409, str(error), param="batch_id") from None
+            except LeaseLostError:
+                raise ApiError(404, f"No batch found with id {batch.id!r}.", param="batch_id") from None
+        self._stop(batch.id)
+        return batch
+
+    def _stop(self, batch_id: str) -> None:
+        """Stop a batch that a client has cancelled, if this gateway runs it."""
         if (run := self._runs.get(batch_id)) is not None:
             run.is_cancelled.set()
 
@@ -108,7 +123,7 @@ class BatchRunner:
             if batch_id not in own and not task.done():
                 task.cancel()
             elif batch_id in own and own[batch_id].status == "cancelling":
-                self.cancel(batch_id)
+                self._stop(batch_id)
 
     async def _claim(self) -> None:
         if (room := MOST_RUNS - len(self._tasks)) <= 0:
@@ -159,7 +174,7 @@ class BatchRunner:
         caller = self._gateway.keys.caller(owner)
         if caller is None:
             refusal = ApiError(401, "the key of this batch is not accepted any more", code="invalid_api_key")
-            return Answer(refusal.status, "", refusal.body)
+            return Answer(refusal.status, "", refusal.body, error_type=refusal.body["error"]["type"])
         return await call(self._app, endpoint, line, caller)
 
 

@@ -35,8 +35,7 @@ def confine(memory: int) -> None:
         # An item that arrives does not interrupt a thread of a worker at once, which its whole team would wait for.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        # In a network of its own a process reaches nothing. Some containers forbid this; the other limits remain.
-        ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+        leave_network()
         _forbid_files()
     for what, limit in (
         (resource.RLIMIT_AS, memory),
@@ -46,6 +45,14 @@ def confine(memory: int) -> None:
     ):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(what, (limit, limit))
+
+
+def leave_network() -> bool:
+    """Move this process to a network of its own, from which it reaches nothing. Return whether the system allows this.
+
+    Some containers forbid it, although `/proc/sys/user/max_user_namespaces` is not 0. The other limits remain.
+    """
+    return bool(ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0)
 
 
 def _forbid_files() -> None:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens."""
+"""Anthropic's Messages API: POST /v1/messages, and its render and count_tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from paceline.services.gateway.messages_api.conversion import chat_fields, chat_
 from paceline.services.gateway.messages_api.schemas import CountRequest, MessagesRequest
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan
+from paceline.services.gateway.render import render
+from paceline.services.gateway.render_api import check_no_media
 from paceline.services.gateway.respond import start, stream, whole
+from paceline.services.gateway.vllm_bodies import RenderedRequest
 
 
 def add_messages(router: APIRouter, gateway: Gateway) -> None:
@@ -37,6 +40,14 @@ def add_messages(router: APIRouter, gateway: Gateway) -> None:
             writer = MessageWriter(message_format, generation.usage)
             return stream(generation, writer, writer.ping)
         return await whole(generation, request, message_format.whole)
+
+    @router.post("/v1/messages/render", response_model=None, responses=answers(RenderedRequest) | MESSAGE_ERRORS)
+    async def render_message(body: MessagesRequest, request: Request) -> dict[str, Any]:
+        model = gateway.pick(body.model)
+        chat = await asyncio.to_thread(chat_request, body, model.forms)
+        check_no_media(chat, model)
+        plan = await _plan(model, body, request)
+        return render(chat, plan, request.state.request_id, model.name)[0]
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
     stream: bool = False
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)

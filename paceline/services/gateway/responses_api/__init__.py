@@ -8,6 +8,8 @@ output         items of an answer, and the events that tell of them
 text_logprobs  logprobs of a message's text
 builder        one response, from its beginning to its end
 store          the responses that are kept
+conversation_store  the conversations that are kept
+conversations  the routes of conversations
 kept           what the routes ask the store, with the API's errors
 background     responses that are computed while nobody waits for them
 routes         the routes

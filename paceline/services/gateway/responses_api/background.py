@@ -14,6 +14,7 @@ from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.responses_api.builder import Json, ResponseBuilder, encode
 from paceline.services.gateway.responses_api.store import Record, ResponseStore
 from paceline.services.gateway.store.database import StoreError
+from paceline.services.gateway.store.store import Check
 
 LEASE_SECONDS = 60.0
 """A gateway that has not said for this long that it lives has ended, and its responses have failed."""
@@ -90,15 +91,26 @@ class BackgroundRuns:
         self._runs: OrderedDict[str, Run] = OrderedDict()
         self._keeping_alive: asyncio.Task[None] | None = None
 
-    async def start(self, generation: Generation, builder: ResponseBuilder, owner: str, items: list[Json]) -> Run:
-        """Begin to compute a response, and return it. Raises StoreError if it cannot be kept."""
+    async def start(
+        self,
+        generation: Generation,
+        builder: ResponseBuilder,
+        owner: str,
+        items: list[Json],
+        also: Callable[[Json], Check | None],
+    ) -> Run:
+        """Begin to compute a response, and return it. Raises StoreError if it cannot be kept.
+
+        Args:
+            also: returns what else is written with the end of the response.
+        """
         run = Run(builder)
         response = {**builder.response, "status": "in_progress"}
         until = time.time() + LEASE_SECONDS
         previous = response["previous_response_id"] or ""
         await self._store.put(Record(builder.id, owner, previous, "in_progress", self._name, until, response, items))
         self._runs[builder.id] = run
-        self._tasks[builder.id] = asyncio.create_task(self._compute(generation, run))
+        self._tasks[builder.id] = asyncio.create_task(self._compute(generation, run, also))
         if self._keeping_alive is None:
             self._keeping_alive = asyncio.create_task(self._keep_alive())
         return run
@@ -123,7 +135,7 @@ class BackgroundRuns:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _compute(self, generation: Generation, run: Run) -> None:
+    async def _compute(self, generation: Generation, run: Run, also: Callable[[Json], Check | None]) -> None:
         builder = run.builder
         try:
             await generate(generation, builder, run.tell)
@@ -133,7 +145,7 @@ class BackgroundRuns:
         except Exception as error:
             run.tell(builder.fail(to_api_error(error)))
         try:
-            await self._store.finish(builder.response)
+            await self._store.finish(builder.response, also(builder.response))
         except StoreError as error:
             log.error("a response in the background is lost: %s", error)
         finally:

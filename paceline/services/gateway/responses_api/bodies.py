@@ -37,6 +37,28 @@ class ResponseEvent(AnswerBody):
     sequence_number: int
 
 
+class ConversationBody(AnswerBody):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(AnswerBody):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+class Item(AnswerBody):
+    """An item; it has the fields of its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+
+
 class InputTokens(AnswerBody):
     object: Literal["response.input_tokens"]
     input_tokens: int

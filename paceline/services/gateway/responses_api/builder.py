@@ -80,7 +80,7 @@ class ResponseBuilder:
             "background": request.background,
             "store": is_stored,
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            "top_p": sampling.top_p if request.top_p is None else request.top_p,
             **_echo(request),
             "output": [],
         }
@@ -228,6 +228,7 @@ def _echo(request: ResponsesRequest) -> Json:
     """Return the fields of a response that repeat those of its request."""
     choice = request.tool_choice
     return {
+        "conversation": None if request.conversation_id is None else {"id": request.conversation_id},
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,

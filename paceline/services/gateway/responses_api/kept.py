@@ -13,10 +13,13 @@ from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.media.parts import name_places
 from paceline.services.gateway.responses_api.background import RESTARTED
 from paceline.services.gateway.responses_api.builder import id_key, response_of_item
+from paceline.services.gateway.responses_api.conversation_store import ConversationStore
+from paceline.services.gateway.responses_api.conversations import found
 from paceline.services.gateway.responses_api.items import InputItem, ReferenceItem, read_items
 from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.responses_api.store import Record, ResponseStore
 from paceline.services.gateway.store.database import StoreError
+from paceline.services.gateway.store.store import Check
 
 Json = dict[str, Any]
 
@@ -28,10 +31,12 @@ class KeptResponses:
 
     Args:
         store: None if nothing is kept.
+        conversations: None if nothing is kept.
     """
 
-    def __init__(self, store: ResponseStore | None) -> None:
+    def __init__(self, store: ResponseStore | None, conversations: ConversationStore | None) -> None:
         self.store = store
+        self._conversations = conversations
 
     async def find(self, response_id: str, owner: str) -> Record | None:
         """Return a response; None if there is none. Raises StoreError."""
@@ -49,22 +54,43 @@ class KeptResponses:
         if self.store is None or not await self.store.delete(response_id, owner):
             raise _not_found(response_id)
 
-    async def put(self, response: Json, owner: str, items: list[Json]) -> None:
-        """Keep a response that has ended. If that fails, its field `store` says so, and the client has its answer."""
+    async def put(self, response: Json, owner: str, items: list[Json], is_stored: bool) -> None:
+        """Keep a response that has ended, and add its items to its conversation, if it has one.
+
+        If that fails, its field `store` says so, and the client has its answer.
+
+        Args:
+            is_stored: whether the response itself is kept.
+        """
         assert self.store is not None
         previous = response["previous_response_id"] or ""
+        also = self.growth(response, owner, items)
         try:
-            await self.store.put(Record(response["id"], owner, previous, response["status"], "", 0.0, response, items))
+            if is_stored:
+                record = Record(response["id"], owner, previous, response["status"], "", 0.0, response, items)
+                await self.store.put(record, also)
+            elif also is not None:
+                await self.store.write(also)
         except StoreError as error:
             log.error("a response is not kept: %s", error)
             response["store"] = False
 
+    def growth(self, response: Json, owner: str, items: list[Json]) -> Check | None:
+        """Return what adds the input and output of a response to its conversation; None if nothing does."""
+        if response["conversation"] is None or response["status"] not in ("completed", "incomplete"):
+            return None
+        assert self._conversations is not None
+        return self._conversations.appending(response["conversation"]["id"], owner, [*items, *response["output"]])
+
     async def conversation(self, request: ResponsesRequest, owner: str) -> list[InputItem]:
         """Return all items of a request's conversation, those of earlier turns and references included.
 
-        Raises ApiError if a response or an item is not kept, or StoreError.
+        Raises ApiError if a response, a conversation or an item is not kept, or StoreError.
         """
         items: list[InputItem] = []
+        if (conversation_id := request.conversation_id) is not None:
+            items += read_items(await self._items(conversation_id, owner))
+            name_places(items, "conversation")
         if request.previous_response_id is not None:
             for turn in await self.turns(request.previous_response_id, owner):
                 items += read_items([*turn.input, *turn.response["output"]])
@@ -73,6 +99,15 @@ class KeptResponses:
         for index, item in enumerate(request.input_items):
             items.append(await self._find(item, index, owner, kept) if isinstance(item, ReferenceItem) else item)
         return items
+
+    async def _items(self, conversation_id: str, owner: str) -> list[Json]:
+        """Return the items of a conversation, which has room for more. Raises ApiError, InvalidRequestError."""
+        if self._conversations is None:
+            message = "conversation: this server keeps no conversations; start it with --store"
+            raise ApiError(400, message, param="conversation")
+        conversation = found(await self._conversations.get(conversation_id, owner), conversation_id, "conversation")
+        self._conversations.check_room(conversation, [])
+        return await self._conversations.items(conversation_id)
 
     async def turns(self, response_id: str, owner: str) -> list[Record]:
         """Return a response and all turns before it, the first one first. Raises ApiError or StoreError."""

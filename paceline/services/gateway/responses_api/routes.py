@@ -27,6 +27,8 @@ from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansi
 from paceline.services.gateway.media.parts import pin_meanings
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
+from paceline.services.gateway.render import render
+from paceline.services.gateway.render_api import check_no_media
 from paceline.services.gateway.request_headers import IDEMPOTENCY_KEY, id_of_made, key_was_used
 from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
@@ -38,6 +40,8 @@ from paceline.services.gateway.responses_api.bodies import (
     ResponseEvent,
 )
 from paceline.services.gateway.responses_api.builder import ResponseBuilder, check_echo, encode
+from paceline.services.gateway.responses_api.conversation_store import ConversationStore
+from paceline.services.gateway.responses_api.conversations import add_conversations
 from paceline.services.gateway.responses_api.items import InputItem
 from paceline.services.gateway.responses_api.kept import KeptResponses, stored_input
 from paceline.services.gateway.responses_api.planning import chat_request, in_client_fields, plan_response
@@ -47,6 +51,7 @@ from paceline.services.gateway.responses_api.tools import Toolbox
 from paceline.services.gateway.resume import HEADER
 from paceline.services.gateway.store.store import Store
 from paceline.services.gateway.streaming import EventStreamResponse, event, event_stream, until_disconnect
+from paceline.services.gateway.vllm_bodies import RenderedRequest
 
 Json = dict[str, Any]
 
@@ -58,15 +63,15 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         shared: where responses are kept; None if nothing is kept.
     """
     config = gateway.config
-    store = None
+    store = conversations = None
     if shared is not None:
-        store = ResponseStore(
-            shared,
-            entries=config.stored_responses,
-            max_bytes=parse_bytes(config.stored_responses_size),
-            seconds=config.stored_responses_seconds,
-        )
-    kept = KeptResponses(store)
+        limits: Any = {
+            "entries": config.stored_responses,
+            "max_bytes": parse_bytes(config.stored_responses_size),
+            "seconds": config.stored_responses_seconds,
+        }
+        store, conversations = ResponseStore(shared, **limits), ConversationStore(shared, **limits)
+    kept = KeptResponses(store, conversations)
     runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
 
     @contextlib.asynccontextmanager
@@ -76,6 +81,7 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
             await runs.close()
 
     router = APIRouter(lifespan=lifespan)
+    add_conversations(router, conversations)
 
     async def prepare(
         model: ModelFleet, body: ResponsesRequest, request: Request
@@ -103,7 +109,7 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
                 chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
             planned = await plan_with_media(model, [chat], request, plan, "input", keeps_newest=truncates)
         pin_meanings(body.input, loaded)
-        if body.store and store is not None and planned.learnt is None:
+        if (body.store or body.conversation is not None) and store is not None and planned.learnt is None:
             planned = dataclasses.replace(planned, learnt=STORED)
         return items, toolbox, planned
 
@@ -121,7 +127,8 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         items, toolbox, plan = await prepare(model, body, request)
         is_stored = body.store and store is not None
         response_id = _response_id(request, body)
-        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_stored else []
+        is_kept = is_stored or body.conversation is not None
+        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_kept else []
         if body.background and (known := await kept.find(response_id, owner)) is not None:
             return _again(known, body, model.name, own, runs)
         generation = start(model, plan, request, bool(body.stream))
@@ -130,12 +137,12 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         )
         if body.background and runs is not None:
             queued = dict(builder.response)
-            run = await runs.start(generation, builder, owner, own)
+            run = await runs.start(generation, builder, owner, own, lambda response: kept.growth(response, owner, own))
             return _follow(run, 0) if body.stream else JSONResponse(queued)
 
         async def keep(response: Json) -> None:
-            if is_stored:
-                await kept.put(response, owner, own)
+            if is_kept:
+                await kept.put(response, owner, own, is_stored)
 
         if body.stream:
             writer = ResponseWriter(builder)
@@ -151,6 +158,16 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         model = gateway.pick(body.model)
         *_, plan = await prepare(model, body, request)
         return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
+
+    @router.post("/v1/responses/render", response_model=None, responses=answers(RenderedRequest))
+    async def render_response(body: ResponsesRequest, request: Request) -> Json:
+        model = gateway.pick(body.model)
+        request_id = choose_id(body.request_id, request)
+        items, toolbox, plan = await prepare(model, body, request)
+        with in_client_fields():
+            chat = await asyncio.to_thread(chat_request, body, toolbox, items)
+            check_no_media(chat, model)
+        return render(chat, plan, request_id, model.name)[0]
 
     @router.get(
         "/v1/responses/{response_id}", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent)

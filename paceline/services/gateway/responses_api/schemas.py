@@ -16,7 +16,7 @@ from paceline.services.gateway.schemas import GenerationRequest
 
 Json = dict[str, Any]
 
-_REFUSED = ("conversation", "moderation", "prompt", "prompt_logprobs", "return_token_ids")
+_REFUSED = ("moderation", "prompt", "prompt_logprobs", "return_token_ids")
 """Fields that would change the answer and are not supported."""
 
 
@@ -157,6 +157,10 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 
 
+class NamedConversation(Body):
+    id: str
+
+
 class ResponsesRequest(GenerationRequest):
     """The body of POST /v1/responses: OpenAI's fields, and this server's sampling parameters as for chats."""
 
@@ -173,6 +177,8 @@ class ResponsesRequest(GenerationRequest):
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: str | None = None
+    conversation: str | NamedConversation | None = None
+    """The conversation whose items come before the input. Input and output are added to it."""
     store: bool = True
     background: bool = False
     metadata: Metadata = Field(default_factory=dict)
@@ -198,6 +204,9 @@ class ResponsesRequest(GenerationRequest):
     def _check_response(self) -> ResponsesRequest:
         if (self.n or 1) != 1:
             raise ApiError(400, "n must be 1: a response is one answer", param="n")
+        if self.conversation is not None and self.previous_response_id is not None:
+            message = "conversation and previous_response_id exclude each other; send one of them"
+            raise ApiError(400, message, param="conversation")
         if self.background and not self.store:
             raise ApiError(400, "background needs store to be true: the response is fetched later", param="background")
         warn_of_hosted_tools(tool.type for tool in self.tools or () if isinstance(tool, HostedTool))
@@ -208,6 +217,12 @@ class ResponsesRequest(GenerationRequest):
     def input_items(self) -> list[InputItem]:
         """The input as items."""
         return self.input if isinstance(self.input, list) else [MessageItem(role="user", content=self.input)]
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the conversation; None if there is none."""
+        given = self.conversation
+        return given.id if isinstance(given, NamedConversation) else given
 
     @property
     def shows_logprobs(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.store.database import Database, Execute, StoreError
-from paceline.services.gateway.store.store import Store, Tables
+from paceline.services.gateway.store.store import Check, Store, Tables
 
 MAX_TURNS = 1000
 """Largest number of turns of a conversation."""
@@ -65,8 +65,11 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._seconds = seconds
 
-    async def put(self, record: Record) -> None:
+    async def put(self, record: Record, also: Check | None = None) -> None:
         """Keep a new response. Others of its owner make room for it.
+
+        Args:
+            also: what else is written, in the same transaction.
 
         Raises StoreError if it alone is larger than all responses of an owner may be.
         """
@@ -91,8 +94,14 @@ class ResponseStore:
                     "size": size,
                 },
             )
+            if also is not None:
+                also(execute)
 
         await self._store.run(put)
+
+    async def write(self, check: Check) -> None:
+        """Write something else to the same database."""
+        await self._store.run(check)
 
     async def get(self, response_id: str, owner: str) -> Record | None:
         """Return a response; None if there is none of this id and owner."""
@@ -127,9 +136,12 @@ class ResponseStore:
             await self._store.run(lambda execute: execute(statement, fields))
         return turns
 
-    async def finish(self, response: Json) -> bool:
+    async def finish(self, response: Json, also: Check | None = None) -> bool:
         """Write the end of a response that runs. Others of its owner make room for it. Return False if it has ended
         already or was deleted.
+
+        Args:
+            also: what else is written then, in the same transaction.
 
         If it alone is larger than all responses of an owner may be, it is kept as failed, without its output.
         """
@@ -149,7 +161,10 @@ class ResponseStore:
             self._make_room(execute, owner, size, response["id"])
             fields = {"id": response["id"], "response": text, "status": ended["status"], "size": size}
             changes = "response = :response, status = :status, runner = '', size = :size"
-            return execute(f"UPDATE paceline_responses SET {changes} {still_runs}", fields)[1] > 0
+            has_ended = execute(f"UPDATE paceline_responses SET {changes} {still_runs}", fields)[1] > 0
+            if has_ended and also is not None:
+                also(execute)
+            return has_ended
 
         return await self._store.run(finish)
 

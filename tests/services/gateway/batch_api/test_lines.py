@@ -49,7 +49,7 @@ async def test_a_long_line_is_cut_so_that_memory_is_bounded() -> None:
 )
 def test_a_line_that_is_no_request_is_refused(change: dict[str, Any], code: str) -> None:
     with pytest.raises(InvalidLineError) as caught:
-        read_line(3, json.dumps({**line("a"), **change}).encode(), ENDPOINT, 10_000)
+        read_line(3, json.dumps({**line("a"), **change}).encode(), [ENDPOINT], 10_000)
     assert (caught.value.error.code, caught.value.error.line) == (code, 3)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.client import GatewayClient
-from paceline.core.errors import InvalidRequestError
-from paceline.run_batch import run_batch
+from paceline.core.errors import ConfigError
+from paceline.run_batch import Output, run_batch
 from paceline.services.gateway.batch_api import routes
 from tests.services.gateway.batch_api.conftest import StartBatches, line
 from tests.services.gateway.conftest import Stack, eventually
@@ -61,11 +64,99 @@ async def test_a_command_that_runs_again_goes_on(start_batches: StartBatches, tm
     assert len((await stack.http.get("/v1/batches")).json()["data"]) == 1
 
 
-async def test_a_file_that_is_wrong_is_refused_with_its_lines(start_batches: StartBatches, tmp_path: Path) -> None:
-    command = Command(tmp_path, await start_batches(), [line("a"), line("a")])
-    with pytest.raises(InvalidRequestError, match="line 2: custom_id 'a'"):
-        await command.run()
-    assert not command.target.exists()
+BAD: list[Any] = [
+    "no object",
+    {},
+    line("url", url="/v1/embeddings"),
+    line("stream", stream=True),
+    {**line("method"), "method": "GET"},
+    {**line("body"), "body": "text"},
+    line("long", prompt="x" * 5000),
+]
+"""Lines that no batch can have."""
+
+
+async def test_a_line_that_is_wrong_is_no_fault_of_the_others(start_batches: StartBatches, tmp_path: Path) -> None:
+    without_id = {name: value for name, value in line("x").items() if name != "custom_id"}
+    lines = [line("a"), *BAD, line("a"), without_id, line("chat", url="/v1/completions"), line("wrong", max_tokens=-1)]
+    scored = line("scored", url="/score", queries="x", documents=["y", "n"])
+    reranked = line("reranked", url="/v2/rerank", query="x", documents=["y", "n"])
+    stack = await start_batches(max_body_bytes=4000, score_tokens="y, n")
+    command = Command(tmp_path, stack, [*lines, scored, reranked])
+    assert not await command.run()
+    answers = [json.loads(each) for each in command.target.read_text().splitlines()]
+    ids = ["a", None, None, "url", "stream", "method", "body", "long", "a", None, "chat", "wrong", "scored", "reranked"]
+    assert [answer["custom_id"] for answer in answers] == ids
+    codes = [answer["error"]["code"] for answer in answers[1:8]]
+    assert codes[2:] == [
+        "invalid_url",
+        "invalid_request",
+        "invalid_method",
+        "missing_required_parameter",
+        "line_too_long",
+    ]
+    answered = [answers[0], *answers[8:11], *answers[12:]]
+    assert [answer["response"]["status_code"] for answer in answered] == [200] * 6
+    assert answers[11]["response"]["status_code"] == 400
+
+
+@pytest.mark.parametrize(("content", "is_good"), [("", True), ("\n \n", True), ("no JSON\n", False)])
+async def test_no_stack_starts_for_nothing(tmp_path: Path, content: str, is_good: bool) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl"
+    source.write_text(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.Popen", None)
+        assert run_batch(source, target, "no model", GatewayClient("", ""), "24h", []) == is_good
+    assert len(target.read_text().splitlines()) == (not is_good)
+
+
+def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "out.jsonl", tmp_path / "link"
+    link.symlink_to(real)
+    for lines in ([b"a"], [b"b", b"c"]):
+        Output(link).write(lines)
+        assert link.is_symlink()
+        assert real.read_bytes().splitlines() == lines
+        real.chmod(0o600)
+    assert real.stat().st_mode & 0o777 == 0o600
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["link", "out.jsonl", "real"]
+
+
+def test_pipes_are_written_to_as_devices_are(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    with open(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as reader:
+        for target in (pipe, link):
+            Output(target).write([b"a", b"b"])
+            assert reader.read(100) == b"a\nb\n"
+    assert (pipe.is_fifo(), link.is_symlink()) == (True, True)
+
+
+@pytest.mark.parametrize("how", ["pipe", "file", "appended"])
+def test_standard_output_goes_on_after_what_is_there(tmp_path: Path, how: str) -> None:
+    program = (
+        "from pathlib import Path; from paceline.run_batch import Output; import sys;"
+        "print('before', flush=True); Output(Path('/dev/stdout')).write([b'line']); print('after')"
+    )
+    target = tmp_path / "out"
+    target.write_text("older\n" if how == "appended" else "")
+    with target.open("ab" if how == "appended" else "wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE if how == "pipe" else file, check=True, text=True
+        )
+    told = done.stdout if how == "pipe" else target.read_text()
+    assert told.split() == [*(["older"] if how == "appended" else []), "before", "line", "after"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_an_output_that_cannot_be_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    for target in (tmp_path, tmp_path / "loop", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="cannot write"):
+            Output(target)
 
 
 async def test_lines_that_were_answered_in_time_are_written(

@@ -111,7 +111,7 @@ async def test_half_a_surrogate(desk: Desk) -> None:
 
 async def test_paths_methods_and_models(desk: Desk) -> None:
     http = desk.stack.http
-    assert "no such path" in error_of(await http.post("/v1/messages/batches"), 404, "not_found_error")
+    assert "no such path" in error_of(await http.post("/v1/messages/nothing"), 404, "not_found_error")
     assert "does not take GET" in error_of(await http.get("/v1/messages"), 405, "invalid_request_error")
     with pytest.raises(anthropic.NotFoundError, match="does not exist here; this server serves 'toy'"):
         await desk.ask(model="other")

@@ -226,7 +226,7 @@ BAD_REQUESTS: list[tuple[Json, str]] = [
     ({"input": "x" * (1 << 14)}, "input"),
     ({"input": []}, "input"),
     ({"input": "x", "n": 2}, "n"),
-    ({"input": "x", "conversation": "conv_1"}, "conversation"),
+    ({"input": "x", "conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
     ({"input": "x", "background": True, "store": False}, "background"),
     ({"input": "x", "metadata": {"a": 1}}, "metadata.a"),
     ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
 from paceline.services.gateway.access.decisions import DECISIONS
-from paceline.services.gateway.root_path import check_root_path
+from paceline.services.gateway.http.paths import check_root_path, spelled_as_route
 from tests.services.gateway.conftest import StartStack
 
 
@@ -48,3 +50,42 @@ def test_it_is_no_beginning_of_a_path_of_the_api(path: str) -> None:
 @pytest.mark.parametrize("path", ["", "/llm", "/v", "/v1x"])
 def test_other_paths_are_allowed(path: str) -> None:
     check_root_path(path, DECISIONS)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "meant"),
+    [
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("///v1////chat//completions//", "/v1/chat/completions"),
+        ("/v1/models/", "/v1/models"),
+        ("/v1/models//", "/v1/models"),
+        ("//", "/"),
+        ("/v1//files/file-1/content", "/v1/files/file-1/content"),
+        ("/v1/files/file-1/", "/v1/files/file-1"),
+        # The name of a model may be a path.
+        ("/v1/models//models/llama", "/v1/models//models/llama"),
+        ("/v1//models//models/llama", "/v1/models//models/llama"),
+        ("/v1/models/org/llama/", "/v1/models/org/llama/"),
+        # No route.
+        ("/nothing//here/", "/nothing//here/"),
+        ("/v1//" + "x//" * 20_000, "/v1//" + "x//" * 20_000),
+        ("", "/"),
+    ],
+)
+def test_slashes_too_many_lead_to_the_route_that_is_meant(spelled: str, meant: str) -> None:
+    assert spelled_as_route(spelled) == meant
+
+
+@given(st.sampled_from(sorted(path for path in DECISIONS if "{" not in path)), st.data())
+def test_every_route_is_found_with_slashes_anywhere(path: str, data: st.DataObject) -> None:
+    parts = path.split("/")[1:]
+    spelled = "".join("/" * data.draw(st.integers(1, 3)) + part for part in parts) + "/" * data.draw(st.integers(0, 2))
+    assert spelled_as_route(spelled) == path
+
+
+async def test_another_spelling_needs_the_same_key(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=0, api_key="key", admin_key="admin")
+    for path in ("/fleet/", "//fleet", "/%2ffleet", "/fleet/scale/", "//console/feed", "//"):
+        assert (await stack.http.get(stack.url + path)).status_code == 401
+        assert (await stack.http.get(stack.url + path, headers={"x-api-key": "key"})).status_code == 403
