@@ -261,7 +261,6 @@ def _load_encoders(
     trust_remote_code: bool = False,
 ) -> Encoders:
     """Load the encoders, perhaps long after the model. Raises ModelError if the folder has changed since then."""
-    identity.content.check()
     encoders = load_encoders(folder, dtype, kernels, device, packed_dir, model_impl, trust_remote_code)
     identity.content.check()
     assert encoders is not None

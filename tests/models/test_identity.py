@@ -81,6 +81,11 @@ def test_a_part_that_differs_has_a_name(folder: Path) -> None:
     assert {name for name in before if before[name] != now[name]} == {"dtype", "quantization", "model.safetensors"}
 
 
+def test_another_version_of_the_code_is_another_model(folder: Path) -> None:
+    one, other = (model_identity(folder, "bfloat16", code=f"transformers {version}").digest for version in "56")
+    assert one != other
+
+
 def test_weights_are_the_same_whatever_computes_them(folder: Path) -> None:
     own = {model_identity(folder, dtype, how, code).weights for dtype, how, code in (
         ("bfloat16", "none", "native"), ("float32", "int8", "native"), ("bfloat16", "gguf", CODE),
