@@ -143,4 +143,4 @@ def load_random(weights: RandomWeights, kernels: Kernels, speculative: Speculati
     )
     layout = make_layout(model.group_shapes, weights.dtype.itemsize, "random")
     grammars = Grammars(Path())  # no request here has a constraint
-    return Loaded(model, None, layout, speculative, grammars, kernels.chooser)
+    return Loaded(model, None, layout, speculative, grammars, "", kernels.chooser)

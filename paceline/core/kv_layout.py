@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from paceline.core.errors import InvalidRequestError
@@ -145,6 +145,9 @@ class KVLayout:
     """A hash of everything that blocks depend on. Two workers may share blocks only if their fingerprints are equal."""
     encodings: KVLayout | None = None
     """Layout of the blocks of encodings, in the same slots. It has one group. None if the model has no encoders."""
+    parts: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """Names and values of what the fingerprint covers besides shapes, such as files and their digests, so that a
+    difference between two fingerprints can be named."""
     first_group: int = 0
     """Number of the first group. Numbers are in the names of blocks, and the group of encodings has the last one."""
 

@@ -4,25 +4,50 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ModelError
 
 _FILES = ("config.json", "tokenizer.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+"""Files that say how images, videos and audio are prepared."""
 
 
-def model_digest(folder: Path) -> str:
-    """Return a digest of the config and the tokenizer in a model's folder. The folder need not contain weights.
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The config and the tokenizer of a model, as digests.
 
-    If a gateway and a worker have the same digest, token ids and the longest context mean the same to both.
+    If a gateway and a worker have the same ones, token ids and the longest context mean the same to both.
     """
-    digest = hashlib.sha256()
+
+    digest: str
+    """Digest of both files."""
+    digests: Mapping[str, str]
+    """Digest of each file by its name, so that a difference can be named."""
+
+    def difference(self, others: Mapping[str, str]) -> str:
+        """Return the names of the files that differ from another member's, as far as it tells."""
+        differing = [name for name, own in self.digests.items() if others.get(name, own) != own]
+        return " and ".join(differing) or " or ".join(self.digests)
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """Return the digests of the files in a model's folder. The folder need not contain weights."""
+    digest, digests = hashlib.sha256(), {}
     for name in _FILES:
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""
         digest.update(f"{name}:{len(content)}:".encode() + content)
-    return digest.hexdigest()
+        digests[name] = hashlib.sha256(content).hexdigest()[:16]
+    return ModelFiles(digest.hexdigest(), digests)
+
+
+def model_digest(folder: Path) -> str:
+    """Return the digest of the config and the tokenizer in a model's folder, see `ModelFiles`."""
+    return read_model_files(folder).digest
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ grammars and their state stay on the runner's side.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import weakref
 from collections import deque
@@ -106,13 +108,19 @@ class Grammar:
 
 
 class Grammars:
-    """Compiled constraints for the tokenizer of a model folder, which is read when the first constraint comes.
+    """Compiled constraints for the tokenizer of a model folder.
 
-    A grammar is kept while a request uses it. The last _CACHED_GRAMMARS ones are kept longer.
+    The tokenizer's file is opened here and parsed when the first constraint comes: another file may be in its place by
+    then. A grammar is kept while a request uses it. The last _CACHED_GRAMMARS ones are kept longer.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokenizer.json"
+        self._file: int | None = None
+        if self._path.is_file():
+            self._file = os.open(self._path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            self._digest = hashlib.sha256(_read(self._file)).digest()
         self._lock = threading.Lock()
         self._compiled: weakref.WeakValueDictionary[Constraint, Grammar] = weakref.WeakValueDictionary()
         self._recent: deque[Grammar] = deque(maxlen=_CACHED_GRAMMARS)
@@ -147,11 +155,25 @@ class Grammars:
         with self._lock:
             if self._tokenizer is None or end_token_ids != self._end_token_ids:
                 try:
-                    self._tokenizer = LLTokenizer(str(self._path), eos_token=sorted(end_token_ids))
+                    self._tokenizer = LLTokenizer(self._text(), eos_token=sorted(end_token_ids))
                 except ValueError as error:
                     raise ModelError(f"cannot constrain outputs with {self._path}: {error}") from error
                 self._end_token_ids = end_token_ids
             return self._tokenizer
+
+    def _text(self) -> str:
+        """Return the text of the tokenizer's file. Raises ModelError if there is none or somebody has written to it."""
+        if self._file is None:
+            raise ModelError(f"cannot constrain outputs without {self._path}")
+        content = _read(self._file)
+        if hashlib.sha256(content).digest() != self._digest:
+            raise ModelError(f"{self._path} has changed since this worker started; start the worker again")
+        return content.decode()
+
+
+def _read(descriptor: int) -> bytes:
+    """Return the content of an open file from its beginning."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 class Constraints:

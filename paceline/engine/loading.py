@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from paceline.models.config import encoding_size, has_native_encoders, is_assist
 from paceline.models.draft import check_speculative, check_vocabularies
 from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
-from paceline.models.identity import implementation_name, model_identity
+from paceline.models.identity import ModelIdentity, implementation_name, model_identity
 from paceline.models.loader import load_assistant, load_encoders, load_model
 
 
@@ -42,6 +42,8 @@ class Loaded:
     """The model's groups, then the draft model's. So a handoff includes the draft model's KV."""
     speculative: SpeculativeConfig | None
     grammars: Grammars
+    weights: str
+    """`ModelIdentity.weights` of the model."""
     chooser: TokenChooser | None = None
     """The kernels' chooser of tokens, if they have one."""
     assistant: Gemma4Assistant | None = None
@@ -108,6 +110,8 @@ def load(
         ModelError: a model cannot be read.
     """
     check_speculative(speculative, folder, model_impl)
+    identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
+    grammars = Grammars(folder)
     code = (model_impl, trust_remote_code)
     model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
     draft_folder, has_assistant = _draft(speculative)
@@ -118,16 +122,20 @@ def load(
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir, "none", *code)
         check_vocabularies(draft_model.config, model.config)
     shapes, draft_shapes = model.group_shapes, () if draft_model is None else draft_model.group_shapes
-    has_encoders = encoding_size(folder, model_impl) > 0
+    row_size = encoding_size(folder, model_impl)
+    encoders = partial(_load_encoders, identities.model, folder, dtype, kernels, device, packed_dir, *code)
+    layout = identities.layout(shapes, len(model.layer_groups), draft_shapes, dtype, speculative, row_size)
+    identities.check()
     return Loaded(
         model,
         draft_model,
-        _layout(shapes, len(model.layer_groups), draft_shapes, folder, dtype, speculative, quantization, model_impl),
+        layout,
         speculative,
-        Grammars(folder),
+        grammars,
+        identities.model.weights,
         kernels.chooser,
         assistant,
-        partial(_load_encoders, folder, dtype, kernels, device, packed_dir, *code) if has_encoders else None,
+        encoders if row_size else None,
     )
 
 
@@ -139,6 +147,8 @@ class LoadedEncoders:
     layout: KVLayout
     """The layout of workers that load the whole model."""
     max_position: int
+    weights: str
+    """`ModelIdentity.weights` of the model."""
 
 
 def load_encoders_alone(
@@ -161,6 +171,7 @@ def load_encoders_alone(
             f"{folder.name} has no encoders that Paceline computes, so an encode worker has nothing to do; start "
             "prefill and decode workers only"
         )
+    identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
     config = read_config(folder)
     draft_shapes: tuple[GroupShape, ...] = ()
     shapes, layer_groups = kv_groups(config)
@@ -170,9 +181,11 @@ def load_encoders_alone(
         draft = read_assistant(draft_folder) if has_assistant else read_config(draft_folder)
         longest = min(longest, draft.max_position)
         draft_shapes = () if has_assistant else kv_groups(draft)[0]
-    how = (folder, dtype, speculative, quantization, model_impl)
-    layout = _layout(shapes, len(layer_groups), draft_shapes, *how)
-    return LoadedEncoders(_load_encoders(folder, dtype, kernels, device, packed_dir), layout, longest)
+    row_size = encoding_size(folder, model_impl)
+    layout = identities.layout(shapes, len(layer_groups), draft_shapes, dtype, speculative, row_size)
+    encoders = _load_encoders(identities.model, folder, dtype, kernels, device, packed_dir)
+    identities.check()
+    return LoadedEncoders(encoders, layout, longest, identities.model.weights)
 
 
 def _draft(speculative: SpeculativeConfig | None) -> tuple[Path | None, bool]:
@@ -183,34 +196,62 @@ def _draft(speculative: SpeculativeConfig | None) -> tuple[Path | None, bool]:
     return folder, is_assistant(folder)
 
 
-def _layout(
-    shapes: tuple[GroupShape, ...],
-    layers: int,
-    draft_shapes: tuple[GroupShape, ...],
-    folder: Path,
-    dtype: torch.dtype,
-    speculative: SpeculativeConfig | None,
-    quantization: Quantization,
-    model_impl: ModelImpl,
-) -> KVLayout:
-    """Return the layout of a model's blocks.
+@dataclass(frozen=True, slots=True)
+class _Identities:
+    """The identities of a model and of the draft model that has KV of its own, as they were before loading."""
 
-    Args:
-        shapes: the model's groups.
-        layers: number of the model's layers.
-        draft_shapes: groups of a draft model with KV of its own.
-    """
-    identity = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl))
-    if draft_shapes:
-        assert speculative is not None
-        draft_folder = Path(speculative.model)
-        shapes += tuple(shape.of_drafter(layers) for shape in draft_shapes)
-        identity += model_identity(draft_folder, str(dtype), "none", implementation_name(draft_folder, model_impl))
-    drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    return make_layout(shapes, dtype.itemsize, identity, drafts, encoding_size(folder, model_impl))
+    model: ModelIdentity
+    draft: ModelIdentity | None
+
+    @staticmethod
+    def read(
+        folder: Path,
+        dtype: torch.dtype,
+        speculative: SpeculativeConfig | None,
+        quantization: Quantization,
+        model_impl: ModelImpl,
+    ) -> _Identities:
+        model = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl))
+        draft_folder, has_assistant = _draft(speculative)
+        if draft_folder is None or has_assistant:
+            return _Identities(model, None)
+        code = implementation_name(draft_folder, model_impl)
+        return _Identities(model, model_identity(draft_folder, str(dtype), "none", code))
+
+    def check(self) -> None:
+        """Raise ModelError if a file has changed since it was read."""
+        for identity in (self.model, self.draft):
+            if identity is not None:
+                identity.content.check()
+
+    def layout(
+        self,
+        shapes: tuple[GroupShape, ...],
+        layers: int,
+        draft_shapes: tuple[GroupShape, ...],
+        dtype: torch.dtype,
+        speculative: SpeculativeConfig | None,
+        row_size: int,
+    ) -> KVLayout:
+        """Return the layout of a model's blocks.
+
+        Args:
+            shapes: the model's groups.
+            layers: number of the model's layers.
+            draft_shapes: groups of a draft model with KV of its own.
+            row_size: elements of a row of an encoding; 0 if the model has no encoders.
+        """
+        identity, parts = self.model.digest, self.model.parts
+        if self.draft is not None:
+            shapes += tuple(shape.of_drafter(layers) for shape in draft_shapes)
+            identity += self.draft.digest
+            parts += tuple((f"draft model's {name}", value) for name, value in self.draft.parts)
+        drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        return replace(make_layout(shapes, dtype.itemsize, identity, drafts, row_size), parts=parts)
 
 
 def _load_encoders(
+    identity: ModelIdentity,
     folder: Path,
     dtype: torch.dtype,
     kernels: Kernels,
@@ -219,6 +260,8 @@ def _load_encoders(
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
 ) -> Encoders:
+    """Load the encoders, perhaps long after the model. Raises ModelError if the folder has changed since then."""
     encoders = load_encoders(folder, dtype, kernels, device, packed_dir, model_impl, trust_remote_code)
+    identity.content.check()
     assert encoders is not None
     return encoders

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
+import importlib.metadata
 import json
-import tempfile
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.core.config import ModelImpl, Quantization
 from paceline.core.errors import ConfigError, ModelError
+from paceline.models.content import cache_key, read_content
 from paceline.models.conversion import Report, make_once, require_modules, run_converter
-from paceline.models.folder import BLOCKS_FILE, check_folder, weight_files
+from paceline.models.durable import write_durably
+from paceline.models.folder import BLOCKS_FILE, PICKLE_SUFFIXES, check_folder, weight_files
 from paceline.models.hub import fetch_from_hub
 from paceline.models.hub_name import parse_hub_name
 from paceline.models.tokenizer_files import FAST, needed_package, tokenizer_files
@@ -35,8 +37,11 @@ BUNDLED: Mapping[str, BundledModel] = {
 
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
-_CONVERSION = 2
+_CONVERSION = 3
 """To be raised when the conversion changes, so that cached files are converted again."""
+
+_MAKERS = ("transformers", "tokenizers", "gguf", "sentencepiece", "tiktoken", "mistral-common")
+"""Packages that decide what a conversion results in. With another version of one, files are converted again."""
 
 
 def resolve_model(
@@ -76,16 +81,22 @@ def resolve_model(
         def fetch(scratch: Path) -> Path:
             return fetch_gguf(bundled, scratch, f"{name_or_path}.gguf", report)
 
-        folder = _convert_gguf(name_or_path, cache_dir, report, fetch, quantization)
+        key = cache_key(name_or_path, bundled.sha256, _maker())
+        folder = _convert_gguf(key, name_or_path, cache_dir, report, fetch, quantization)
         write_sampling_defaults(folder, bundled.sampling)
         return folder
     path = Path(name_or_path).expanduser()
     if name is not None:
         path = fetch_from_hub(name, revision, report, model_impl, trust_remote_code)
     if path.is_dir():
-        return _with_tokenizer(path, cache_dir, report)
+        # A link to the folder may lead elsewhere later, when the services of this start still read files.
+        return _with_tokenizer(path.resolve(), cache_dir, report)
     if path.is_file() and path.suffix.lower() == ".gguf":
-        return _convert_gguf(_key(path.stem, path), cache_dir, report, lambda scratch: path.absolute(), quantization)
+        content = read_content({path.name: path})
+
+        key = cache_key(path.stem, content.digest, _maker())
+        own = path.stem, cache_dir, report, lambda scratch: path.absolute()
+        return _convert_gguf(key, *own, quantization, content.check)
     what = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
     raise ModelError(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, a model of the hub (org/name), or one "
@@ -119,69 +130,83 @@ def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None
         found = json.loads(file.read_text()) if file.exists() else {}
         if sampling.keys() <= found.keys():
             return
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as changed:
-            json.dump({**sampling, **found}, changed, indent=2)
-        Path(changed.name).chmod(0o644)
-        Path(changed.name).replace(file)  # atomic, because workers may read the file meanwhile
+        write_durably(file, json.dumps({**sampling, **found}, indent=2))
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot write the sampling defaults to {file}: {error}") from error
 
 
-def _key(name: str, *files: Path) -> str:
-    """Return a cache key that changes with the files' names, sizes and times, so that they need not be read.
-
-    It also changes with _CONVERSION.
-    """
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    described = repr((_CONVERSION, *stats))
-    return f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
+def _maker() -> tuple[object, ...]:
+    """Return what a conversion depends on besides the converted files."""
+    versions = {own.name.lower(): own.version for own in importlib.metadata.distributions()}
+    return _CONVERSION, tuple((name, versions.get(name, "")) for name in _MAKERS)
 
 
 def _convert_gguf(
-    key: str, cache_dir: Path, report: Report, find_gguf: Callable[[Path], Path], quantization: Quantization
+    key: str,
+    name: str,
+    cache_dir: Path,
+    report: Report,
+    find_gguf: Callable[[Path], Path],
+    quantization: Quantization,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Return the folder that a GGUF file was converted to. Convert it first if that has not been done."""
+    """Return the folder that a GGUF file was converted to. Convert it first if that has not been done.
+
+    Args:
+        check: raises an error if the file has changed since its key was made.
+    """
 
     def is_complete(folder: Path) -> bool:
         return _is_usable(folder) and (quantization != "gguf" or (folder / BLOCKS_FILE).is_file())
 
     def make(scratch: Path) -> None:
         gguf = find_gguf(scratch)
-        report(f"converting {key}; this can take a minute")
+        report(f"converting {name}; this can take a minute")
         # The link is in a folder of its own, because transformers also reads other files of the folder.
         source = Path("source", gguf.name)
         (scratch / "source").mkdir()
         (scratch / source).symlink_to(gguf)
         run_converter("paceline.models.convert", str(source), scratch, gguf.name)
+        check()
 
-    if not is_complete(cache_dir / key):
+    if not is_complete(cache_dir / key / name):
         require_modules(_CONVERTER_MODULES, "converting this model", "'paceline[convert,worker]'")
-    return make_once(key, cache_dir, report, make, is_complete)
+    return make_once(key, name, cache_dir, report, make, is_complete)
 
 
 def _with_tokenizer(folder: Path, cache_dir: Path, report: Report) -> Path:
     """Return `folder`, or a folder in `cache_dir` with tokenizer.json and links to all other files of `folder`."""
-    files = [folder / name for name in tokenizer_files(path.name for path in folder.iterdir())]
-    if not files or files == [folder / FAST]:
+    names = sorted(path.name for path in folder.iterdir())
+    files = tokenizer_files(names)
+    if not files or files == [FAST]:
         return check_folder(folder)
 
     weight_files(folder)
+    content = read_content({name: folder / name for name in _besides_weights(folder)})
 
     def make(scratch: Path) -> None:
         report(f"converting the tokenizer of {folder}")
-        run_converter("paceline.models.convert_tokenizer", str(folder.absolute()), scratch, "the tokenizer")
-        for file in folder.absolute().iterdir():
+        run_converter("paceline.models.convert_tokenizer", str(folder), scratch, "the tokenizer")
+        for name in names:
             # The converter leaves out settings that only older tokenizers have, so the model's own files stay.
-            link = scratch / "model" / file.name
+            link = scratch / "model" / name
             link.unlink(missing_ok=True)
-            link.symlink_to(file)
+            link.symlink_to(folder / name)
+        content.check()
 
     if package := needed_package(folder):
         require_modules([package.replace("-", "_")], f"converting the tokenizer of {folder}", package)
     require_modules(["transformers"], f"converting the tokenizer of {folder}", "'paceline[convert]'")
-    own = folder.absolute()
-    key = _key(f"{own.name}-tokenizer", own, *files)
-    return make_once(key, cache_dir, report, make, _is_usable)
+    # The links lead to this folder, and there is one for each of its files.
+    key = cache_key(folder.name, content.digest, _maker(), str(folder), names)
+    return make_once(key, folder.name, cache_dir, report, make, _is_usable)
+
+
+def _besides_weights(folder: Path) -> list[str]:
+    """Return the names of all files in a folder and its subfolders that a tokenizer may be made from."""
+    names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    left_out = (".safetensors", *PICKLE_SUFFIXES)
+    return [str(name) for name in names if name.suffix not in left_out and not re.search(r"(^|/)\.", name.as_posix())]
 
 
 def _is_usable(folder: Path) -> bool:

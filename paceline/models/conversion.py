@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paceline.core.env import child_environment
 from paceline.core.errors import ModelError
+from paceline.models.durable import rename_durably
 from paceline.models.file_lock import file_lock
 from paceline.models.folder import check_folder
 
@@ -25,39 +26,44 @@ _CONVERT_SECONDS = 1800.0
 
 def make_once(
     key: str,
+    name: str,
     cache_dir: Path,
     report: Report,
     make: Callable[[Path], None],
     is_complete: Callable[[Path], bool],
 ) -> Path:
-    """Return the folder `cache_dir/key`. Make it first if it is missing; it appears whole or not at all.
+    """Return the folder `cache_dir/key/name`. Make it first if it is missing; it appears whole or not at all,
+    even if the power fails meanwhile.
 
     Args:
+        key: see `cache_key`.
+        name: the model's name, which clients may see.
         make: writes the folder `model` into an empty folder, which it gets.
         is_complete: returns whether a folder can be used as it is.
 
     Raises:
         ModelError: the folder cannot be made or saved.
     """
-    target = cache_dir / key
+    target = cache_dir / key / name
     if is_complete(target):
         return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with file_lock(cache_dir / f".{key}.lock", key, report), _scratch(cache_dir, key) as scratch:
+        with file_lock(cache_dir / f".{key}.lock", name, report), _scratch(cache_dir, key) as scratch:
             if is_complete(target):
                 return target
             make(scratch)
             check_folder(scratch / "model")
             if target.exists():
                 shutil.rmtree(target)
-            (scratch / "model").rename(target)
+            target.parent.mkdir(exist_ok=True)
+            rename_durably(scratch / "model", target)
     except OSError as error:
         raise ModelError(
-            f"cannot save {key} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
+            f"cannot save {name} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
             f"cache folder with PACELINE_CACHE"
         ) from error
-    report(f"saved {key} in {target}")
+    report(f"saved {name} in {target}")
     return target
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
+from paceline.core.model_folder import PROCESSOR_FILES
 from paceline.models.config import implementation, is_assistant, read_assistant, read_facts
 from paceline.models.folder import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, indexed_files, weight_files
 from paceline.models.hub_download import check_space, download, missing_files
@@ -16,9 +17,8 @@ from paceline.models.tokenizer_files import is_template, tokenizer_files
 
 _CONFIG = "config.json"
 _SETTINGS = (
+    *PROCESSOR_FILES,
     "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer_config.json",
 )

@@ -2,60 +2,75 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
-import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.config import ModelImpl, Quantization
+from paceline.core.model_folder import PROCESSOR_FILES
 from paceline.models.config import implementation
+from paceline.models.content import Content, read_content
 from paceline.models.folder import BLOCKS_FILE, weight_files
 
-_SAMPLES = 256
-_SAMPLE_BYTES = 4096
+_ADAPTED = ("generation_config.json", "adapter_config.json")
+"""Files that `transformers` reads besides config.json when it loads a model."""
 
 
-def model_identity(folder: Path, dtype: str, quantization: Quantization = "none", code: str = "native") -> str:
-    """Return a digest of a model folder's config and weights, and of the dtype and quantization that they run in.
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """A model, and everything else that changes the blocks that are computed with it."""
 
-    Blocks of our own code and of a model's code in `transformers` differ in their last bits, so `code`, the
-    `implementation_name`, tells them apart. Code in the folder is part of such a model.
+    content: Content
+    """The files that the model is computed from."""
+    dtype: str
+    quantization: str
+    """"int8" or "none". "gguf" counts as "none": both have the same weights, so their workers may exchange blocks.
+    Results are the same bits, or differ as those of two instruction sets do, if products with GGUF's blocks are in
+    integers."""
+    code: str
+    """The `implementation_name`. Blocks of different codes differ in their last bits."""
 
-    "none" and "gguf" give the same digest: they have the same weights, so their workers may exchange blocks. Results
-    are the same bits, or differ as those of two instruction sets do, if products with GGUF's blocks are in integers.
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        """Names and values of everything that this identity consists of."""
+        own = (("dtype", self.dtype), ("quantization", self.quantization), ("implementation", self.code))
+        return own + tuple((file.name, file.digest) for file in self.content.files)
 
-    Weights are sampled at even distances, headers included, and not read whole. Start-up must not wait until gigabytes
-    are read, and two models with equal shapes differ nearly everywhere.
+    @property
+    def weights(self) -> str:
+        """Digest of the config and the weights alone: with equal ones, a text is continued by the same model."""
+        own = [(file.name, file.digest) for file in self.content.files if _is_weight(file.name)]
+        return hashlib.sha256(repr(own).encode()).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """Digest of all parts, in hexadecimal digits."""
+        return hashlib.sha256(repr(self.parts).encode()).hexdigest()
+
+
+def model_identity(
+    folder: Path, dtype: str, quantization: Quantization = "none", code: str = "native"
+) -> ModelIdentity:
+    """Return the identity of the model in a folder, which covers every byte of every file that a worker computes with.
+
+    Raises ModelError if a file cannot be read or changes while it is read.
     """
-    digest = hashlib.sha256(dtype.encode())
-    if quantization == "int8":
-        digest.update(quantization.encode())
-    if code != "native":
-        digest.update(code.encode())
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
-    digest.update((folder / "config.json").read_bytes())
-    blocks = folder / BLOCKS_FILE
-    for path in [*weight_files(folder), *([blocks] if blocks.is_file() else [])]:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        places = [index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1) for index in range(_SAMPLES)]
-        with path.open("rb", buffering=_SAMPLE_BYTES) as file:
-            _announce(file.fileno(), places)
-            for place in places:
-                file.seek(place)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    content = read_content({path.relative_to(folder).as_posix(): path for path in _files(folder, code)})
+    return ModelIdentity(content, dtype, "int8" if quantization == "int8" else "none", code)
 
 
-def _announce(descriptor: int, places: Sequence[int]) -> None:
-    """Let the system read all samples of a file at once, and nothing between them, if it can."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        for place in places:
-            os.posix_fadvise(descriptor, place, _SAMPLE_BYTES, os.POSIX_FADV_WILLNEED)
+def _is_weight(name: str) -> bool:
+    """Return whether a file is needed to tell the model, whatever code computes it and from whatever form."""
+    return name == "config.json" or (name.endswith(".safetensors") and name != BLOCKS_FILE)
+
+
+def _files(folder: Path, code: str) -> list[Path]:
+    """Return the files that a worker computes with: config, weights, how media are scaled, and code of the folder."""
+    small = ["config.json", *PROCESSOR_FILES, BLOCKS_FILE, *(_ADAPTED if code != "native" else ())]
+    found = [path for name in small if (path := folder / name).is_file()]
+    code_files = sorted(folder.rglob("*.py")) if code != "native" else []
+    return [*found, *weight_files(folder), *code_files]
 
 
 def implementation_name(folder: Path, model_impl: ModelImpl) -> str:

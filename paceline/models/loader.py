@@ -14,13 +14,14 @@ from paceline.models.base import Architecture, Model
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.compiled import CompiledModel
 from paceline.models.config import implementation, read_assistant, read_config, read_encoders
+from paceline.models.content import cache_key
 from paceline.models.decoder import TEXT
 from paceline.models.encoders.base import Encoders
 from paceline.models.encoders.registry import make_encoders
 from paceline.models.folder import weight_files
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import model_identity
-from paceline.models.packed import Pack, packed_weights
+from paceline.models.packed import PACKING, Pack, packed_weights
 from paceline.models.quantized import Packer, weights_of
 from paceline.models.registry import MODELS
 
@@ -128,5 +129,8 @@ def _with_packed(
     """
     if packed_dir is None or not packer.form:
         return build(packer)
-    model = f"{path.name}{part}{packer.suffix}-{model_identity(path, str(dtype))[:16]}"
-    return build(packed_weights(packed_dir, model, packer, build))
+    identity = model_identity(path, str(dtype))
+    model = cache_key(f"{path.name}{part}{packer.suffix}", identity.digest, PACKING)
+    built = build(packed_weights(packed_dir, model, packer, build, identity.content.check))
+    identity.content.check()
+    return built

@@ -38,13 +38,22 @@ class Pack(Protocol):
 _SUFFIX = ".shards"
 _OLD_SUFFIX = ".packed"
 """Older versions wrote one file."""
+PACKING = 1
+"""To be raised when models name, cut or order their matrices in another way, so that they are packed again. A part of
+the name that `packed_weights` gets."""
 _MOST_FORMS = 2
 """Folders kept for one model, each in another packing: enough to go back a release, or to run two releases in turns."""
 
 log = logging.getLogger(__name__)
 
 
-def packed_weights(packed_dir: Path, model: str, packer: Packer, visit: Callable[[Pack], object]) -> Pack:
+def packed_weights(
+    packed_dir: Path,
+    model: str,
+    packer: Packer,
+    visit: Callable[[Pack], object],
+    check: Callable[[], None] = lambda: None,
+) -> Pack:
     """Return a `Pack` that takes a model's matrices from a folder. Write the folder first if it does not exist.
 
     If the folder cannot be kept, log a warning and return a `Pack` that packs into memory of this process.
@@ -54,9 +63,10 @@ def packed_weights(packed_dir: Path, model: str, packer: Packer, visit: Callable
         model: a name for the model's content and dtype, used as a prefix of the folder's name.
         packer: packs the matrices, if the folder does not have them yet.
         visit: calls a `Pack` with every matrix of the model.
+        check: raises ModelError if the model's content has changed since its name was made.
 
     Raises:
-        ModelError: the folder is damaged, or `visit` raises it.
+        ModelError: the folder is damaged, or `visit` or `check` raises it.
     """
     folder = packed_dir / f"{model}-{packer.form}{_SUFFIX}"
     try:
@@ -65,7 +75,7 @@ def packed_weights(packed_dir: Path, model: str, packer: Packer, visit: Callable
             with file_lock(packed_dir / f".{model}.lock", "packed weights", log.info):
                 if not folder.is_dir():
                     _remove_unused(packed_dir, model)
-                    write_packed(folder, packer, visit)
+                    write_packed(folder, packer, visit, check)
         _mark_used(folder)
     except OSError as error:
         log.warning("this worker packs weights into its own memory, because %s cannot be kept: %s", folder, error)

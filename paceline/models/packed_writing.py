@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.interface import PackedWeight
+from paceline.models.durable import rename_durably
 from paceline.models.quantized import Matrix, Packer
 
 LENGTH_BYTES = 8
@@ -45,8 +46,13 @@ _PIECE = 8 << 20
 """Bytes that are written at once: some large pages."""
 
 
-def write_packed(folder: Path, packer: Packer, visit: Callable[[Writing], object]) -> None:
+def write_packed(
+    folder: Path, packer: Packer, visit: Callable[[Writing], object], check: Callable[[], None] = lambda: None
+) -> None:
     """Write the matrices that `visit` passes to its argument to a new folder, which appears whole or not at all.
+
+    Args:
+        check: raises an error if the folder must not appear, because its name promises something else.
 
     Raises:
         OSError: the folder cannot be written.
@@ -54,6 +60,7 @@ def write_packed(folder: Path, packer: Packer, visit: Callable[[Writing], object
     with _replacing(folder) as scratch, Writing(scratch, packer) as writing:
         visit(writing)
         writing.finish()
+        check()
 
 
 @contextlib.contextmanager
@@ -63,7 +70,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
     try:
         scratch.mkdir()
         yield scratch
-        scratch.rename(folder)
+        rename_durably(scratch, folder)
     finally:
         remove(scratch)
 

@@ -25,49 +25,53 @@ _sym_db = _symbol_database.Default()
 from paceline.proto import common_pb2 as paceline_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/proto/fleet.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"\xcb\x04\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x10\n\x08max_seqs\x18\n \x01(\r\x12\x0e\n\x06\x65vents\x18\x0b \x01(\t\x12%\n\x04load\x18\x0c \x01(\x0b\x32\x17.paceline.v1.LoadReport\x12%\n\x04host\x18\r \x01(\x0b\x32\x17.paceline.v1.HostReport\x12*\n\x07metrics\x18\x0e \x03(\x0b\x32\x19.paceline.v1.MetricFamily\x12\'\n\x08numerics\x18\x0f \x01(\x0b\x32\x15.paceline.v1.Numerics\x12!\n\x04keys\x18\x10 \x03(\x0b\x32\x13.paceline.v1.KeyUse\x12+\n\x07traffic\x18\x14 \x01(\x0b\x32\x1a.paceline.v1.TrafficReport\x12%\n\x04work\x18\x15 \x01(\x0b\x32\x17.paceline.v1.WorkReport\x12%\n\x04plan\x18\x16 \x01(\x0b\x32\x17.paceline.v1.PlanReport\x12\'\n\x04wire\x18\x17 \x01(\x0b\x32\x19.paceline.v1.WireVersions\x12\x0f\n\x07release\x18\x18 \x01(\t\x12\r\n\x05\x62\x65\x61ts\x18\x19 \x01(\x08\">\n\x0c\x44istribution\x12\x0f\n\x07\x62uckets\x18\x01 \x03(\x11\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\r\n\x05total\x18\x03 \x01(\x01\"L\n\rTrafficReport\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12*\n\x07\x63lasses\x18\x02 \x03(\x0b\x32\x19.paceline.v1.ClassTraffic\"\xf8\x02\n\x0c\x43lassTraffic\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x61rrivals\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x1b\n\x13oldest_wait_seconds\x18\x06 \x01(\x01\x12\x30\n\rprompt_tokens\x18\x07 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x16\n\x0estarted_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x30\n\ranswer_tokens\x18\n \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x13\n\x0bmedia_items\x18\x0b \x01(\x04\x12\'\n\x04ttft\x18\x0c \x01(\x0b\x32\x19.paceline.v1.Distribution\x12&\n\x03itl\x18\r \x01(\x0b\x32\x19.paceline.v1.Distribution\"\xb9\x01\n\nWorkReport\x12\x17\n\x0fstartup_seconds\x18\x01 \x01(\x01\x12\x15\n\rstate_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bkv_pressure\x18\x03 \x01(\x01\x12\x11\n\tkv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\x04\x12$\n\x05steps\x18\x06 \x03(\x0b\x32\x15.paceline.v1.StepLoad\x12\x14\n\x0cshares_cores\x18\x07 \x01(\x08\"e\n\x08StepLoad\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x04\x12*\n\x07seconds\x18\x03 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x0c\n\x04load\x18\x04 \x01(\r\"\xd0\x01\n\nPlanReport\x12\r\n\x05leads\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x64visory\x18\x02 \x01(\x08\x12\'\n\tdecisions\x18\x03 \x03(\x0b\x32\x14.paceline.v1.Decided\x12\x33\n\x06pinned\x18\x04 \x03(\x0b\x32#.paceline.v1.PlanReport.PinnedEntry\x12\x14\n\x0cmay_be_empty\x18\x05 \x03(\t\x1a-\n\x0bPinnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\";\n\x07\x44\x65\x63ided\x12\x13\n\x0b\x61ge_seconds\x18\x01 \x01(\x01\x12\x0c\n\x04line\x18\x02 \x01(\t\x12\r\n\x05\x61\x63ted\x18\x03 \x01(\x08\"\x91\x01\n\x06KeyUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x17\n\x0fwanted_requests\x18\x05 \x01(\x01\x12\x15\n\rwanted_tokens\x18\x06 \x01(\x01\x12\x16\n\x0ewanted_running\x18\x07 \x01(\x01\"`\n\x08Numerics\x12\x17\n\x0finstruction_set\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x16\n\x0eimplementation\x18\x04 \x01(\t\"h\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x04 \x01(\x01\"\xa1\x01\n\nHostReport\x12\x18\n\x10next_block_event\x18\x01 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x04\x12\x15\n\rfetch_seconds\x18\x03 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x06 \x01(\x04\x12\x11\n\tkv_tokens\x18\x07 \x01(\x04\"\x8f\x01\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.paceline.v1.MetricKind\x12\x10\n\x08has_role\x18\x04 \x01(\x08\x12*\n\x07samples\x18\x05 \x03(\x0b\x32\x19.paceline.v1.MetricSample\"\xa3\x01\n\x0cMetricSample\x12\x0e\n\x06\x66igure\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x35\n\x06labels\x18\x03 \x03(\x0b\x32%.paceline.v1.MetricSample.LabelsEntry\x12\x0e\n\x06suffix\x18\x04 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*p\n\nMetricKind\x12\x17\n\x13METRIC_KIND_UNKNOWN\x10\x00\x12\x17\n\x13METRIC_KIND_COUNTER\x10\x01\x12\x15\n\x11METRIC_KIND_GAUGE\x10\x02\x12\x19\n\x15METRIC_KIND_HISTOGRAM\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/proto/fleet.proto\x12\x0bpaceline.v1\x1a\x1bpaceline/proto/common.proto\"\xb9\x05\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x10\n\x08max_seqs\x18\n \x01(\r\x12\x0e\n\x06\x65vents\x18\x0b \x01(\t\x12%\n\x04load\x18\x0c \x01(\x0b\x32\x17.paceline.v1.LoadReport\x12%\n\x04host\x18\r \x01(\x0b\x32\x17.paceline.v1.HostReport\x12*\n\x07metrics\x18\x0e \x03(\x0b\x32\x19.paceline.v1.MetricFamily\x12\'\n\x08numerics\x18\x0f \x01(\x0b\x32\x15.paceline.v1.Numerics\x12!\n\x04keys\x18\x10 \x03(\x0b\x32\x13.paceline.v1.KeyUse\x12+\n\x07traffic\x18\x14 \x01(\x0b\x32\x1a.paceline.v1.TrafficReport\x12%\n\x04work\x18\x15 \x01(\x0b\x32\x17.paceline.v1.WorkReport\x12%\n\x04plan\x18\x16 \x01(\x0b\x32\x17.paceline.v1.PlanReport\x12\'\n\x04wire\x18\x17 \x01(\x0b\x32\x19.paceline.v1.WireVersions\x12\x0f\n\x07release\x18\x18 \x01(\t\x12\r\n\x05\x62\x65\x61ts\x18\x19 \x01(\x08\x12\x0f\n\x07weights\x18\x1a \x01(\t\x12-\n\x05\x66iles\x18\x1b \x03(\x0b\x32\x1e.paceline.v1.Member.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x0c\x44istribution\x12\x0f\n\x07\x62uckets\x18\x01 \x03(\x11\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\r\n\x05total\x18\x03 \x01(\x01\"L\n\rTrafficReport\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12*\n\x07\x63lasses\x18\x02 \x03(\x0b\x32\x19.paceline.v1.ClassTraffic\"\xf8\x02\n\x0c\x43lassTraffic\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x61rrivals\x18\x02 \x01(\x04\x12\x10\n\x08\x66inished\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\x04\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x1b\n\x13oldest_wait_seconds\x18\x06 \x01(\x01\x12\x30\n\rprompt_tokens\x18\x07 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x16\n\x0estarted_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x30\n\ranswer_tokens\x18\n \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x13\n\x0bmedia_items\x18\x0b \x01(\x04\x12\'\n\x04ttft\x18\x0c \x01(\x0b\x32\x19.paceline.v1.Distribution\x12&\n\x03itl\x18\r \x01(\x0b\x32\x19.paceline.v1.Distribution\"\xb9\x01\n\nWorkReport\x12\x17\n\x0fstartup_seconds\x18\x01 \x01(\x01\x12\x15\n\rstate_seconds\x18\x02 \x01(\x01\x12\x13\n\x0bkv_pressure\x18\x03 \x01(\x01\x12\x11\n\tkv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\x04\x12$\n\x05steps\x18\x06 \x03(\x0b\x32\x15.paceline.v1.StepLoad\x12\x14\n\x0cshares_cores\x18\x07 \x01(\x08\"e\n\x08StepLoad\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x04\x12*\n\x07seconds\x18\x03 \x01(\x0b\x32\x19.paceline.v1.Distribution\x12\x0c\n\x04load\x18\x04 \x01(\r\"\xd0\x01\n\nPlanReport\x12\r\n\x05leads\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x64visory\x18\x02 \x01(\x08\x12\'\n\tdecisions\x18\x03 \x03(\x0b\x32\x14.paceline.v1.Decided\x12\x33\n\x06pinned\x18\x04 \x03(\x0b\x32#.paceline.v1.PlanReport.PinnedEntry\x12\x14\n\x0cmay_be_empty\x18\x05 \x03(\t\x1a-\n\x0bPinnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\";\n\x07\x44\x65\x63ided\x12\x13\n\x0b\x61ge_seconds\x18\x01 \x01(\x01\x12\x0c\n\x04line\x18\x02 \x01(\t\x12\r\n\x05\x61\x63ted\x18\x03 \x01(\x08\"\x91\x01\n\x06KeyUse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x17\n\x0fwanted_requests\x18\x05 \x01(\x01\x12\x15\n\rwanted_tokens\x18\x06 \x01(\x01\x12\x16\n\x0ewanted_running\x18\x07 \x01(\x01\"`\n\x08Numerics\x12\x17\n\x0finstruction_set\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cquantization\x18\x03 \x01(\t\x12\x16\n\x0eimplementation\x18\x04 \x01(\t\"h\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x04 \x01(\x01\"\xa1\x01\n\nHostReport\x12\x18\n\x10next_block_event\x18\x01 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x02 \x01(\x04\x12\x15\n\rfetch_seconds\x18\x03 \x01(\x01\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x01\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x06 \x01(\x04\x12\x11\n\tkv_tokens\x18\x07 \x01(\x04\"\x8f\x01\n\x0cMetricFamily\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.paceline.v1.MetricKind\x12\x10\n\x08has_role\x18\x04 \x01(\x08\x12*\n\x07samples\x18\x05 \x03(\x0b\x32\x19.paceline.v1.MetricSample\"\xa3\x01\n\x0cMetricSample\x12\x0e\n\x06\x66igure\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x35\n\x06labels\x18\x03 \x03(\x0b\x32%.paceline.v1.MetricSample.LabelsEntry\x12\x0e\n\x06suffix\x18\x04 \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*p\n\nMetricKind\x12\x17\n\x13METRIC_KIND_UNKNOWN\x10\x00\x12\x17\n\x13METRIC_KIND_COUNTER\x10\x01\x12\x15\n\x11METRIC_KIND_GAUGE\x10\x02\x12\x19\n\x15METRIC_KIND_HISTOGRAM\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.proto.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_MEMBER_FILESENTRY']._loaded_options = None
+  _globals['_MEMBER_FILESENTRY']._serialized_options = b'8\001'
   _globals['_PLANREPORT_PINNEDENTRY']._loaded_options = None
   _globals['_PLANREPORT_PINNEDENTRY']._serialized_options = b'8\001'
   _globals['_METRICSAMPLE_LABELSENTRY']._loaded_options = None
   _globals['_METRICSAMPLE_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_METRICKIND']._serialized_start=2574
-  _globals['_METRICKIND']._serialized_end=2686
+  _globals['_METRICKIND']._serialized_start=2684
+  _globals['_METRICKIND']._serialized_end=2796
   _globals['_MEMBER']._serialized_start=73
-  _globals['_MEMBER']._serialized_end=660
-  _globals['_DISTRIBUTION']._serialized_start=662
-  _globals['_DISTRIBUTION']._serialized_end=724
-  _globals['_TRAFFICREPORT']._serialized_start=726
-  _globals['_TRAFFICREPORT']._serialized_end=802
-  _globals['_CLASSTRAFFIC']._serialized_start=805
-  _globals['_CLASSTRAFFIC']._serialized_end=1181
-  _globals['_WORKREPORT']._serialized_start=1184
-  _globals['_WORKREPORT']._serialized_end=1369
-  _globals['_STEPLOAD']._serialized_start=1371
-  _globals['_STEPLOAD']._serialized_end=1472
-  _globals['_PLANREPORT']._serialized_start=1475
-  _globals['_PLANREPORT']._serialized_end=1683
-  _globals['_PLANREPORT_PINNEDENTRY']._serialized_start=1638
-  _globals['_PLANREPORT_PINNEDENTRY']._serialized_end=1683
-  _globals['_DECIDED']._serialized_start=1685
-  _globals['_DECIDED']._serialized_end=1744
-  _globals['_KEYUSE']._serialized_start=1747
-  _globals['_KEYUSE']._serialized_end=1892
-  _globals['_NUMERICS']._serialized_start=1894
-  _globals['_NUMERICS']._serialized_end=1990
-  _globals['_LOADREPORT']._serialized_start=1992
-  _globals['_LOADREPORT']._serialized_end=2096
-  _globals['_HOSTREPORT']._serialized_start=2099
-  _globals['_HOSTREPORT']._serialized_end=2260
-  _globals['_METRICFAMILY']._serialized_start=2263
-  _globals['_METRICFAMILY']._serialized_end=2406
-  _globals['_METRICSAMPLE']._serialized_start=2409
-  _globals['_METRICSAMPLE']._serialized_end=2572
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=2527
-  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=2572
+  _globals['_MEMBER']._serialized_end=770
+  _globals['_MEMBER_FILESENTRY']._serialized_start=726
+  _globals['_MEMBER_FILESENTRY']._serialized_end=770
+  _globals['_DISTRIBUTION']._serialized_start=772
+  _globals['_DISTRIBUTION']._serialized_end=834
+  _globals['_TRAFFICREPORT']._serialized_start=836
+  _globals['_TRAFFICREPORT']._serialized_end=912
+  _globals['_CLASSTRAFFIC']._serialized_start=915
+  _globals['_CLASSTRAFFIC']._serialized_end=1291
+  _globals['_WORKREPORT']._serialized_start=1294
+  _globals['_WORKREPORT']._serialized_end=1479
+  _globals['_STEPLOAD']._serialized_start=1481
+  _globals['_STEPLOAD']._serialized_end=1582
+  _globals['_PLANREPORT']._serialized_start=1585
+  _globals['_PLANREPORT']._serialized_end=1793
+  _globals['_PLANREPORT_PINNEDENTRY']._serialized_start=1748
+  _globals['_PLANREPORT_PINNEDENTRY']._serialized_end=1793
+  _globals['_DECIDED']._serialized_start=1795
+  _globals['_DECIDED']._serialized_end=1854
+  _globals['_KEYUSE']._serialized_start=1857
+  _globals['_KEYUSE']._serialized_end=2002
+  _globals['_NUMERICS']._serialized_start=2004
+  _globals['_NUMERICS']._serialized_end=2100
+  _globals['_LOADREPORT']._serialized_start=2102
+  _globals['_LOADREPORT']._serialized_end=2206
+  _globals['_HOSTREPORT']._serialized_start=2209
+  _globals['_HOSTREPORT']._serialized_end=2370
+  _globals['_METRICFAMILY']._serialized_start=2373
+  _globals['_METRICFAMILY']._serialized_end=2516
+  _globals['_METRICSAMPLE']._serialized_start=2519
+  _globals['_METRICSAMPLE']._serialized_end=2682
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=2637
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=2682
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,26 @@ Global___MetricKind: _TypeAlias = MetricKind  # noqa: Y015
 class Member(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FilesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -65,6 +85,8 @@ class Member(_message.Message):
     WIRE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     BEATS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """gateway, prefill, decode, encode, kvtransfer, planner, or standby: a worker that waits for a role."""
@@ -90,6 +112,10 @@ class Member(_message.Message):
     """Release of the service, for people."""
     beats: _builtins.bool
     """Whether the service adds a beat to the stream of its cluster each time it writes this."""
+    weights: _builtins.str
+    """Digest of the model's config and weights. Empty if unknown: the worker has not loaded them, or is of an earlier
+    release.
+    """
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """For placing requests. Only gateways and workers have it."""
@@ -126,6 +152,10 @@ class Member(_message.Message):
     def wire(self) -> _common_pb2.WireVersions:
         """The protocol versions that the service speaks."""
 
+    @_builtins.property
+    def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Digests of the files that `model` covers, by their names, so that people learn which one differs."""
+
     def __init__(
         self,
         *,
@@ -151,10 +181,12 @@ class Member(_message.Message):
         wire: _common_pb2.WireVersions | None = ...,
         release: _builtins.str = ...,
         beats: _builtins.bool = ...,
+        weights: _builtins.str = ...,
+        files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

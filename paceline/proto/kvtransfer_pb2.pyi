@@ -89,6 +89,7 @@ class KVLayout(_message.Message):
     BASE_TOKENS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     ENCODINGS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Hash of everything that must agree before two workers may share a block: model, dtype, shapes, version."""
     slot_bytes: _builtins.int
@@ -100,6 +101,10 @@ class KVLayout(_message.Message):
     def encodings(self) -> Global___KVGroup:
         """Set if the model has encoders. The group's number in names of blocks is the number of `groups`."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayoutPart]:
+        """What the fingerprint covers besides shapes, so that people learn what differs. Empty in earlier releases."""
+
     def __init__(
         self,
         *,
@@ -108,14 +113,39 @@ class KVLayout(_message.Message):
         base_tokens: _builtins.int = ...,
         groups: _abc.Iterable[Global___KVGroup] | None = ...,
         encodings: Global___KVGroup | None = ...,
+        parts: _abc.Iterable[Global___LayoutPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encodings", b"encodings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_tokens", b"base_tokens", "encodings", b"encodings", "fingerprint", b"fingerprint", "groups", b"groups", "slot_bytes", b"slot_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_tokens", b"base_tokens", "encodings", b"encodings", "fingerprint", b"fingerprint", "groups", b"groups", "parts", b"parts", "slot_bytes", b"slot_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+
+@_typing.final
+class LayoutPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of a file of the model, or of a property such as dtype."""
+    value: _builtins.str
+    """Digest of the file, or the property's value."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayoutPart: _TypeAlias = LayoutPart  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from paceline.engine.constraint import Grammars, Matcher
 from paceline.models.base import Model
 from tests.engine.constrained_loop import WAYS, Ask, ConstrainedLoop, choice, lark, regex, sampled, schema
 from tests.engine.loops import DRAFTS
-from tests.services.gateway.toy_model import END, VOCAB_SIZE
+from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
 
 # ---- where a grammar begins, and where it ends
 
@@ -105,6 +107,38 @@ def test_without_a_tokenizer_or_an_end_nothing_can_be_constrained(grammars: Gram
     # The same grammar with another end token.
     other = matcher_of(grammars, replace(regex("a"), end_token_ids=frozenset({END + 1})), b"a")
     assert allowed(other) == [{END + 1}]
+
+
+@pytest.mark.parametrize("how", ["replaced", "link", "gone"])
+def test_constraints_are_of_the_tokenizer_at_the_start(tmp_path: Path, how: str) -> None:
+    folder = write_toy_model(tmp_path / "model")
+    file, other = folder / "tokenizer.json", tmp_path / "other.json"
+    # In the other tokenizer, the bytes "a" and "b" have each other's tokens.
+    ids = json.loads(file.read_text())
+    vocabulary = ids["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    other.write_text(json.dumps(ids))
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    grammars = Grammars(link)
+    if how == "replaced":
+        other.replace(file)
+    elif how == "link":
+        link.unlink()
+        link.symlink_to(tmp_path)
+        other.rename(tmp_path / "tokenizer.json")
+    else:
+        shutil.rmtree(folder)
+    assert allowed(matcher_of(grammars, regex("a"), b"")) == [{ord("a")}]
+
+
+def test_a_tokenizer_that_was_written_in_place_is_refused(tmp_path: Path) -> None:
+    folder = write_toy_model(tmp_path / "model")
+    grammars = Grammars(folder)
+    with (folder / "tokenizer.json").open("r+") as file:
+        file.write("[")
+    with pytest.raises(ModelError, match=r"tokenizer\.json has changed since this worker started"):
+        grammars.compile(regex("a"))
 
 
 # ---- a single matcher

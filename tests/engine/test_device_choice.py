@@ -78,7 +78,7 @@ def test_tokens_are_those_of_the_host(method: str, rule: str) -> None:
     chooser = select_kernels(DEVICE, "triton").chooser
     assert chooser is not None
     counting = Counting(chooser)
-    device = Loaded(host.model, None, host.layout, drafts, host.grammars, counting)
+    device = Loaded(host.model, None, host.layout, drafts, host.grammars, "", counting)
     rows = [
         SamplingParams(max_tokens=LENGTH),
         SamplingParams(

@@ -5,16 +5,35 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
+from paceline.core.model_folder import read_model_files
+from paceline.models.config import read_facts
 from paceline.models.hub_name import HubName, parse_hub_name
+from paceline.models.identity import model_identity
+from paceline.services.gateway.media.processors.families import read_processor
+from paceline.services.gateway.tokenizer import Tokenizer
 from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
-from tests.tiny_checkpoints import write_gemma4_assistant, write_tiny
+from tests.services.gateway.toy_model import write_toy_model
+from tests.tiny_checkpoints import (
+    FAMILIES,
+    write_gemma3_with_vision,
+    write_gemma4_assistant,
+    write_gemma4_unified,
+    write_llava,
+    write_qwen3_5_with_vision,
+    write_qwen3_vl,
+    write_tiny,
+)
 
 ROOT = Path(__file__).parents[2]
 TEXT = [
@@ -25,7 +44,15 @@ TEXT = [
     "processor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
 ]
+WITH_MEDIA: Mapping[str, Callable[[Path], object]] = {
+    "qwen3_vl": write_qwen3_vl,
+    "qwen3_5_vision": write_qwen3_5_with_vision,
+    "gemma3_vision": write_gemma3_with_vision,
+    "gemma4_unified": write_gemma4_unified,
+    "llava": write_llava,
+}
 UNWANTED = ["README.md", "pytorch_model.bin", "model.onnx", "original/model.safetensors", "tokenizer.model"]
 
 Prepare = Callable[..., subprocess.CompletedProcess[str]]
@@ -117,6 +144,67 @@ def test_only_what_serving_needs_is_fetched_and_only_once(hub: FakeHub, checkpoi
     assert folder_of(prepare("org/tiny", "--revision=v1")) == folder
     assert folder_of(prepare("org/tiny", f"--revision={COMMIT}")) == folder
     assert hub.fetched() == []
+
+
+@pytest.mark.parametrize(
+    "families", [["llama", "qwen3_vl"], pytest.param([*FAMILIES, *WITH_MEDIA], marks=pytest.mark.thorough)], ids=len
+)
+def test_every_family_is_the_same_from_the_hub_and_from_a_folder(
+    tmp_path: Path, hub: FakeHub, families: list[str]
+) -> None:
+    folders = {name: write_family(tmp_path / "families" / name, name) for name in families}
+    for name, folder in folders.items():
+        hub.add(f"org/{name}", folder)
+    # One process fetches all of them, because the imports take longer than that.
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+    code = f"""
+from pathlib import Path
+from paceline.models.assets import resolve_model
+for name in {sorted(folders)!r}:
+    print(resolve_model("org/" + name, Path("cache"), lambda said: None, model_impl="auto"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for (name, folder), fetched in zip(sorted(folders.items()), done.stdout.split(), strict=True):
+        own, theirs = (resolved(path) for path in (folder, Path(fetched)))
+        assert own == theirs, name
+
+
+def write_family(folder: Path, name: str) -> Path:
+    """Write a tiny checkpoint of a family, with settings that differ from all defaults."""
+    write_toy_model(folder, temperature=0.3, top_k=7)
+    WITH_MEDIA.get(name, partial(write_tiny_config, family=name))(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    if not (folder / "preprocessor_config.json").exists():
+        (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5], "resample": 3}')
+    (folder / "video_preprocessor_config.json").write_text('{"fps": 3.0, "min_frames": 6, "max_frames": 8}')
+    (folder / "special_tokens_map.json").write_text('{"pad_token": "<|user|>"}')
+    return folder
+
+
+def write_tiny_config(folder: Path, family: str) -> None:
+    """Write a tiny checkpoint without a matrix, because neither the hub nor a gateway reads any."""
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**own)
+    config.architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+
+
+def resolved(folder: Path) -> list[Any]:
+    """Return what workers and gateways read from a model's folder."""
+    tokenizer = Tokenizer(folder)
+    return [
+        model_identity(folder, "bfloat16"),
+        model_identity(folder, "bfloat16", code="transformers"),
+        read_model_files(folder),
+        read_facts(folder, "auto"),
+        repr(read_processor(folder)),
+        tokenizer.defaults,
+        tokenizer.eos_token_ids,
+        tokenizer.chat_template_source,
+        tokenizer._special_tokens,
+    ]
 
 
 def test_an_assistant_comes_like_a_model(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:

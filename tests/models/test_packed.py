@@ -186,6 +186,41 @@ def test_other_weights_have_another_file(tmp_path: Path, save_llama: Any, paged_
     assert len(packed_folders(packed)) == 3
 
 
+def test_a_checkpoint_that_is_saved_again_in_place_is_packed_again(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any
+) -> None:
+    save_llama(tie_word_embeddings=True)
+    file, packed = tmp_path / "model.safetensors", tmp_path / "packed"
+    before = file.stat()
+    load_model(tmp_path, torch.float32, Counting(), CPU, packed)
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][77, -1] += 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    shared, private = (load_model(tmp_path, torch.float32, Counting(), CPU, folder) for folder in (packed, None))
+    assert torch.equal(*(logits(model, paged_contexts, torch.float32) for model in (shared, private)))
+    assert len(packed_folders(packed)) == 2
+
+
+def test_a_checkpoint_that_changes_while_it_is_packed_leaves_nothing(tmp_path: Path, save_llama: Any) -> None:
+    save_llama()
+    file, packed = tmp_path / "model.safetensors", tmp_path / "packed"
+
+    class Saving(Counting):
+        """Kernels beside which somebody saves the checkpoint again."""
+
+        def pack(self, *arguments: Any) -> Any:
+            with file.open("r+b") as opened:
+                opened.seek(-1, os.SEEK_END)
+                opened.write(b"!")
+            return super().pack(*arguments)
+
+    with pytest.raises(ModelError, match=r"model\.safetensors has changed since it was read"):
+        load_model(tmp_path, torch.float32, Saving(), CPU, packed)
+    assert packed_folders(packed) == []
+
+
 def test_matrices_are_mapped_from_the_file(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     packed = tmp_path / "packed"

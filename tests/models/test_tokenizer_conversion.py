@@ -57,7 +57,8 @@ def test_a_tokenizer_is_converted_once_and_the_model_is_linked(tmp_path: Path, f
     said: list[str] = []
     made = resolve_model(str(folder), tmp_path / "cache", said.append)
     assert said[0] == f"converting the tokenizer of {folder}"
-    assert made.parent == tmp_path / "cache"
+    assert made.parent.parent == tmp_path / "cache"
+    assert made.name == "model"
     assert (made / "model.safetensors").resolve() == folder / "model.safetensors"
     assert not (folder / "tokenizer.json").exists()
     tokenizer = Tokenizer(made)

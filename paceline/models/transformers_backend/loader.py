@@ -9,8 +9,9 @@ import torch
 from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
+from paceline.models.content import cache_key
 from paceline.models.identity import implementation_name, model_identity
-from paceline.models.packed import Pack, packed_weights
+from paceline.models.packed import PACKING, Pack, packed_weights
 from paceline.models.quantized import Packer
 from paceline.models.transformers_backend.model import TransformersModel
 
@@ -28,14 +29,17 @@ def load_transformers(
     if quantization == "gguf":
         raise ConfigError("--quantization gguf needs a native model (--model-impl); choose int8 or none")
 
+    identity = model_identity(folder, str(dtype), code=implementation_name(folder, "transformers"))
+
     def build(own: Pack) -> TransformersModel:
         return TransformersModel(folder, dtype, kernels, device, own, trust_remote_code)
 
     packer = Packer(kernels, device, quantization)
     pack: Pack = packer
     if packed_dir is not None and packer.form:
-        identity = model_identity(folder, str(dtype), code=implementation_name(folder, "transformers"))
-        pack = packed_weights(packed_dir, f"{folder.name}{packer.suffix}-{identity[:16]}", packer, build)
+        name = cache_key(f"{folder.name}{packer.suffix}", identity.digest, PACKING)
+        pack = packed_weights(packed_dir, name, packer, build, identity.content.check)
     model = build(pack)
+    identity.content.check()
     model.prepare()
     return model

@@ -10,6 +10,9 @@ from paceline.proto import kvtransfer_pb2 as pb
 
 _MAX_GROUPS = 64
 _MAX_NAME = 256
+_MAX_PARTS = 4096
+_SHOWN = 16
+"""Digits of a digest that people are shown."""
 
 
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
@@ -20,6 +23,7 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
         base_tokens=BASE_TOKENS,
         groups=map(_group_to_pb, layout.groups),
         encodings=None if layout.encodings is None else _group_to_pb(layout.encodings.groups[0]),
+        parts=[pb.LayoutPart(name=name, value=value) for name, value in layout.parts],
     )
 
 
@@ -44,8 +48,11 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
         raise InvalidRequestError(
             f"layout.groups: block_tokens must be multiples of {BASE_TOKENS} that divide the largest, not {sizes}"
         )
+    if len(message.parts) > _MAX_PARTS or any(len(each.name) + len(each.value) > _MAX_NAME for each in message.parts):
+        raise InvalidRequestError(f"layout.parts may be {_MAX_PARTS}, of at most {_MAX_NAME} characters each")
     groups = tuple(map(_group_from_pb, message.groups))
-    layout = KVLayout(groups, itemsize=0, slot_bytes=message.slot_bytes, fingerprint=message.fingerprint)
+    parts = tuple((each.name, each.value) for each in message.parts)
+    layout = KVLayout(groups, itemsize=0, slot_bytes=message.slot_bytes, fingerprint=message.fingerprint, parts=parts)
     if not message.HasField("encodings"):
         return layout
     group = _group_from_pb(message.encodings)
@@ -71,7 +78,13 @@ def difference(ours: KVLayout, theirs: KVLayout) -> str:
         return f"its encodings are {_group(theirs_group)}, the arena's are {_group(ours_group)}"
     if ours.slot_bytes != theirs.slot_bytes:
         return f"its slot_bytes is {theirs.slot_bytes}, the arena's is {ours.slot_bytes}"
-    return f"its fingerprint is {theirs.fingerprint[:16]}, the arena's is {ours.fingerprint[:16]}"
+    our_parts, their_parts = dict(ours.parts), dict(theirs.parts)
+    for name in {**our_parts, **their_parts}:
+        our_value, their_value = our_parts.get(name, "none"), their_parts.get(name, "none")
+        if our_value != their_value and our_parts and their_parts:
+            values = f"{their_value[:_SHOWN]} instead of {our_value[:_SHOWN]}"
+            return f"its {name} differs from the arena's ({values})"
+    return f"its fingerprint is {theirs.fingerprint[:_SHOWN]}, the arena's is {ours.fingerprint[:_SHOWN]}"
 
 
 def _group_to_pb(group: KVGroup) -> pb.KVGroup:

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Literal, cast, get_args
 
 import redis.asyncio as redis
@@ -75,6 +75,11 @@ class Member:
     """Digest of the model's config and tokenizer. A gateway gives requests only to workers with the same one."""
     layout: str = ""
     """Fingerprint of the KV layout. Only workers with the same one can hand over to each other."""
+    weights: str = ""
+    """Digest of the model's config and weights. "" if unknown: the worker has not loaded them, or is of an earlier
+    release. An answer that has begun goes on only at workers with the same one."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Digests of the files that `model` covers, by their names."""
     max_model_len: int = 0
     max_seqs: int = 0
     events: str = ""
@@ -118,7 +123,7 @@ class Member:
             return None
         values = {name: getattr(message, name) for name in _FIELDS}
         own = {"numerics": _numerics_from_pb(message.numerics), "wire": WireVersions.from_pb(message.wire)}
-        return Member(**{**values, **own})
+        return Member(**{**values, **own, "files": dict(message.files)})
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Member))

@@ -54,6 +54,7 @@ class EncodeWorker:
     def __init__(self, loaded: LoadedEncoders, setup: WorkerSetup, place: Place) -> None:
         self.model_id = setup.model_id
         self.layout = loaded.layout
+        self.weights = loaded.weights
         self.max_model_len = max_model_len(setup.config, loaded.layout, loaded.max_position, place.slots, place.slots)
         self.admission = Admission(setup.config.max_seqs)
         self._takes_turns = place.turns is not None

@@ -85,7 +85,10 @@ class AttemptStarter:
             if placement is not None and self._is_premature(sequence, need, placement, snapshot, waited):
                 placement, held = None, PREMATURE
             if placement is None:
-                is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in snapshot)
+                known = list(snapshot)
+                own = [candidate for candidate in known if need.may_go_on_with(candidate.member.weights)]
+                is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in own)
+                sequence.is_left_behind = bool(known) and not own
                 self._note_wait(sequence, record, held, is_busy)
                 return None
             attempt = self._new_attempt(sequence, placement, record, deadline)
@@ -143,6 +146,7 @@ class AttemptStarter:
             failed=sequence.failed,
             computed_with=record.computed_with,
             decoded_with=record.decoded_with,
+            weights=record.weights,
             cut=self._fleet.failed_links(),
             home=self._homes.get(sequence.owner, sequence.cache_key),
             local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
@@ -174,7 +178,8 @@ class AttemptStarter:
         if not _was_admitted(sequence) and not self.fits(sequence):
             raise NoWorkerError
         sequence.unreachable_since = None if is_busy else sequence.unreachable_since or time.monotonic()
-        record.wait_for(held or "no worker has room" if is_busy else "no worker that can be reached fits")
+        fits = "has the weights that began the answer" if sequence.is_left_behind else "that can be reached fits"
+        record.wait_for(held or "no worker has room" if is_busy else f"no worker {fits}")
 
     def _new_attempt(
         self, sequence: SequenceRun, placement: Placement, record: AttemptTrace, deadline: float

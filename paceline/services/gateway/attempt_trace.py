@@ -37,6 +37,8 @@ class AttemptTrace:
     """`SequenceTrace.computed_with` when this attempt began."""
     decoded_with: Numerics | None = None
     """`SequenceTrace.decoded_with` when this attempt began."""
+    weights: str = ""
+    """`SequenceTrace.weights` when this attempt began."""
     waited_for: Counter[str] = field(default_factory=Counter)
     """For each reason why the attempt was not admitted, how often it was the reason."""
     number: int = 0

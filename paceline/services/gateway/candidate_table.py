@@ -41,7 +41,7 @@ class CandidateTable(Snapshot):
     def put(self, candidate: Candidate) -> None:
         """Add a worker, or replace what is known of it. Its `recent_tokens` are those of now."""
         member = candidate.member
-        kind = member.role, member.layout, member.numerics
+        kind = member.role, member.layout, member.numerics, member.weights
         known, index = self._places.get(member.worker_id, (None, 0))
         if known != kind:
             self.remove(member.worker_id)
@@ -142,7 +142,7 @@ class CandidateTable(Snapshot):
     def _classes(self, role: str, need: Need) -> Iterator[WorkerClass]:
         """Divide the workers of a role into classes whose members differ only in costs. Empty classes are left out."""
         for kind, rows in self._kinds.items():
-            if kind[0] != role:
+            if kind[0] != role or not need.may_go_on_with(kind[3]):
                 continue
             every = rows.figures()
             fits = every.longest >= need.context_tokens

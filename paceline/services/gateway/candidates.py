@@ -35,6 +35,8 @@ class Need:
     None has no preference."""
     decoded_with: Numerics | None = None
     """Numerics of the decode worker that generated the newest tokens; see `computed_with`."""
+    weights: str = ""
+    """`Member.weights` of the worker that computed the first results; "" if there are none, or if unknown."""
     cut: frozenset[Link] = frozenset()
     """Links on which transfers failed recently."""
     home: str = ""
@@ -42,6 +44,10 @@ class Need:
     local_tokens: int = 0
     """Largest number of prompt tokens, this prompt included, that may wait on a decode worker when it computes the
     prompt although a prefill worker could. 0 means that it never does."""
+
+    def may_go_on_with(self, weights: str) -> bool:
+        """Return whether a worker with these weights may run the request. Unknown weights cannot be compared."""
+        return not self.weights or not weights or weights == self.weights
 
 
 @dataclass(frozen=True, slots=True)

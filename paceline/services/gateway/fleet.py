@@ -18,6 +18,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from paceline.core.model_folder import ModelFiles
 from paceline.services.common.avoid import Avoided
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member
@@ -41,15 +42,15 @@ class Fleet:
     """The members of one cluster, kept up to date from `start` to `close`.
 
     Args:
-        model: the digest of this gateway's model. Workers with another model are shown, but get no requests.
+        model: this gateway's model. Workers with another model are shown, but get no requests.
         credentials: what this gateway shows to the members, and wants to see of them.
         return_seconds: time in which a decode worker that failed may come back.
     """
 
     def __init__(
-        self, redis: Redis, cluster: str, model: str, credentials: Credentials, return_seconds: float = 0.0
+        self, redis: Redis, cluster: str, model: ModelFiles, credentials: Credentials, return_seconds: float = 0.0
     ) -> None:
-        self.model = model
+        self.model = model.digest
         self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
         self._members = Members(
             redis,

@@ -147,7 +147,16 @@ class Gateway:
 
 def load_models(config: GatewayConfig) -> list[LoadedModel]:
     """Return the options and the tokenizer of each model. Raises ConfigError or ModelError if one cannot be read."""
-    return [(own, load_tokenizer(own)) for own in model_configs(config)]
+    return [(own, load_tokenizer(own)) for own in map(_with_real_folder, model_configs(config))]
+
+
+def _with_real_folder(config: GatewayConfig) -> GatewayConfig:
+    """Return the config with the folder that `model` leads to now, so that all files are read from one folder."""
+    if not config.model:
+        return config
+    folder = Path(config.model)
+    own = {"model": str(folder.resolve()), "served_model_name": config.served_model_name or folder.name}
+    return config.model_copy(update=own)
 
 
 def load_tokenizer(config: GatewayConfig) -> Tokenizer:

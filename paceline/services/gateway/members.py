@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
+from paceline.core.model_folder import ModelFiles
 from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_feed import MemberFeed, News
@@ -26,7 +27,7 @@ class Members:
     """All members that are not known to be gone.
 
     Args:
-        model: the digest of the gateway's model, for the log.
+        model: the gateway's model, for the log.
         on_figures: called if the figures of a worker for placements may have changed.
         on_standing: called if what a worker can be used for may have changed, and when it has gone.
         on_failure: called before a worker that was in use is set aside or replaced.
@@ -36,7 +37,7 @@ class Members:
         self,
         redis: Redis,
         cluster: str,
-        model: str,
+        model: ModelFiles,
         credentials: Credentials,
         *,
         on_figures: Callable[[RemoteWorker], object],
@@ -135,8 +136,8 @@ class Members:
         log.info("%s %s joined at %s", member.role, member.worker_id, member.address)
         if problem := mismatch(str(worker), member.wire):
             log.error("%s gets no calls: %s", worker, problem)
-        elif member.role in ("prefill", "decode", "encode") and member.model != self._model:
-            why = "config.json or tokenizer.json of its model differ from this gateway's"
+        elif member.role in ("prefill", "decode", "encode") and member.model != self._model.digest:
+            why = f"{self._model.difference(member.files)} of its model differ from this gateway's"
             log.warning("%s %s gets no requests: %s", member.role, member.worker_id, why)
         self._on_standing(worker)
         self._checks.begin(worker)

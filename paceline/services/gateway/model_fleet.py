@@ -14,7 +14,6 @@ from redis.exceptions import RedisError
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
-from paceline.core.model_folder import model_digest
 from paceline.core.options import parse_bytes
 from paceline.core.planner.reports import Role
 from paceline.core.request_classes import Classes
@@ -89,8 +88,7 @@ class ModelFleet:
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False
-        digest = model_digest(Path(config.model))
-        self.fleet = Fleet(shared.redis, config.cluster, digest, shared.credentials, config.queue_seconds)
+        self.fleet = Fleet(shared.redis, config.cluster, tokenizer.files, shared.credentials, config.queue_seconds)
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)

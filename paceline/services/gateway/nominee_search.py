@@ -141,7 +141,7 @@ class NomineeSearch:
 
     def _fetchable(self, own: WorkerClass) -> int:
         """Return the most tokens that a host has cached which can send them to workers of a class."""
-        need, (_, layout, _) = self._need, own.kind
+        need, layout = self._need, own.kind[1]
         for most in sorted(set(need.cached.values()), reverse=True):
             hosts = (host for host, tokens in need.cached.items() if tokens == most)
             if any((each, own.cut_host) not in need.cut and need.layouts.get(each, layout) == layout for each in hosts):

@@ -93,8 +93,10 @@ class Patience:
             times = "once" if count == 1 else f"{count} times at the same step"
             message = f"the request was given up because it failed {times}, {sequence.place()}; the last time: {reason}"
             raise UnavailableError(message) from reason
-        # A request that has begun waits for workers until its deadline, because they may be coming back.
-        if since is not None and sequence.trace.admitted is None and now >= since + self._config.queue_seconds:
+        # A request that has begun waits for workers until its deadline, because they may be coming back. Workers with
+        # weights that were replaced do not.
+        waits = sequence.trace.admitted is not None and not sequence.is_left_behind
+        if since is not None and not waits and now >= since + self._config.queue_seconds:
             raise sequence.unreachable() from reason
 
     def too_late(self, sequence: SequenceRun) -> UnavailableError:

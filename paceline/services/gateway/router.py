@@ -146,8 +146,9 @@ def _trouble(need: Need, candidate: Candidate) -> tuple[bool, bool]:
 
 
 def _fitting(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
-    """Return the ready workers whose longest context is long enough."""
-    return [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
+    """Return the ready workers whose longest context is long enough and whose weights are those of earlier results."""
+    known = [c for c in snapshot if need.may_go_on_with(c.member.weights)]
+    return [c for c in known if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
 
 
 def _computing_at(candidate: Candidate | None) -> Placement | None:

@@ -32,10 +32,10 @@ class RunningAttempts:
     def leave_draining_workers(self, fleet: Fleet) -> None:
         """Move sequences from draining decode workers to others, as many as these have room for.
 
-        A sequence stays if only workers with other numerics have room, because its tokens might change there.
+        A sequence stays if only workers with other numerics or weights have room, because its tokens might change.
         """
         draining = [
-            (attempt, sequence, worker.member.numerics)
+            (attempt, sequence, worker.member)
             for attempt, sequence in self._sequences.items()
             if (worker := attempt.decode) is not None and worker.member.state == "draining"
         ]
@@ -47,8 +47,14 @@ class RunningAttempts:
             for candidate in snapshot
             if candidate.member.role == "decode" and candidate.member.state == "ready"
         )
-        for attempt, sequence, numerics in draining[:room]:
-            need = Need(sequence.context_tokens, len(sequence.context.token_ids), decoded_with=numerics)
+        for attempt, sequence, member in draining[:room]:
+            need = Need(
+                sequence.context_tokens,
+                len(sequence.context.token_ids),
+                decoded_with=member.numerics,
+                weights=member.weights,
+            )
             place = KINDS[sequence.kind].place(need, snapshot)
-            if place is not None and place.decode is not None and not may_differ(numerics, place.decode.numerics):
+            decode = None if place is None else place.decode
+            if decode is not None and not may_differ(member.numerics, decode.numerics):
                 attempt.leave()

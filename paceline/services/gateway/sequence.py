@@ -74,6 +74,8 @@ class SequenceRun:
     last_failure: WorkerFailedError | None = None
     unreachable_since: float | None = None
     """When it began to wait for a worker to come back, on time.monotonic(); None while workers are only full."""
+    is_left_behind: bool = False
+    """Whether the last search found workers, but none with the weights that computed the first results."""
     refused_since: float | None = None
     """When workers began to refuse an encoding for lack of room, on time.monotonic(); None if tokens came since."""
     scored: int = 0
@@ -141,6 +143,11 @@ class SequenceRun:
 
     def unreachable(self) -> UnavailableError:
         """Return the error for a sequence if no worker that fits could be reached in time."""
+        if self.is_left_behind:
+            return UnavailableError(
+                f"the request was given up {self.place()}, because no worker has the weights that began its answer: "
+                "the model has been replaced; send the request again"
+            )
         return UnavailableError(f"{self.last_failure or 'no worker has come back in time'}; try again later")
 
     def note(self, event: Event, trace: AttemptTrace) -> Event | None:

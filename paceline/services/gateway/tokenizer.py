@@ -13,7 +13,7 @@ import tokenizers
 
 from paceline.core.config import GenerationConfig
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
-from paceline.core.model_folder import read_object
+from paceline.core.model_folder import read_model_files, read_object
 from paceline.services.gateway.chat_template import ChatTemplate, Message
 from paceline.services.gateway.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.media.marks import MediaMarks
@@ -88,6 +88,8 @@ class Tokenizer:
         media_tokens: MediaTokens = NO_MEDIA,
     ) -> None:
         path = folder / "tokenizer.json"
+        self.files = read_model_files(folder)
+        """The config and the tokenizer, which workers must have, too."""
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; MODEL must be the model's Hugging Face folder")
         try:
@@ -135,6 +137,8 @@ class Tokenizer:
         self._chat_templates = {
             name: ChatTemplate(self.marks.hide_markers(source), special_tokens) for name, source in sources.items()
         }
+        if read_model_files(folder) != self.files:
+            raise ModelError(f"{folder} changed while it was read; start again when it is complete")
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode.

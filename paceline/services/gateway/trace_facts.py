@@ -20,10 +20,12 @@ class WorkerName(NamedTuple):
     host: str
     numerics: Numerics | None
     """None if unknown."""
+    weights: str = ""
+    """See `Member.weights`."""
 
     @staticmethod
     def of(member: Member) -> WorkerName:
-        return WorkerName(member.worker_id, member.host_id, member.numerics)
+        return WorkerName(member.worker_id, member.host_id, member.numerics, member.weights)
 
 
 class ChunkTrace(NamedTuple):

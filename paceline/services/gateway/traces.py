@@ -72,6 +72,12 @@ class SequenceTrace:
         return next((worker.numerics for worker in computing if worker is not None), None)
 
     @property
+    def weights(self) -> str:
+        """`Member.weights` of the worker that computed the first results; "" if none came, or if unknown."""
+        computing = (attempt.prefill or attempt.decode for attempt in self.tries if attempt.tokens or attempt.scores)
+        return next((worker.weights for worker in computing if worker is not None and worker.weights), "")
+
+    @property
     def decoded_with(self) -> Numerics | None:
         """Numerics of the decode worker that sent the newest tokens; None if none did, or if unknown."""
         decoding = (attempt.decode for attempt in reversed(self.tries) if attempt.decode_tokens)
@@ -105,7 +111,9 @@ class SequenceTrace:
         Args:
             ahead: number of sequences that wait already.
         """
-        attempt = AttemptTrace(ahead=ahead, computed_with=self.computed_with, decoded_with=self.decoded_with)
+        attempt = AttemptTrace(
+            ahead=ahead, computed_with=self.computed_with, decoded_with=self.decoded_with, weights=self.weights
+        )
         if len(self.tries) >= ATTEMPTS_KEPT and self.tries[-1].admitted is None:
             self.tries.pop()
             self.left_out += 1

@@ -14,8 +14,8 @@ from paceline.services.gateway.router import FETCH_TOKENS_PER_SECOND
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-Kind = tuple[str, str, Numerics | None]
-"""Role, layout and numerics of a worker. Within one kind, only costs decide."""
+Kind = tuple[str, str, Numerics | None, str]
+"""Role, layout, numerics and weights of a worker. Within one kind, only costs decide."""
 
 _RANK, _AT, _COLUMNS = 0, 5, 10
 """The rows of `rank` and `at` in the values of `Figures`, and the number of rows."""

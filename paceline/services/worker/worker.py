@@ -87,6 +87,7 @@ class Worker:
         self.kv = kv
         self.memory = memory
         self.layout = loaded.layout
+        self.weights = loaded.weights
         self.encodings = Encodings(kv, loaded.layout, memory.arena) if loaded.layout.encodings else None
         """None if the model has no encoders."""
         self.media = RequestMediaTable(self.encodings, kv.session.source)

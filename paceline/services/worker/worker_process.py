@@ -17,11 +17,11 @@ import grpc.aio
 import torch
 
 from paceline.core.config import WorkerConfig
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import ModelError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_cores, process_seconds
 from paceline.core.metrics import Sample
-from paceline.core.model_folder import model_digest
+from paceline.core.model_folder import read_model_files
 from paceline.core.numerics import Numerics
 from paceline.engine.engine import Engine
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
@@ -52,6 +52,8 @@ class AnyWorker(Protocol):
     engine: Engine
     admission: Admission
     layout: KVLayout
+    weights: str
+    """See `Member.weights`."""
     failed: asyncio.Future[None]
     """A future that gets an exception if the engine fails."""
 
@@ -102,10 +104,12 @@ class WorkerProcess(Generic[W]):
         """Path of the Unix socket for gateways on this host; empty if the service has none."""
         self.numerics: Numerics | None = None
         """None until the options are resolved."""
-        self._config = config
+        # A link to the folder may lead to another model when a file is read later.
+        folder = Path(config.model).resolve()
+        self._config = config.model_copy(update={"model": str(folder)})
         self._role = WorkerRole(role, config.drain_seconds, self._tell_role_change)
         credentials = read_credentials(config)
-        self._model_id = model_digest(Path(config.model))
+        self._files = read_model_files(folder)
         self._worker: W | None = None
         self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
         self._startup_seconds = 0.0
@@ -147,7 +151,9 @@ class WorkerProcess(Generic[W]):
         torch.set_num_threads(config.threads or available_cores())
         compute = await asyncio.to_thread(ComputeOptions.resolve, config)
         self.numerics = compute.numerics
-        worker = await make(WorkerSetup(config, compute, self._role, self._model_id, self._kv, undo))
+        worker = await make(WorkerSetup(config, compute, self._role, self._files.digest, self._kv, undo))
+        if await asyncio.to_thread(read_model_files, Path(config.model)) != self._files:
+            raise ModelError(f"{config.model} changed while it was read; start again when it is complete")
         connection = add_services(self._server.server, worker)
         await self._server.start()
         worker.engine.start()
@@ -237,7 +243,8 @@ class WorkerProcess(Generic[W]):
             address=self.address,
             host_id=self._kv.session.host_id,
             state="starting",
-            model=self._model_id,
+            model=self._files.digest,
+            files=self._files.digests,
             max_seqs=self._config.max_seqs,
             numerics=self.numerics,
         )
@@ -251,6 +258,7 @@ class WorkerProcess(Generic[W]):
             member,
             state="draining" if worker.admission.draining else "ready",
             layout=worker.layout.fingerprint,
+            weights=worker.weights,
             max_model_len=worker.max_model_len,
             events=self.socket if self._role.name == "decode" else "",
             load=worker.load(),

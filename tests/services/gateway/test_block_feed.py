@@ -12,6 +12,7 @@ import pytest
 import redis.asyncio as redis
 
 from paceline.core.context import Context, encoding_context
+from paceline.core.model_folder import ModelFiles
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.credentials import Credentials
@@ -93,7 +94,7 @@ class Gateway:
         self.redis = connect(redis_url)
         self.stream = blocks_stream(cluster)
         self.index = PrefixIndex()
-        self.fleet = Fleet(self.redis, cluster, "", Credentials())
+        self.fleet = Fleet(self.redis, cluster, ModelFiles("", {}), Credentials())
         self.feed = BlockFeed(self.redis, cluster, self.fleet.hosts, self.index)
 
     async def __aenter__(self) -> Gateway:

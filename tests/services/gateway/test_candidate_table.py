@@ -32,6 +32,7 @@ members = st.builds(
     max_model_len=st.sampled_from([50, 1000, 1000, 1000]),
     max_seqs=st.sampled_from([4, 8]),
     numerics=st.sampled_from(NUMERICS),
+    weights=st.sampled_from(["", "w", "w", "v"]),
     load=st.builds(
         LoadReport,
         running=st.integers(0, 8),
@@ -61,6 +62,7 @@ needs = st.builds(
     failed=st.frozensets(st.sampled_from(NAMES), max_size=2),
     computed_with=st.sampled_from(NUMERICS),
     decoded_with=st.sampled_from(NUMERICS),
+    weights=st.sampled_from(["", "", "w"]),
     cut=st.one_of(st.just(frozenset()), links),
     home=st.sampled_from(["", *HOSTS, "h5"]),
     local_tokens=st.sampled_from([0, 64, 4000]),

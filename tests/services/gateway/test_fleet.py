@@ -122,8 +122,12 @@ async def test_a_late_heartbeat_of_a_process_that_has_ended_changes_nothing(clus
     assert not current.gone
 
 
-async def test_workers_of_another_model_are_shown_and_get_no_requests(cluster: Cluster) -> None:
-    await cluster.add("other", model="another model")
+async def test_workers_of_another_model_are_shown_and_get_no_requests(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        await cluster.add("other", model="another model", files={"config.json": "same", "tokenizer.json": "other"})
+    assert "decode other gets no requests: tokenizer.json of its model differ from this gateway's" in caplog.text
     assert cluster.fleet.max_model_len() == 0
     await cluster.add()
     assert cluster.names() == ["d", "other"]

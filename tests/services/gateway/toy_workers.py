@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 from typing import cast
 
 import grpc
@@ -70,6 +71,8 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
         state: State = "ready",
         model: str = "",
         numerics: Numerics | None = None,
+        weights: str = "",
+        files: Mapping[str, str] | None = None,
         wire: WireVersions = OURS,
     ) -> None:
         super().__init__(host_id, text, max_seqs)
@@ -78,6 +81,8 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
         self.state: State = state
         self.model = model
         self.numerics = numerics
+        self.weights = weights
+        self.files = files or {}
         self.wire = wire
         self.layout = "fingerprint"
         self.max_model_len = max_model_len
@@ -160,6 +165,8 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
             max_model_len=self.max_model_len,
             max_seqs=self.max_seqs,
             numerics=self.numerics,
+            weights=self.weights,
+            files=self.files,
             load=LoadReport(running=self.active),
             host=self._host_report(),
             metrics=metrics_to_pb(self.samples),

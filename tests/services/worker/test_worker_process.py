@@ -15,10 +15,11 @@ import torch
 import paceline
 from paceline.core.config import WorkerConfig
 from paceline.core.errors import PacelineError, UnavailableError
-from paceline.core.model_folder import model_digest
+from paceline.core.model_folder import model_digest, read_model_files
 from paceline.core.numerics import Numerics
 from paceline.engine.step import Step, StepResult
 from paceline.kernels import instruction_set_of, select_kernels
+from paceline.models.identity import model_identity
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, connect, read_members
@@ -97,8 +98,10 @@ async def test_a_worker_is_registered_before_it_can_serve(
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         kvtransfer = f"127.0.0.1:{unused.getsockname()[1]}"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
     config = WorkerConfig(
-        model=str(tmp_path),
+        model=str(link),
         worker_id="early",
         threads=1,
         redis=redis_server,
@@ -110,6 +113,9 @@ async def test_a_worker_is_registered_before_it_can_serve(
     )  # it waits for kvtransfer
     early = await member(redis_server, "early", "starting")
     assert (early.role, early.model, early.max_model_len) == ("decode", model_digest(tmp_path), 0)
+    # From now on the link leads to another model, as after an update of a deployment.
+    link.unlink()
+    link.symlink_to(tmp_path / "nothing")
     channel = open_channel(early.address, Credentials())
     assert not await is_serving(channel, "early")
     service = KVTransferService(HostOptions("host", 4 << 20, tmp_path, 3, Credentials()))
@@ -121,6 +127,10 @@ async def test_a_worker_is_registered_before_it_can_serve(
     ready = await member(redis_server, "early", "ready")
     assert (ready.epoch, ready.address, ready.host_id) == (early.epoch, early.address, "host")
     assert ready.max_model_len > 0
+    identity = model_identity(tmp_path, "torch.float32")
+    assert ready.weights == identity.weights
+    assert ready.files == read_model_files(tmp_path).digests
+    assert identity.parts == process.worker.layout.parts
     cpu = torch.device("cpu")
     assert ready.numerics == Numerics(instruction_set_of(select_kernels(cpu), cpu), "float32", "none")
     assert await is_serving(channel, "early")
