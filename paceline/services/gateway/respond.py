@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.access.limiter import admission_of
+from paceline.services.gateway.answer_format import unenforced_header
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.generation import Generation
@@ -59,6 +60,7 @@ def start(model: ModelFleet, plan: Plan, request: Request, is_streamed: bool) ->
     """
     plan = with_headers(plan, request).seeded(request.state.request_id)
     ids = _stream_ids(plan, request) if is_streamed else None
+    request.state.headers |= unenforced_header(plan.prompts[0].sampling.constraint)
     caller, admission = caller_of(request), admission_of(request)
     admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),
