@@ -22,7 +22,11 @@ JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
         (JSON_SCHEMA, '{"$ref": "#/$defs/x"}', '"$ref" leads to #/$defs/x, which the schema does not have'),
         (JSON_SCHEMA, '{"oneOf": {}}', 'oneOf: "oneOf" must be a list of schemas'),
         (JSON_SCHEMA, '{"enum": []}', "no JSON fits the schema"),
-        (JSON_SCHEMA, '{"type": "string", "pattern": "("}', "pattern: a regular expression cannot be read: unclosed group"),
+        (
+            JSON_SCHEMA,
+            '{"type": "string", "pattern": "("}',
+            "pattern: a regular expression cannot be read: unclosed group",
+        ),
         (REGEX, "(", "a regular expression cannot be read: unclosed group; it is read in Rust's syntax"),
         (REGEX, r"\bfoo\b", r"the regular expression \bfoo\b has ^, $ or \b inside; leave it out"),
         (GRAMMAR, 'other: "a"', 'the grammar has no rule named "start"; add one, as in start: "yes" | "no"'),

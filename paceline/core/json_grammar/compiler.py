@@ -473,7 +473,7 @@ class _Compiler:
                     facts[0], "patternProperties", pattern, self._conjunctions, every_way=True
                 )
                 terminals.append((f"({combined(every_way, _STRING)})", False))
-        self._conjunctions.spend(len(patterns))
+        self._conjunctions.spend(50 * len(patterns))  # each has to be compared with all others
         if not terminals:
             return self._rules.terminal(_STRING)
         expression = combined(terminals, _STRING)

@@ -7,6 +7,7 @@ import functools
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from paceline.core.errors import ConstraintError
+from paceline.core.grammar_errors import explain
 
 _LIMITS = LLParserLimits(initial_lexer_fuel=100_000, step_lexer_fuel=50_000, max_lexer_states=20_000)
 _MOST_BYTES = 4096
@@ -22,7 +23,7 @@ def _bytes() -> LLTokenizer:
 def _matcher(terminal: str) -> LLMatcher:
     matcher = LLMatcher(_bytes(), f"start: TEXT\nTEXT: {terminal}", log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise ConstraintError(matcher.get_error())
+        raise ConstraintError(explain(matcher.get_error(), with_place=False))
     return matcher
 
 
@@ -35,7 +36,7 @@ def is_possible(terminal: str) -> bool:
         return True
     if "NoExtension" in matcher.get_error():  # the library's word for a place after which nothing is possible
         return False
-    raise ConstraintError(matcher.get_error())
+    raise ConstraintError(explain(matcher.get_error(), with_place=False))
 
 
 def matches(terminal: str, text: str) -> bool:

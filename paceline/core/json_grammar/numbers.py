@@ -13,7 +13,7 @@ _DIGITS = 20
 _MAX_BOUND_DIGITS = 400
 INTEGER = rf"-?(0|[1-9][0-9]{{0,{_DIGITS - 1}}})"
 _FRACTION = rf"(\.[0-9]{{1,{_DIGITS}}})?"
-NUMBER = rf"{INTEGER}{_FRACTION}([eE][+-]?[0-9]{{1,2}})?"
+NUMBER = rf"{INTEGER}{_FRACTION}([eE][+-]?[0-9]{{1,3}})?"
 
 Bound = tuple[Fraction, bool]
 """A bound, and whether the bound itself is outside."""

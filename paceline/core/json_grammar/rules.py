@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import ConstraintError
+from paceline.core.grammar_errors import explain
 
 _MAX_DEPTH = 1_000
 """Rules within rules. The library compiles them recursively, and its stack has an end."""
@@ -152,7 +153,7 @@ def _used(first: int, rules: dict[int, list[list[Element]]]) -> list[int]:
         else:
             path.pop()
         if len(path) > _MAX_DEPTH:
-            raise ConstraintError("recursion limit exceeded")
+            raise ConstraintError(explain("recursion limit exceeded"))
     return order
 
 

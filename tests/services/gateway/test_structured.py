@@ -102,7 +102,7 @@ def nested(depth: int) -> dict[str, Any]:
     """Return a schema with this many objects, one in the other."""
     schema: dict[str, Any] = {}
     for _ in range(depth - 1):
-        schema = {"items": schema}
+        schema = {"additionalProperties": schema}
     return schema
 
 
@@ -126,7 +126,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "required",
     ),
     ({"response_format": named({"type": "nonsense"})}, "response_format.json_schema.schema", "nonsense"),
-    ({"response_format": named({"not": {}})}, "response_format.json_schema.schema", "not"),
+    ({"response_format": named({"not": {}})}, "response_format.json_schema.schema", "no JSON fits"),
     (
         {"response_format": named({"x-guidance": {"item_separator": "1+"}})},
         "response_format.json_schema.schema",
@@ -138,7 +138,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json": '{"a":' * 5000 + "1" + "}" * 5000}}, "structured_outputs.json", "nested too deep"),
-    ({"response_format": named(nested(300))}, "response_format.json_schema.schema", "nested too deeply; .* 120 levels"),
+    ({"response_format": named(nested(600))}, "response_format.json_schema.schema", "nested too deeply; .* 120 levels"),
+    ({"response_format": named({"uniqueItems": True}, strict=True)}, "response_format.json_schema.schema", "uniqueItems"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "json: not a JSON schema"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "valid"),
     ({"structured_outputs": {"json": "7"}}, "structured_outputs.json", "JSON object"),
@@ -165,6 +166,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "only one",
     ),
     ({"structured_outputs": {"whitespace_pattern": " ?"}}, "structured_outputs", "needs one of"),
+    (
+        {"structured_outputs": {"allow_additional_properties": True, "disable_additional_properties": True}},
+        "structured_outputs.allow_additional_properties",
+        "only one",
+    ),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "only one"),
