@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from paceline.core.errors import ConstraintError
-from paceline.core.grammar import LIMITS, grammar_of, unenforced
+from paceline.core.grammar import LIMITS, OPTIONS, grammar_of, unenforced
 from paceline.core.types import ConstraintKind
 
 Schema = dict[str, Any]
@@ -35,8 +35,8 @@ _CLOSING = 60
 
 def random_schema(rng: random.Random, depth: int = 3) -> Schema:
     """Return a schema whose keywords may contradict each other."""
-    kinds = ["string", "integer", "number", "enum", "const", "object", "object", "array", "untyped"]
-    kinds += ["anyOf", "oneOf", "allOf", "not", "if", "ref"] if depth > 0 else []
+    kinds = ["string", "integer", "number", "enum", "const"]
+    kinds += ["object"] * 4 + ["array", "untyped", "anyOf", "oneOf", "allOf", "not", "if", "ref"] if depth > 0 else []
     match rng.choice(kinds):
         case "string":
             return {"type": "string", **_some(rng, _string(rng))}
@@ -59,7 +59,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> Schema:
             parts = {name: random_schema(rng, depth - 1) for name in ("if", "then", "else")}
             return {**random_schema(rng, depth - 1), **parts}
         case "ref":
-            return {"$ref": "#", **(_some(rng, _object(rng, 0)) if rng.random() < 0.3 else {})}
+            return {"$ref": "#", **(_some(rng, _object(rng, depth)) if rng.random() < 0.3 else {})}
         case name:
             ways = [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
             return {name: ways, **(random_schema(rng, depth - 1) if rng.random() < 0.3 else {})}
@@ -90,7 +90,7 @@ def _number(rng: random.Random) -> Schema:
 
 
 def _object(rng: random.Random, depth: int) -> Schema:
-    inner = max(0, depth - 1)
+    inner = depth - 1
     return {
         "properties": {name: random_schema(rng, inner) for name in rng.sample(_NAMES, rng.randint(0, 4))},
         "required": rng.sample(_NAMES, rng.randint(0, 2)),
@@ -104,7 +104,7 @@ def _object(rng: random.Random, depth: int) -> Schema:
 
 
 def _array(rng: random.Random, depth: int) -> Schema:
-    inner = max(0, depth - 1)
+    inner = depth - 1
     return {
         "items": rng.choice([False, random_schema(rng, inner)]),
         "prefixItems": [random_schema(rng, inner) for _ in range(rng.randint(0, 2))],
@@ -122,12 +122,14 @@ class Walker:
         self._texts = Tokenizer.from_file(str(tokenizer))
         self._end = self._texts.token_to_id("<|im_end|>")
         self._library = LLTokenizer(str(tokenizer), eos_token=self._end)
-        texts = (self._texts.decode([token], skip_special_tokens=False) for token in range(self._texts.get_vocab_size()))
+        texts = (
+            self._texts.decode([token], skip_special_tokens=False) for token in range(self._texts.get_vocab_size())
+        )
         self._closes = np.array([len(text) + 9 * (text[:1] not in ("}", "]", '"', "0")) for text in texts])
 
     def complaint(self, schema: Schema, seed: int) -> str:
         """Return what is wrong with one walk under a schema, or ""."""
-        text = json.dumps(schema, ensure_ascii=False)
+        text = json.dumps({**schema, OPTIONS: {"whitespace_flexible": False}}, ensure_ascii=False)
         try:
             grammar = grammar_of(ConstraintKind.JSON_SCHEMA, text)
         except ConstraintError:

@@ -24,6 +24,7 @@ from paceline.core.json_grammar.facts import (
     Members,
     bounds,
     combined,
+    fits,
     fits_facts,
     item_schemas,
     least_and_most,
@@ -36,7 +37,7 @@ from paceline.core.json_grammar.facts import (
 from paceline.core.json_grammar.languages import is_possible
 from paceline.core.json_grammar.numbers import NUMBER, Bound, fraction, has_multiple, number
 from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Repeat, Rule, Rules
-from paceline.core.json_grammar.strings import CHARACTER, spelled
+from paceline.core.json_grammar.strings import spelled, string_of
 
 MAX_MULTIPLE = 10_000
 """Largest `multipleOf` without its point. The library makes a state for each remainder: large primes take minutes."""
@@ -47,7 +48,7 @@ _MAX_COUNT = 50
 _OVERLAPPING = 3
 """Most patterns for names that may overlap: each set of them is a case of its own."""
 
-_STRING = f'/"{CHARACTER}*"/'
+_STRING = string_of(0, None)
 _SCALARS = f'{_STRING} | /{NUMBER}/ | "true" | "false" | "null"'
 _WHITE_SPACE = r"[ \n\r\t]+"
 _BOUND = Fraction(10**15)
@@ -269,8 +270,7 @@ class _Compiler:
             self._impossible(f"minLength ({low}) is greater than maxLength ({high})")
             return []
         patterns = patterns_of(facts, self._conjunctions)
-        # A text has at most six bytes a character, so a longer limit would never be reached.
-        plain = _STRING if (low, high) == (0, None) else f'/"{_times(CHARACTER, low, high)}"/'
+        plain = string_of(low, high)
         terminals = [*patterns, *([(_spellings(excluded), False)] if excluded else [])]
         if not terminals:
             return [plain]
@@ -332,12 +332,13 @@ class _Compiler:
             self._impossible(f"minProperties ({low}) is greater than maxProperties ({high})")
             return []
         listed = self._listed_names(facts)
+        names_fit = [schema["propertyNames"] for schema in facts if "propertyNames" in schema]
         names = members.names if listed is None else list(dict.fromkeys([*members.names, *listed]))
         required = frozenset(members.required)
         wanted: list[tuple[Sequence[Element], bool]] = []
         for name in names:
             value: Element = IMPOSSIBLE
-            if listed is None or name in listed:
+            if all(fits(name, [each], self._conjunctions) for each in names_fit):
                 value = self._value(members.schemas(name, members.fitting(name) if members.patterns else frozenset()))
             is_required = name in required
             if is_required and isinstance(value, Impossible):
@@ -464,6 +465,7 @@ class _Compiler:
     ) -> str | None:
         """Return a terminal for a name that fits these patterns and no others; None if there is no such name."""
         terminals = list(restricted)
+        self._conjunctions.spend(5 * len(patterns) ** 2)  # the library compares each with all others
         for pattern in patterns:
             own = pattern_terminals(facts[0], "patternProperties", pattern, self._conjunctions)
             if pattern in fitting:
@@ -473,7 +475,6 @@ class _Compiler:
                     facts[0], "patternProperties", pattern, self._conjunctions, every_way=True
                 )
                 terminals.append((f"({combined(every_way, _STRING)})", False))
-        self._conjunctions.spend(50 * len(patterns))  # each has to be compared with all others
         if not terminals:
             return self._rules.terminal(_STRING)
         expression = combined(terminals, _STRING)
@@ -565,10 +566,6 @@ def _literal(value: Any) -> str:
 def _spellings(texts: Sequence[str]) -> str:
     """Return an expression for all spellings of texts."""
     return f'/"({"|".join(spelled(text, every_way=True) for text in texts)})"/'
-
-
-def _times(expression: str, low: int, high: int | None) -> str:
-    return f"{expression}{{{low},{'' if high is None else high}}}"
 
 
 def _interval(low: Bound | None, high: Bound | None) -> str:

@@ -8,6 +8,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar_errors import explain
+from paceline.core.json_grammar.strings import CHARACTER_RULE
 
 _LIMITS = LLParserLimits(initial_lexer_fuel=100_000, step_lexer_fuel=50_000, max_lexer_states=20_000)
 _MOST_BYTES = 4096
@@ -21,7 +22,7 @@ def _bytes() -> LLTokenizer:
 
 @functools.lru_cache(maxsize=256)
 def _matcher(terminal: str) -> LLMatcher:
-    matcher = LLMatcher(_bytes(), f"start: TEXT\nTEXT: {terminal}", log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(_bytes(), f"start: TEXT\nTEXT: {terminal}\n{CHARACTER_RULE}", log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise ConstraintError(explain(matcher.get_error(), with_place=False))
     return matcher

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar_errors import explain
+from paceline.core.json_grammar.strings import CHARACTER_RULE
 
 _MAX_DEPTH = 1_000
 """Rules within rules. The library compiles them recursively, and its stack has an end."""
@@ -71,7 +72,8 @@ class Rules:
         lines = [f"start: r{first.number}"]
         lines += [f"r{number}: {' | '.join(map(_sequence, kept[number]))}" for number in used]
         names = {name for number in used for way in kept[number] for name in _terminals_of(way)}
-        return lines + [f"{name}: {text}" for text, name in self._terminals.items() if name in names]
+        lines += [f"{name}: {text}" for text, name in self._terminals.items() if name in names]
+        return [*lines, CHARACTER_RULE]
 
     def _productive(self) -> set[int]:
         """Return the rules that some text fits."""

@@ -35,6 +35,16 @@ CHARACTER = rf'([^"\\\x00-\x1F]|\\(["\\\/bfnrt]|u({_BMP_ESCAPE}|{_PAIR_ESCAPE}))
 """A regular expression for one character in any spelling."""
 
 
+CHARACTER_RULE = f"CHARACTER: /{CHARACTER}/"
+"""The terminal of which the texts of `string_of` are made. A grammar with such texts must have it."""
+
+
+def string_of(low: int, high: int | None) -> str:
+    """Return a terminal for JSON strings by their number of characters."""
+    times = "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
+    return rf'"\"" CHARACTER{times} "\""' if high != 0 else r'"\"\""'
+
+
 def spelled(text: str, every_way: bool = False) -> str:
     """Return a regular expression for a text within a JSON string.
 
