@@ -1,18 +1,24 @@
 """Translation of constraints into grammars of the library llguidance, with limits on the time of checks and masks.
 
 A gateway accepts a constraint with the same code with which workers compile it. The library needs no tokenizer to check
-a grammar, compiles one within milliseconds, and computes a mask within about ten microseconds.
+a grammar, compiles one within milliseconds, and computes a mask within about ten microseconds. `%json SCHEMA` in a
+grammar stands for the grammar of `json_grammar`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from, regex_to_lark
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar_errors import explain
+from paceline.core.json_grammar.compiler import Compiled, Options, compile_schema
+from paceline.core.json_grammar.conjunctions import Unenforced
 from paceline.core.types import ConstraintKind
 
 MAX_TEXT_BYTES = 128 << 10
@@ -32,19 +38,30 @@ LIMITS = LLParserLimits(
 enough for a choice of thousands of texts, or for as many properties.
 """
 
-MAX_MULTIPLE = 10_000
-"""Largest `multipleOf` in a schema. The library makes a state for every remainder; a large prime takes minutes."""
+_MAX_RULES = 1_500
+"""Most rules of a client's grammar. The library compiles rules within rules recursively, and its stack has an end."""
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """An option against an endless loop. By default the library follows a grammar while only one token is possible. In
 `start: /a+/ /a+/` this never ends, because the first part takes every "a" that the second one needs. Constraints of
 other kinds cannot cause it."""
 
-_SPACING_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
-"""Options of the library for a schema that switch off no check."""
+OPTIONS = "x-guidance"
+"""A keyword at the root of a schema with options that the gateway sets; see `_options`."""
 
-_LENIENT = json.JSONDecoder(parse_int=float)
-"""A decoder that accepts all JSON that the library accepts. Python's own refuses integers of thousands of digits."""
+_LONGEST_INTEGER = 400
+
+_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits))
+"""A decoder that accepts integers of thousands of digits, as JSON does. Python's own refuses them."""
+
+_SCHEMA = re.compile(
+    r"""
+    (?P<other> "(?:\\.|[^"\\\n])*" | /(?!/)(?:\\.|[^/\\])*/ | (?://|\#)[^\n]* )
+    | (?P<json> %json\b \s* ) | (?P<colon> : )
+""",
+    re.VERBOSE | re.DOTALL,
+)
+"""A text, a regular expression or a comment in a grammar, the word %json, or a colon, which every rule has."""
 
 _MESSAGE_CHARACTERS = 500
 
@@ -55,13 +72,14 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise ConstraintError(f"it is longer than {MAX_TEXT_BYTES >> 10} KiB; shorten it")
         if kind is ConstraintKind.JSON_SCHEMA:
-            _check_multiples(json.loads(text))  # must be valid JSON: the library pastes it into a larger document
+            return _compiled(text).grammar
         if kind is ConstraintKind.GRAMMAR:
             grammar = grammar_from("gbnf", text) if "::=" in text else text
-            _check_embedded_schemas(grammar)
-            return grammar + _NO_FORCING
+            if sum(match["colon"] is not None for match, _ in _parts(grammar)) > _MAX_RULES:
+                raise ConstraintError(f"it has more than {_MAX_RULES} rules; use fewer")
+            return _with_schemas(grammar) + _NO_FORCING
         if kind is ConstraintKind.ANSWER:
-            return text + _NO_FORCING
+            return _with_schemas(text) + _NO_FORCING
         if kind is ConstraintKind.REGEX:
             # \d and \w mean ASCII, as in a schema's `pattern`. Users rarely mean digits and letters of all scripts, and
             # Python and the library have different lists of them.
@@ -84,38 +102,67 @@ def expression_of(kind: ConstraintKind, text: str) -> str:
 
 
 def check_options(schema: object) -> None:
-    """Raise ConstraintError if a schema sets options of the library itself, which could switch off its checks."""
-    if isinstance(schema, dict) and "x-guidance" in schema:
-        raise ConstraintError("x-guidance is not supported; leave it out")
+    """Raise ConstraintError if a client's schema sets options, which are the gateway's to set."""
+    if isinstance(schema, dict) and OPTIONS in schema:
+        raise ConstraintError(f"{OPTIONS} is not supported; leave it out")
 
 
-def _check_embedded_schemas(grammar: str) -> None:
-    """Check the schemas after %json in a Lark grammar. Raises ConstraintError.
-
-    They may say where white space is allowed, because the gateway writes such grammars when it renders requests.
-    """
-    for start in re.finditer(r"%json\s*", grammar):
-        try:
-            schema, _ = _LENIENT.raw_decode(grammar, start.end())
-        except ValueError:
-            continue  # the library reports the mistake, unless this %json is in a string or a comment
-        if not _sets_only_spacing(schema):
-            check_options(schema)
-        _check_multiples(schema)
+def unenforced(kind: ConstraintKind, text: str) -> tuple[Unenforced, ...]:
+    """Return the keywords of JSON schemas that a constraint, which has been checked, does not enforce."""
+    if kind is ConstraintKind.JSON_SCHEMA:
+        return _compiled(text).unenforced
+    if kind not in (ConstraintKind.GRAMMAR, ConstraintKind.ANSWER) or "%json" not in text:
+        return ()
+    return tuple(each for match, schema in _parts(text) if match["json"] for each in _compiled(schema).unenforced)
 
 
-def _sets_only_spacing(schema: object) -> bool:
-    options = schema.get("x-guidance") if isinstance(schema, dict) else None
-    return isinstance(options, dict) and options.keys() <= _SPACING_OPTIONS
+def _parts(grammar: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Yield the parts that `_SCHEMA` finds in a grammar, each with the text of the schema after it, if there is one."""
+    at = 0
+    while (match := _SCHEMA.search(grammar, at)) is not None:
+        at = match.end()
+        schema = ""
+        if match["json"]:
+            _, at = _DECODER.raw_decode(grammar, at)
+            schema = grammar[match.end() : at]
+        yield match, schema
 
 
-def _check_multiples(schema: object) -> None:
-    values = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
-    for value in values:
-        _check_multiples(value)
-    multiple = schema.get("multipleOf") if isinstance(schema, dict) else None
-    if isinstance(multiple, (int, float)) and multiple > MAX_MULTIPLE:
-        raise ConstraintError(f"multipleOf {multiple} takes too long to enforce; it can be at most {MAX_MULTIPLE}")
+def _with_schemas(grammar: str) -> str:
+    """Return a grammar in Lark with the grammars of the schemas in it."""
+    if "%json" not in grammar:
+        return grammar
+    pieces, at = [], 0
+    for match, schema in _parts(grammar):
+        if match["json"]:
+            pieces += [grammar[at : match.start()], f"%lark {{\n{_compiled(schema).grammar}}} "]
+            at = match.end() + len(schema)
+    return "".join([*pieces, grammar[at:]])
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str) -> Compiled:
+    schema, end = _DECODER.raw_decode(text.lstrip())
+    if rest := text.lstrip()[end:].strip():
+        raise ConstraintError(f"Extra data after the schema: {rest[:20]}")
+    if not isinstance(schema, dict | bool):
+        raise ConstraintError("a schema must be a JSON object, or true")
+    return compile_schema(schema, _options(schema))
+
+
+def _options(schema: dict[str, Any] | bool) -> Options:
+    """Return the options of a schema, and remove them from it. Raises ConstraintError if they are not the gateway's."""
+    given = schema.pop(OPTIONS, {}) if isinstance(schema, dict) else {}
+    options = Options()
+    known = {"whitespace_flexible", "whitespace_pattern", "closed", "tolerant"}
+    if not isinstance(given, dict) or not given.keys() <= known:
+        raise ConstraintError(f"{OPTIONS} is not supported; leave it out")
+    white_space = given.get("whitespace_pattern", options.white_space)
+    return Options(
+        white_space=white_space if given.get("whitespace_flexible", True) else None,
+        closes=given.get("closed", True),
+        is_lenient=given.get("tolerant", False),
+    )
 
 
 def check_grammar(kind: ConstraintKind, text: str) -> None:

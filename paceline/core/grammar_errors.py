@@ -13,24 +13,12 @@ MAX_DEPTH = 120
 _LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 """The source lines around a mistake. They are cut off, because some are not the user's but ours."""
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
-_WRAPPING = re.compile(r'failed to compile JSON schema: |invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)
+_WRAPPING = re.compile(r'invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)
 
 _WORDS = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
         # JSON schemas.
-        (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced here; leave it out, or use other keywords"),
-        (r"oneOf constraints are not", '"oneOf" with branches that may overlap cannot be enforced; use "anyOf"'),
-        (
-            r"Invalid type: (.*)",
-            r'"type" cannot be "\1"; JSON has string, number, integer, boolean, null, array, object',
-        ),
-        (r"Unknown format: (.*)", r'"format" "\1" is not known here; leave it out, or use "pattern"'),
-        (r"Resource '(.*?)' is not", r'"$ref" leads to \1, and nothing is fetched; put that schema under "$defs"'),
-        (r"Pointer '(.*?)' does not exist", r'"$ref" leads to #\1, which the schema does not have; add it there'),
-        (r"schema must be an object or boolean", "a schema must be a JSON object, or true"),
-        (r"Unsatisfiable schema: Regex is empty", 'a "pattern" matches no text; mend it'),
-        (r"Unsatisfiable schema: (.*)", r"no JSON fits the schema: \1"),
         (
             r"(?:recursion limit|maximum recursion depth) exceeded",
             f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep",

@@ -53,6 +53,8 @@ class Constraint:
     """Tokens that end the output. They are allowed only when the output is complete, and always end the request."""
     place: str = field(default="", compare=False)
     """Field of the API that the client used, such as "structured_outputs.regex". Only gateways know it."""
+    unenforced: tuple[str, ...] = field(default=(), compare=False)
+    """Keywords of JSON schemas that are not enforced, each with the field of the API. Only gateways know them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
     [
         (JSON_SCHEMA, "{}"),
         (JSON_SCHEMA, '{"type": "object"}'),
-        (JSON_SCHEMA, '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'),
+        (JSON_SCHEMA, '{"type": "object", "properties": {"a": {"$ref": "#"}}}'),
         (JSON_SCHEMA, '{"type": "string", "format": "date-time", "maxLength": 100000}'),
         (REGEX, r"^\d{3}-\d{4}$"),
         (REGEX, ""),
@@ -41,7 +41,8 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
         (JSON_SCHEMA, '{}}, {"lark_grammar": "start: /a+/ /a+/"', "Extra data"),
         (JSON_SCHEMA, "7", "must be a JSON object"),
         (JSON_SCHEMA, '{"type": "nonsense"}', "nonsense"),
-        (JSON_SCHEMA, '{"not": {"type": "string"}}', "not"),
+        (JSON_SCHEMA, '{"not": {}}', "no JSON fits"),
+        (JSON_SCHEMA, '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}', "without an end"),
         (JSON_SCHEMA, '{"$ref": "http://example.com/schema"}', "example.com"),
         (JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than"),
         (JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed"),
@@ -59,6 +60,7 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
         (GRAMMAR, "start: missing", "missing"),
         (GRAMMAR, 'root ::= ("a"', "GBNF"),
         (GRAMMAR, "root ::= " + "(" * 30_000, "recursion"),
+        (GRAMMAR, "start: r0\n" + "".join(f'r{n}: "a" r{n + 1}\n' for n in range(5000)) + 'r5000: "b"', "1500 rules"),
         (GRAMMAR, '{"grammars": [{"lark_grammar": "start: /a+/ /a+/"}]}', "trailing"),
     ],
 )

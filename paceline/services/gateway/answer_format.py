@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
-from paceline.core.grammar import check_grammar, check_options
+from paceline.core.grammar import OPTIONS, check_grammar, check_options, unenforced
 from paceline.core.grammar_errors import explain
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.answers.expressions import Spelling
@@ -57,7 +58,7 @@ class JsonSchemaFormat(Body):
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Ignored: a schema is always enforced."""
+    """Refuse a schema of which a part cannot be enforced. The other parts are always enforced."""
 
 
 class Structure(Body):
@@ -79,7 +80,7 @@ class AnswerFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`. Exactly one of the first six fields must be set."""
+    """vLLM's `structured_outputs`. Exactly one of the first six fields must be set, or `response_format`."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -89,6 +90,11 @@ class StructuredOutputs(Body):
     structural_tag: str | None = None
     """The JSON text of a `response_format` of the type structural_tag."""
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    """As in vLLM. Objects are closed without it, too; see `allow_additional_properties`."""
+    allow_additional_properties: bool = False
+    """Paceline's own: read `additionalProperties` by the letter of JSON Schema. An object whose schema does not have it
+    may then have properties that the schema does not name. Also applies to tools."""
     whitespace_pattern: str | None = None
     """A regular expression for the white space between two JSON tokens."""
 
@@ -105,13 +111,20 @@ class StructuredOutputs(Body):
         if unknown := [name for name, value in said.items() if name not in known and value is not False]:
             place = f"structured_outputs.{unknown[0][:80]}"
             raise ApiError(400, f"{place} is not supported by this server; leave it out", param=place)
-        if not said.keys() & (known - {"disable_any_whitespace", "whitespace_pattern"}):
-            message = "structured_outputs needs one of json, regex, choice, grammar, json_object, structural_tag"
-            raise ApiError(400, message, param="structured_outputs")
-        if said.get("disable_any_whitespace") and "whitespace_pattern" in said:
-            place = "structured_outputs.whitespace_pattern"
-            raise ApiError(400, f"{place} and disable_any_whitespace: set only one of them", param=place)
+        for name, other in (
+            ("whitespace_pattern", "disable_any_whitespace"),
+            ("allow_additional_properties", "disable_additional_properties"),
+        ):
+            if said.get(name) and said.get(other):
+                place = f"structured_outputs.{name}"
+                raise ApiError(400, f"{place} and {other}: set only one of them", param=place)
         return said
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the grammar reads schemas; see `grammar.OPTIONS`."""
+        spacing = COMPACT if self.disable_any_whitespace else _spacing(self.whitespace_pattern)
+        return {**spacing, "closed": False} if self.allow_additional_properties else spacing
 
 
 ANY_OBJECT = {"type": "object"}
@@ -121,10 +134,21 @@ SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 """Allows white space between all JSON tokens, as models have learned to write it. The limit of 32 characters is there
 because small models may otherwise write white space for ever."""
 
+UNENFORCED_HEADER = "x-schema-unenforced"
+_HEADER_CHARACTERS = 2000
+
 _NO_TOKENS: Mapping[str, int] = {}
 
-Wish = tuple[str, ConstraintKind, str]
-"""The field that asks for a constraint, the constraint's kind, and its text."""
+
+class Wish(NamedTuple):
+    """A constraint that a field of a request asks for."""
+
+    place: str
+    """The field."""
+    kind: ConstraintKind
+    text: str
+    is_strict: bool = False
+    """Whether all of a schema must be enforced."""
 
 
 def constraint_of(
@@ -142,9 +166,9 @@ def constraint_of(
     wishes = list(_wishes(request, Spelling(own_tokens)))
     if not wishes:
         return None
-    place, kind, text = wishes[0]
+    place, kind, text, is_strict = wishes[0]
     if len(wishes) > 1:
-        places = " and ".join(place for place, *_ in wishes)
+        places = " and ".join(wish.place for wish in wishes)
         raise InvalidRequestError(f"{places}: set only one of them", place)
     if request.allowed_token_ids is not None:
         raise InvalidRequestError(f"allowed_token_ids and {place}: set only one of them", "allowed_token_ids")
@@ -154,7 +178,26 @@ def constraint_of(
         check_constraint(kind, text)
     except ConstraintError as error:
         raise InvalidRequestError(f"{place}: {error}", place) from error
-    return Constraint(kind, text, end_token_ids, place)
+    return Constraint(kind, text, end_token_ids, place, what_is_left(kind, text, place, is_strict))
+
+
+def what_is_left(kind: ConstraintKind, text: str, place: str, is_strict: bool | None) -> tuple[str, ...]:
+    """Return the fields of the API with keywords of JSON schemas that a constraint does not enforce.
+
+    Raises InvalidRequestError if everything must be enforced. Formats are annotations, as the specification has it.
+    """
+    left = unenforced(kind, text)
+    if is_strict and (broken := [each.path for each in left if each.keyword != "format"]):
+        message = f"{place}: {', '.join(broken)} cannot be enforced in full; leave it out, or set strict to false"
+        raise InvalidRequestError(message, place)
+    return tuple(f"{place}.{each.path}" for each in left)
+
+
+def unenforced_header(constraint: Constraint | None) -> dict[str, str]:
+    """Return the header that tells a client which keywords of its schemas are not enforced; none if all are."""
+    if constraint is None or not constraint.unenforced:
+        return {}
+    return {UNENFORCED_HEADER: quote(", ".join(constraint.unenforced), safe=" ,:.[]()$")[:_HEADER_CHARACTERS]}
 
 
 def name_client_field(error: Exception, constraint: Constraint | None) -> Exception:
@@ -169,9 +212,12 @@ check_constraint = functools.lru_cache(maxsize=64)(check_grammar)
 
 
 def _wishes(request: GenerationRequest, spelling: Spelling) -> Iterator[Wish]:
+    wanted = request.structured_outputs
+    options = SPACED if wanted is None else wanted.options
     if (form := request.response_format) is not None:
         if form.type == "json_object":
-            yield "response_format", ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, "response_format", SPACED)
+            text = _schema_text(ANY_OBJECT, "response_format", options)
+            yield Wish("response_format", ConstraintKind.JSON_SCHEMA, text)
         elif form.type == "json_schema":
             place = "response_format.json_schema"
             if form.json_schema is None:
@@ -179,19 +225,24 @@ def _wishes(request: GenerationRequest, spelling: Spelling) -> Iterator[Wish]:
             place += ".schema"
             if form.json_schema.schema_ is None:
                 raise InvalidRequestError(f"{place} is missing: it describes the answer", place)
-            yield place, ConstraintKind.JSON_SCHEMA, _schema_text(form.json_schema.schema_, place, SPACED)
+            text = _schema_text(form.json_schema.schema_, place, options)
+            yield Wish(place, ConstraintKind.JSON_SCHEMA, text, bool(form.json_schema.strict))
         elif form.type == "structural_tag":
-            yield "response_format", ConstraintKind.ANSWER, _tag_text(form, "response_format", spelling)
-    if (wanted := request.structured_outputs) is not None:
-        spacing = COMPACT if wanted.disable_any_whitespace else _spacing(wanted.whitespace_pattern)
+            yield Wish("response_format", ConstraintKind.ANSWER, _tag_text(form, "response_format", spelling, options))
+    if wanted is not None:
         given = (wanted.json_, wanted.regex, wanted.choice, wanted.grammar)
-        yield from _said("structured_outputs.", *given, spacing)
+        if form is None and all(each is None for each in (*given, wanted.json_object or None, wanted.structural_tag)):
+            place = "structured_outputs"
+            names = "json, regex, choice, grammar, json_object, structural_tag"
+            raise InvalidRequestError(f"{place} needs one of {names}, or a response_format", place)
+        yield from _said("structured_outputs.", *given, options)
         if wanted.json_object:
             place = "structured_outputs.json_object"
-            yield place, ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, place, spacing)
+            yield Wish(place, ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, place, options))
         if wanted.structural_tag is not None:
             place = "structured_outputs.structural_tag"
-            yield place, ConstraintKind.ANSWER, _tag_text(_read_tag(wanted.structural_tag, place), place, spelling)
+            tag = _read_tag(wanted.structural_tag, place)
+            yield Wish(place, ConstraintKind.ANSWER, _tag_text(tag, place, spelling, options))
     older = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
     yield from _said("guided_", *older, _spacing(request.guided_whitespace_pattern))
 
@@ -202,16 +253,16 @@ def _said(
     regex: str | None,
     choice: list[str] | None,
     grammar: str | None,
-    spacing: dict[str, Any],
+    options: dict[str, Any],
 ) -> Iterator[Wish]:
     if schema is not None:
-        yield f"{prefix}json", ConstraintKind.JSON_SCHEMA, _schema_text(schema, f"{prefix}json", spacing)
+        yield Wish(f"{prefix}json", ConstraintKind.JSON_SCHEMA, _schema_text(schema, f"{prefix}json", options))
     if regex is not None:
-        yield f"{prefix}regex", ConstraintKind.REGEX, regex
+        yield Wish(f"{prefix}regex", ConstraintKind.REGEX, regex)
     if choice is not None:
-        yield f"{prefix}choice", ConstraintKind.CHOICE, json.dumps(choice, ensure_ascii=False)
+        yield Wish(f"{prefix}choice", ConstraintKind.CHOICE, json.dumps(choice, ensure_ascii=False))
     if grammar is not None:
-        yield f"{prefix}grammar", ConstraintKind.GRAMMAR, grammar
+        yield Wish(f"{prefix}grammar", ConstraintKind.GRAMMAR, grammar)
 
 
 def _spacing(pattern: str | None) -> dict[str, Any]:
@@ -228,7 +279,7 @@ def _read_tag(text: str, place: str) -> AnswerFormat:
         raise InvalidRequestError(f"{place}: {where[:200]}: {first['msg']}", place) from error
 
 
-def _tag_text(tag: AnswerFormat, place: str, spelling: Spelling) -> str:
+def _tag_text(tag: AnswerFormat, place: str, spelling: Spelling, options: dict[str, Any]) -> str:
     """Return the grammar of a structural tag. Raises InvalidRequestError if it cannot be enforced."""
     form = tag.format
     if (form is None) == (tag.structures is None or tag.triggers is None):
@@ -242,15 +293,15 @@ def _tag_text(tag: AnswerFormat, place: str, spelling: Spelling) -> str:
         ]
         form = TriggeredTags(type="triggered_tags", triggers=tag.triggers, tags=tags)
     try:
-        return grammar_of_tag(form, spelling, SPACED)
+        return grammar_of_tag(form, spelling, options)
     except (ConstraintError, RecursionError) as error:
         raise InvalidRequestError(f"{place}: {error}", place) from error
 
 
-def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
-    """Return a schema as JSON text that also tells the grammar library which white space to allow.
+def _schema_text(schema: object, place: str, options: dict[str, Any]) -> str:
+    """Return a schema as JSON text that also has options for its grammar.
 
-    Raises InvalidRequestError if it is not a JSON object, or sets options of the grammar library itself.
+    Raises InvalidRequestError if it is not a JSON object, or has such options itself.
     """
     try:
         if isinstance(schema, str):
@@ -260,7 +311,7 @@ def _schema_text(schema: object, place: str, spacing: dict[str, Any]) -> str:
         if not isinstance(schema, dict):
             raise InvalidRequestError(f"{place}: a schema must be a JSON object, or true to allow any value", place)
         check_options(schema)
-        return json.dumps({**schema, "x-guidance": spacing}, ensure_ascii=False)
+        return json.dumps({**schema, OPTIONS: options}, ensure_ascii=False)
     except ConstraintError as error:
         raise InvalidRequestError(f"{place}: {error}", place) from error
     except (ValueError, RecursionError) as error:

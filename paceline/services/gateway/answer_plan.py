@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
-from paceline.core.grammar import check_options, expression_of
+from paceline.core.grammar import OPTIONS, check_options, expression_of
 from paceline.core.types import Constraint, ConstraintKind
-from paceline.services.gateway.answer_format import SPACED, check_constraint
+from paceline.services.gateway.answer_format import SPACED, check_constraint, what_is_left
 from paceline.services.gateway.answers.answer import Answer, new_call_id
-from paceline.services.gateway.answers.closed_schemas import closed
 from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 from paceline.services.gateway.answers.grammar import Choice, answer_grammar
@@ -90,13 +89,16 @@ def answer_constraint(
     is_open, form = _is_open(request, thought, prompt), _form_of(request, forms)
     if isinstance(form, ChannelForm) and request.continue_final_message and not is_open:
         thought = form = None  # the header of the message is in the prompt, so the rest of the answer is content
+    wanted = request.structured_outputs
+    options = SPACED if wanted is None or not wanted.allow_additional_properties else {**SPACED, "closed": False}
+    schemas = [_parameters(index, function, options) for index, function in functions]
     grammar = answer_grammar(
         tokenizer.vocabulary.spelling,
         thought=thought,
         is_open=is_open,
         budget=None if budget is None else max(0, budget - _spent(request, tokenizer, thought)),
         form=form,
-        tools=[Tool(function.name, _parameters(index, function)) for index, function in functions],
+        tools=[Tool(function.name, parameters) for (_, function), (parameters, _) in zip(functions, schemas)],
         choice=choice,
         parallel=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
         content=None if content is None else expression_of(content.kind, content.text),
@@ -106,7 +108,9 @@ def answer_constraint(
     except ConstraintError as error:
         raise InvalidRequestError(f"tools: {error}", "tools") from error
     place = content.place if content is not None else "tools" if request.tools else "thinking_token_budget"
-    return Constraint(ConstraintKind.ANSWER, grammar, tokenizer.eos_token_ids, place)
+    left = tuple(name for _, names in schemas for name in names)
+    left += () if content is None else content.unenforced
+    return Constraint(ConstraintKind.ANSWER, grammar, tokenizer.eos_token_ids, place, left)
 
 
 def _form_of(request: ChatRequest, forms: AnswerForms) -> ToolForm | None:
@@ -123,11 +127,14 @@ def _choice_of(request: ChatRequest) -> tuple[Choice, list[tuple[int, Function]]
     return choice, functions
 
 
-def _parameters(index: int, function: Function) -> Mapping[str, Any]:
-    """Return the schema that is enforced for a function's arguments. A function without parameters takes none.
+def _parameters(
+    index: int, function: Function, options: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the schema that is enforced for a function's arguments, and what of it is not. A function without
+    parameters takes none.
 
-    Its objects are closed; see `closed`. A schema that cannot be enforced is replaced by any object, unless the
-    function is strict.
+    A keyword that cannot be read is not enforced, unless the function is strict. A schema that is too large as a whole
+    is replaced by any object.
 
     Raises:
         InvalidRequestError: the schema is not that of an object, or the function is strict and its schema cannot be
@@ -138,16 +145,20 @@ def _parameters(index: int, function: Function) -> Mapping[str, Any]:
     schema = {"type": "object", **given}
     if schema["type"] not in ("object", ["object"]):
         raise InvalidRequestError(f"{place}: arguments are a JSON object, so type must be object", place)
-    try:
-        check_options(schema)
-        schema = {**closed(schema), "x-guidance": SPACED}
-        check_constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
-    except (ConstraintError, RecursionError) as error:
-        if function.strict:
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise InvalidRequestError(f"{place}: {reason}", place) from error
-        return {**_ANY_ARGUMENTS, "x-guidance": SPACED}
-    return schema
+    reason: Exception | None = None
+    for own in (options, {**options, "tolerant": True}):
+        enforced = {**schema, OPTIONS: own}
+        try:
+            check_options(schema)
+            text = json.dumps(enforced, ensure_ascii=False)
+            check_constraint(ConstraintKind.JSON_SCHEMA, text)
+            return enforced, what_is_left(ConstraintKind.JSON_SCHEMA, text, place, function.strict)
+        except (ConstraintError, RecursionError) as error:
+            reason = error
+            if function.strict:
+                why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                raise InvalidRequestError(f"{place}: {why}", place) from error
+    return {**_ANY_ARGUMENTS, OPTIONS: options}, (f"{place}: {reason}",)
 
 
 def _is_open(request: ChatRequest, thought: Thought | None, prompt: str) -> bool:

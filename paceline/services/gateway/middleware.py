@@ -42,8 +42,8 @@ class RequestIdMiddleware:
 
     The id is in `request.state.request_id`, in log lines and in every response, even after an unexpected error.
     `request.state.arrived` is when the head came, on time.monotonic(). `request.state.send` is the server's own `send`,
-    which may send a body after its head has passed the middlewares. `request.state.resources` is closed when the
-    request ends, or before, when its generation runs.
+    which may send a body after its head has passed the middlewares. `request.state.headers` are added to those of the
+    answer. `request.state.resources` is closed when the request ends, or before, when its generation runs.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -56,7 +56,7 @@ class RequestIdMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         state = scope.setdefault("state", {})
         state["arrived"], state["send"] = time.monotonic(), send
-        state["client_chose_id"] = is_valid_id(given)
+        state["client_chose_id"], state["headers"] = is_valid_id(given), {}
         own = ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
         state["request_id"] = given if state["client_chose_id"] else own
         # The server runs each request in a task of its own, so the id need not be reset.
@@ -73,6 +73,7 @@ class RequestIdMiddleware:
                 begun = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = state["request_id"]
+                headers.update(state["headers"])
                 if is_messages_path(scope["path"]):
                     headers["request-id"] = state["request_id"]
             await send(message)

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from paceline.core.telemetry import set_request_id
 from paceline.services.gateway.access.callers import caller_of
 from paceline.services.gateway.access.limiter import admission_of
+from paceline.services.gateway.answer_format import unenforced_header
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.generation import Generation
@@ -70,6 +71,7 @@ def start(
         plan, ids = _with_ids(plan, resumable, request)
     else:
         plan = plan.seeded(secrets.randbits(64))
+    request.state.headers |= unenforced_header(plan.prompts[0].sampling.constraint)
     caller, admission = caller_of(request), admission_of(request)
     admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import tokenizers
+from llguidance import LLMatcher
 
+from paceline.core.errors import InvalidRequestError
+from paceline.core.grammar import grammar_of
 from paceline.services.gateway.answer_format import constraint_of
 from paceline.services.gateway.answer_plan import answer_constraint, plan_answer
 from paceline.services.gateway.answers.parser import AnswerParser
@@ -16,6 +19,7 @@ from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Co
 from paceline.services.gateway.answers.registry import AnswerForms, choose_forms
 from paceline.services.gateway.schemas import ChatRequest
 from paceline.services.gateway.tokenizer import Tokenizer
+from tests.core.json_grammar.matching import allows, bytes_only
 from tests.services.gateway.toy_model import write_toy_model
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
@@ -110,3 +114,48 @@ def test_only_reasoning_that_the_answer_goes_on_with_is_taken_from_the_budget(to
     ]
     texts = [constraint.text for constraint in grammars if constraint is not None]
     assert texts[0] == texts[1] != texts[2]
+
+
+ESCAPED = [r"Caf\u00e9 S\u00e3o", r"hi \ud83d\ude00!", r"a\/b", r"\u0041\u007F", "Caf\u00e9 \U0001f600/\x7f"]
+
+
+@pytest.mark.parametrize("text", ESCAPED)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "granite"])
+def test_arguments_may_have_every_spelling_of_strings(tokenizer: Tokenizer, name: str, text: str) -> None:
+    forms = choose_forms(name, "none", "", {})
+    assert forms.tools is not None
+    request = chat(tools=[TOOL], tool_choice="required")
+    arguments = f'{{"a": "{text}"}}'
+    written = forms.tools.write("f", arguments)
+    constraint = answer_constraint(request, forms, tokenizer, "", None)
+    assert constraint is not None
+    matcher = LLMatcher(bytes_only(), grammar_of(constraint.kind, constraint.text), log_level=0)
+    assert allows(matcher, written), matcher.get_error()
+    assert CallArguments(0, arguments) in read(tokenizer, forms, request, "", [written])
+
+
+def test_one_keyword_does_not_drop_the_schema_of_a_tool(tokenizer: Tokenizer) -> None:
+    properties = {"tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "n": {"minimum": "3"}}
+    parameters = {"properties": properties, "required": ["tags"]}
+    forms = choose_forms("hermes", "none", "", {})
+    request = chat(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    constraint = answer_constraint(request, forms, tokenizer, "", None)
+    assert constraint is not None
+    place = "tools[0].function.parameters.properties"
+    assert sorted(constraint.unenforced) == [f"{place}.n.minimum", f"{place}.tags.uniqueItems"]
+    matcher = LLMatcher(bytes_only(), grammar_of(constraint.kind, constraint.text), log_level=0)
+    assert forms.tools is not None
+    right, wrong = (forms.tools.write("f", text) for text in ('{"tags": ["a"]}', '{"PARAMETER": "VALUE"}'))
+    assert [allows(matcher, text) for text in (right, wrong)] == [True, False]
+
+
+def test_a_strict_tool_is_refused_for_what_cannot_be_enforced(tokenizer: Tokenizer) -> None:
+    forms = choose_forms("hermes", "none", "", {})
+    for value, is_refused in (({"uniqueItems": True}, True), ({"format": "path"}, False)):
+        function = {"name": "f", "strict": True, "parameters": {"properties": {"a": value}}}
+        request = chat(tools=[{"type": "function", "function": function}])
+        if is_refused:
+            with pytest.raises(InvalidRequestError, match="uniqueItems cannot be enforced in full"):
+                answer_constraint(request, forms, tokenizer, "", None)
+        else:
+            assert answer_constraint(request, forms, tokenizer, "", None) is not None

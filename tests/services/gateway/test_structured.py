@@ -102,7 +102,7 @@ def nested(depth: int) -> dict[str, Any]:
     """Return a schema with this many objects, one in the other."""
     schema: dict[str, Any] = {}
     for _ in range(depth - 1):
-        schema = {"items": schema}
+        schema = {"additionalProperties": schema}
     return schema
 
 
@@ -126,7 +126,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "required",
     ),
     ({"response_format": named({"type": "nonsense"})}, "response_format.json_schema.schema", "nonsense"),
-    ({"response_format": named({"not": {}})}, "response_format.json_schema.schema", "not"),
+    ({"response_format": named({"not": {}})}, "response_format.json_schema.schema", "no JSON fits"),
     (
         {"response_format": named({"x-guidance": {"item_separator": "1+"}})},
         "response_format.json_schema.schema",
@@ -138,7 +138,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json": '{"a":' * 5000 + "1" + "}" * 5000}}, "structured_outputs.json", "nested too deep"),
-    ({"response_format": named(nested(300))}, "response_format.json_schema.schema", "nested too deeply; .* 120 levels"),
+    ({"response_format": named(nested(600))}, "response_format.json_schema.schema", "nested too deeply; .* 120 levels"),
+    (
+        {"response_format": named({"uniqueItems": True}, strict=True)},
+        "response_format.json_schema.schema",
+        "uniqueItems",
+    ),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "json: not a JSON schema"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "valid"),
     ({"structured_outputs": {"json": "7"}}, "structured_outputs.json", "JSON object"),
@@ -165,6 +170,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "only one",
     ),
     ({"structured_outputs": {"whitespace_pattern": " ?"}}, "structured_outputs", "needs one of"),
+    (
+        {"structured_outputs": {"allow_additional_properties": True, "disable_additional_properties": True}},
+        "structured_outputs.allow_additional_properties",
+        "only one",
+    ),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"json": {}, "json_object": True}}, "structured_outputs.json", "only one"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "only one"),
@@ -210,6 +220,30 @@ async def test_other_fields_that_a_worker_refuses_keep_their_names(stack: Stack)
     body = {"messages": [{"role": "user", "content": "x"}], "guided_regex": "a"}
     error = error_of(await stack.post("/v1/chat/completions", **body))
     assert (error["param"], error["message"]) == ("logit_bias", "no such token")
+
+
+async def test_a_header_names_what_is_not_enforced(stack: Stack) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    for stream in (False, True):
+        schema = {"properties": {"t\u00e4gs": {"type": "array", "uniqueItems": True}}}
+        reply = await stack.post("/v1/chat/completions", **body, response_format=named(schema), stream=stream)
+        place = "response_format.json_schema.schema.properties.t%C3%A4gs.uniqueItems"
+        assert (reply.status_code, reply.headers["x-schema-unenforced"]) == (200, place)
+        reply = await stack.post("/v1/chat/completions", **body, response_format=named(POINT), stream=stream)
+        assert "x-schema-unenforced" not in reply.headers
+
+
+def test_objects_are_open_on_demand() -> None:
+    switch = {"allow_additional_properties": True}
+    for fields in (
+        {"response_format": named(POINT), "structured_outputs": switch},
+        {"structured_outputs": {"json": POINT, **switch}},
+    ):
+        found = wanted(**fields)
+        assert found is not None
+        assert json.loads(found.text)["x-guidance"] == {**SPACED, "closed": False}
+    same = wanted(structured_outputs={"json": POINT, "disable_additional_properties": True})
+    assert same == wanted(structured_outputs={"json": POINT, "disable_additional_properties": False})
 
 
 def test_a_model_without_an_end_cannot_be_constrained() -> None:

@@ -11,6 +11,7 @@ from paceline.core.options import listed
 _SHOWN = (
     "retry-after",
     "x-request-id",
+    "x-schema-unenforced",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 """Headers of answers that a page may read."""

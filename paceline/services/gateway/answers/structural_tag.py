@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.core.errors import ConstraintError
-from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar, check_options, expression_of
+from paceline.core.grammar import MAX_TEXT_BYTES, OPTIONS, check_grammar, check_options, expression_of
 from paceline.core.types import ConstraintKind
 from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, regex, without
 
@@ -143,16 +143,16 @@ for _model in (Sequenced, OneOf, OptionalForm, Repeated, Tag, TriggeredTags, Sep
     _model.model_rebuild()
 
 
-def grammar_of_tag(form: Form, spelling: Spelling, spacing: dict[str, Any]) -> str:
+def grammar_of_tag(form: Form, spelling: Spelling, options: dict[str, Any]) -> str:
     """Return the grammar of an answer in a form.
 
     Args:
-        spacing: options of the grammar library for white space in JSON.
+        options: options for the grammars of schemas.
 
     Raises:
         ConstraintError: it cannot be enforced.
     """
-    writer = _Writer(spelling, spacing)
+    writer = _Writer(spelling, options)
     start = writer.write(form, ())
     return "\n".join([f"start: {start}", *writer.rules, ""])
 
@@ -169,10 +169,10 @@ class _Writer:
     what that text may be. The list is empty at the end of an answer, where nothing follows.
     """
 
-    def __init__(self, spelling: Spelling, spacing: dict[str, Any]) -> None:
+    def __init__(self, spelling: Spelling, options: dict[str, Any]) -> None:
         self.rules: list[str] = []
         self._spelling = spelling
-        self._spacing = spacing
+        self._options = options
         self._room = _MOST_WRITTEN
 
     def write(self, form: Form, ends: Sequence[str]) -> str:
@@ -212,7 +212,7 @@ class _Writer:
                     raise ConstraintError("the schema false allows nothing")
                 own = {} if schema is True else schema
                 check_options(own)
-                return self._checked(ConstraintKind.JSON_SCHEMA, json.dumps({**own, "x-guidance": self._spacing}))
+                return self._checked(ConstraintKind.JSON_SCHEMA, json.dumps({**own, OPTIONS: self._options}))
             case Pattern(pattern=pattern):
                 return self._checked(ConstraintKind.REGEX, pattern)
             case Grammar(grammar=grammar):

@@ -89,7 +89,7 @@ class ValueGrammar:
         """
         properties = properties_of(schema)
         if not properties:
-            others = schema.get("additionalProperties", True)
+            others = schema.get("additionalProperties", "properties" not in schema)
             if others is False:
                 return '""'
             member = f"{any_key} {self.value(others)}"

@@ -153,7 +153,8 @@ def _function(tool: Tool, rules: Rules) -> str:
     for key, (schema, is_required) in properties.items():
         begin = rules.spelling.literal(f"<parameter={key}>\n")
         parameters.append(f"({begin} {_value(schema, root, rules)}){'' if is_required else '?'}")
-    if not properties and resolve(root, root).get("additionalProperties") is not False:
+    whole = resolve(root, root)
+    if not properties and whole.get("additionalProperties", "properties" not in whole) is not False:
         parameters.append(rf'("<parameter=" /[^<>\n]{{1,64}}/ ">\n" {rules.text({}, _END_OF_VALUE)})*')
     return " ".join([rules.spelling.literal(f"<function={tool.name}>\n"), *parameters])
 

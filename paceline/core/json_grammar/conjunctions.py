@@ -1,0 +1,287 @@
+"""What a value has to fit: all of several schemas, in one of several ways.
+
+The keywords that combine schemas (`$ref`, `allOf`, `anyOf`, `oneOf`, `not`, `if`, `dependentRequired` and others) are
+resolved here. The schemas that are left, called facts, speak of values directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import ConstraintError
+from paceline.core.json_grammar.document import Document
+
+Facts = tuple[Mapping[str, Any], ...]
+"""Schemas that all apply, without keywords that combine schemas."""
+
+EXCLUDED = "\0excluded"
+"""A keyword of our own: values that are not allowed."""
+EXCLUDED_TYPES = "\0excluded types"
+
+_ASSERTIONS = frozenset(
+    [
+        "type",
+        "enum",
+        "const",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "items",
+        "prefixItems",
+        "additionalItems",
+        "unevaluatedItems",
+        "minItems",
+        "maxItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "unevaluatedProperties",
+        "propertyNames",
+        "required",
+        "minProperties",
+        "maxProperties",
+    ]
+) | {EXCLUDED, EXCLUDED_TYPES}
+
+_MAX_STEPS = 200_000
+_MAX_WAYS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Unenforced:
+    """A keyword that is not enforced, or not in all its parts."""
+
+    path: str
+    """Names with dots between them, from the root of the schema to the keyword."""
+    keyword: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The part of a schema that speaks of values directly."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Ways one of which has to fit; each is a sequence of parts."""
+
+    ways: tuple[tuple[Any, ...], ...]
+
+
+_NEVER = _Choice(())
+
+
+class Conjunctions:
+    """Resolves the schemas of a document.
+
+    Args:
+        is_lenient: treat a keyword with a value that it cannot have as not enforced; otherwise it is an error.
+    """
+
+    def __init__(self, document: Document, is_lenient: bool) -> None:
+        self.document = document
+        self.unenforced: dict[Unenforced, None] = {}
+        self._is_lenient = is_lenient
+        self._steps = _MAX_STEPS
+        self._opened: dict[int, tuple[Any, ...]] = {}
+
+    def spend(self, steps: int) -> None:
+        """Count work. Raises ConstraintError if it is too much."""
+        self._steps -= steps
+        if self._steps < 0:
+            raise ConstraintError("it is too large to be enforced; make it smaller, especially combinations of schemas")
+
+    def miss(self, schema: object, keyword: str) -> None:
+        """Note a keyword that is not enforced."""
+        path = self.document.path(schema)
+        self.unenforced[Unenforced(f"{path}.{keyword}" if path else keyword, keyword)] = None
+
+    def refuse(self, schema: object, keyword: str, reason: str) -> None:
+        """Raise ConstraintError for a keyword that cannot be read, or note it."""
+        if not self._is_lenient:
+            path = self.document.path(schema)
+            raise ConstraintError(f"{path}.{keyword}: {reason}" if path else f"{keyword}: {reason}")
+        self.miss(schema, keyword)
+
+    def alternatives(self, parts: Iterable[Any]) -> list[Facts]:
+        """Return the ways to fit all of several schemas; none if no value does."""
+        found: list[Facts] = []
+        left: list[tuple[list[Any], Facts, frozenset[int]]] = [(list(parts)[::-1], (), frozenset())]
+        while left:
+            pending, facts, seen = left.pop()
+            own = set(seen)
+            while pending:
+                self.spend(1)
+                part = pending.pop()
+                if isinstance(part, _Own):
+                    facts += (part.schema,)
+                elif isinstance(part, _Choice):
+                    self.spend(len(part.ways) * (1 + len(pending) + len(own)))
+                    branches = [([*pending, *reversed(way)], facts, frozenset(own)) for way in part.ways]
+                    left += reversed(branches)
+                    break
+                elif id(part) not in own:
+                    own.add(id(part))
+                    pending += reversed(self._open(part))
+            else:
+                found.append(facts)
+                if len(found) > _MAX_WAYS:
+                    self.spend(_MAX_STEPS)
+        return found
+
+    def _open(self, schema: Any) -> tuple[Any, ...]:
+        """Return the parts of a schema: its own facts, schemas that also apply, and choices."""
+        if isinstance(schema, bool):
+            return () if schema else (_NEVER,)
+        if not isinstance(schema, dict):
+            raise ConstraintError("a schema must be a JSON object, or true")
+        if id(schema) not in self._opened:
+            parts = tuple(self._parts(schema))
+            if schema.get("nullable") is True and "type" in schema:  # as in OpenAPI 3.0
+                parts = (_Choice((parts, ({"type": "null"},))),)
+            self._opened[id(schema)] = parts
+        return self._opened[id(schema)]
+
+    def _parts(self, schema: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield parts in the order of keywords, which is the order in which properties are written."""
+        is_written = False
+        for keyword, value in schema.items():
+            if keyword in _ASSERTIONS:
+                if not is_written:
+                    is_written = True
+                    yield _Own(schema)
+                continue
+            match keyword:
+                case "$ref" | "$dynamicRef" | "$recursiveRef":
+                    yield self.document.resolve(value)
+                case "allOf" | "anyOf" | "oneOf":
+                    if not isinstance(value, list) or not value:
+                        self.refuse(schema, keyword, f'"{keyword}" must be a list of schemas')
+                    elif keyword == "allOf":
+                        yield from value
+                    else:
+                        yield _Choice(tuple((way,) for way in value))
+                        if keyword == "oneOf" and "discriminator" not in schema and not self._are_apart(value):
+                            self.miss(schema, keyword)
+                case "not":
+                    yield from self._negated(value, schema, keyword)
+                case "if" if "then" in schema or "else" in schema:
+                    otherwise = (*self._negated(value, schema, "if"), schema.get("else", True))
+                    yield _Choice(((value, schema.get("then", True)), otherwise))
+                case "dependentRequired" | "dependentSchemas" | "dependencies" if isinstance(value, dict):
+                    for name, needed in value.items():
+                        more = {"required": [name, *needed]} if isinstance(needed, list) else needed
+                        yield _Choice((({"properties": {name: False}},), ({"required": [name]}, more)))
+
+    def _negated(self, schema: Any, place: object, keyword: str) -> Iterator[Any]:
+        """Yield parts for the values that do not fit a schema. Note the keyword if that cannot be said in full."""
+        negation = self._negation(schema)
+        if negation is None:
+            self.miss(place, keyword)
+        else:
+            yield negation
+
+    def _negation(self, schema: Any) -> Any | None:
+        if isinstance(schema, bool) or schema == {}:
+            return _NEVER if schema is not False else True
+        if not isinstance(schema, dict):
+            return None
+        keywords = schema.keys() & (_ASSERTIONS | {"$ref", "allOf", "anyOf", "oneOf", "not", "if"})
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        match sorted(keywords - ({"type"} if isinstance(values, list) else set())):
+            case ["const"] | ["enum"] if isinstance(values, list):
+                return {EXCLUDED: values}
+            case ["type"]:
+                return {EXCLUDED_TYPES: schema["type"]}
+            case ["not"]:
+                return schema["not"]
+            case ["$ref"]:
+                target = self.document.resolve(schema["$ref"])
+                return self._negation(target) if "$ref" not in target else None
+            case ["anyOf"] if isinstance(schema["anyOf"], list):
+                parts = [self._negation(each) for each in schema["anyOf"]]
+                return None if None in parts else {"allOf": parts} if _NEVER not in parts else _NEVER
+            case ["required"] if isinstance(schema["required"], list):
+                return _Choice(tuple(({"type": "object", "properties": {name: False}},) for name in schema["required"]))
+            case (
+                ["properties"]
+                | ["properties", "required"]
+                | ["properties", "required", "type"]
+                | [
+                    "properties",
+                    "type",
+                ]
+            ):
+                return self._negated_property(schema)
+        return None
+
+    def _negated_property(self, schema: Mapping[str, Any]) -> Any | None:
+        """Return what does not fit a schema of one property, as conditions usually are."""
+        if not isinstance(schema["properties"], dict) or len(schema["properties"]) != 1:
+            return None
+        ((name, value),) = schema["properties"].items()
+        if schema.get("required", [name]) != [name] or schema.get("type", "object") != "object":
+            return None
+        other = self._negation(value)
+        if other is None or isinstance(other, _Choice):
+            return None
+        differs = ({"type": "object", "properties": {name: other}, "required": [name]},)
+        absent = ({"type": "object", "properties": {name: False}},)
+        return _Choice((differs, absent) if "required" in schema else (differs,))
+
+    def _are_apart(self, ways: list[Any]) -> bool:
+        """Return whether it is plain that no value fits two schemas: by their types, or by a property's value."""
+        schemas = []
+        for way in ways:
+            target = way
+            for _ in range(16):
+                if isinstance(target, dict) and "$ref" in target:
+                    target = self.document.resolve(target["$ref"])
+            schemas.append(target)
+        self.spend(len(schemas))
+        if not all(isinstance(each, dict) for each in schemas):
+            return False
+        types = ["number" if each.get("type") == "integer" else each.get("type") for each in schemas]
+        if all(isinstance(each, str) for each in types) and len(set(types)) == len(types):
+            return True
+        if _are_distinct(schemas):
+            return True
+        names = schemas[0].get("properties", {})
+        return any(
+            _are_distinct([_property(each, name) for each in schemas])
+            for name in names
+            if all(name in (each.get("required") or ()) for each in schemas)
+        )
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(name) if isinstance(properties, dict) else None
+
+
+def _are_distinct(schemas: list[Any]) -> bool:
+    """Return whether schemas list their values and have none in common."""
+    seen: set[str] = set()
+    count = 0
+    for schema in schemas:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else 0
+        if not isinstance(values, list):
+            return False
+        own = {repr(value) for value in values}
+        seen |= own
+        count += len(own)
+    return len(seen) == count

@@ -1,0 +1,79 @@
+"""A schema's document: where its parts are, and what references lead to."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from paceline.core.errors import ConstraintError
+
+
+class Document:
+    """A schema with all parts, which have to stay alive: they are known by their identity."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._places: dict[int, tuple[int, object]] = {}
+        """Of each part, the identity of the part around it, and the key there."""
+        self._named: dict[str, Any] = {}
+        """Parts with an `$id` or an `$anchor`."""
+        self._base = root.get("$id", "") if isinstance(root, dict) and isinstance(root.get("$id"), str) else ""
+        left = [root]
+        while left:
+            part = left.pop()
+            if isinstance(part, dict):
+                self._name(part)
+            for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+                if isinstance(value, dict | list):
+                    self._places[id(value)] = id(part), key
+                    left.append(value)
+
+    def _name(self, part: dict[str, Any]) -> None:
+        for key in ("$id", "id"):
+            if isinstance(part.get(key), str):
+                self._named.setdefault(urljoin(self._base, part[key]).removesuffix("#"), part)
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(part.get(key), str):
+                self._named.setdefault(f"#{part[key]}", part)
+
+    def path(self, part: object) -> str:
+        """Return where a part is, as names with dots between them; "" for the root."""
+        names: list[str] = []
+        at = id(part)
+        while at in self._places:
+            at, key = self._places[at]
+            names.append(str(key))
+        return ".".join(reversed(names))
+
+    def resolve(self, reference: object) -> Any:
+        """Return what a reference leads to. Raises ConstraintError if that is not in the document."""
+        if not isinstance(reference, str):
+            raise ConstraintError('"$ref" must be a string')
+        address, _, fragment = reference.partition("#")
+        root = self.root
+        if address and urljoin(self._base, address) != self._base:
+            root = self._named.get(urljoin(self._base, address))
+            if root is None:
+                raise ConstraintError(
+                    f'"$ref" leads to {reference}, and nothing is fetched; put that schema under "$defs"'
+                )
+        fragment = unquote(fragment)
+        is_name = fragment and not fragment.startswith("/")
+        found = self._named.get(f"#{fragment}") if is_name else _at(root, fragment)
+        if not isinstance(found, dict | bool):
+            raise ConstraintError(f'"$ref" leads to #{fragment}, which the schema does not have; add it there')
+        return found
+
+
+def _at(root: Any, pointer: str) -> Any:
+    """Return what a JSON pointer leads to; None if there is nothing."""
+    place = root
+    for step in pointer.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, dict):
+            place = place.get(name)
+        elif isinstance(place, list) and name.isdecimal() and len(name) < 7 and int(name) < len(place):
+            place = place[int(name)]
+        else:
+            return None
+    return place

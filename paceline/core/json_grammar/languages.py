@@ -1,0 +1,49 @@
+"""Questions about regular expressions, answered by the grammar library, which never backtracks and limits its work."""
+
+from __future__ import annotations
+
+import functools
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from paceline.core.errors import ConstraintError
+from paceline.core.grammar_errors import explain
+from paceline.core.json_grammar.strings import CHARACTER_RULE
+
+_LIMITS = LLParserLimits(initial_lexer_fuel=100_000, step_lexer_fuel=50_000, max_lexer_states=20_000)
+_MOST_BYTES = 4096
+
+
+@functools.lru_cache(maxsize=1)
+def _bytes() -> LLTokenizer:
+    """Return a tokenizer of which each token is one byte."""
+    return LLTokenizer("byte")
+
+
+@functools.lru_cache(maxsize=256)
+def _matcher(terminal: str) -> LLMatcher:
+    matcher = LLMatcher(_bytes(), f"start: TEXT\nTEXT: {terminal}\n{CHARACTER_RULE}", log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise ConstraintError(explain(matcher.get_error(), with_place=False))
+    return matcher
+
+
+@functools.lru_cache(maxsize=1024)
+def is_possible(terminal: str) -> bool:
+    """Return whether some text matches a terminal, which does not match the empty text. Raises ConstraintError."""
+    matcher = _matcher(terminal).deep_copy()
+    matcher.compute_bitmask()
+    if not matcher.is_error():
+        return True
+    if "NoExtension" in matcher.get_error():  # the library's word for a place after which nothing is possible
+        return False
+    raise ConstraintError(explain(matcher.get_error(), with_place=False))
+
+
+def matches(terminal: str, text: str) -> bool:
+    """Return whether a text matches a terminal. Raises ConstraintError if the text is too long or it takes too long."""
+    tokens = list(text.encode())
+    if len(tokens) > _MOST_BYTES:
+        raise ConstraintError(f"a text of more than {_MOST_BYTES} bytes cannot be compared with a pattern")
+    matcher = _matcher(terminal).deep_copy()
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

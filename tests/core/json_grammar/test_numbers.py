@@ -1,0 +1,71 @@
+"""Numbers within bounds, and all numbers end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from fractions import Fraction
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConstraintError
+from tests.core.json_grammar.matching import accepts
+
+_BOUNDS = st.none() | st.integers(-120, 1200) | st.decimals(-20, 20, places=3).map(float) | st.sampled_from([0, 1e-7])
+_DECIMALS = st.decimals(-1300, 1300, places=3).map(lambda value: format(value.normalize(), "f"))
+
+
+@given(_BOUNDS, _BOUNDS, st.booleans(), st.booleans(), st.lists(_DECIMALS, min_size=1, max_size=8))
+def test_bounds(low: Any, high: Any, is_open: bool, is_integer: bool, texts: list[str]) -> None:
+    names = ("exclusiveMinimum", "exclusiveMaximum") if is_open else ("minimum", "maximum")
+    schema: dict[str, Any] = {"type": "integer" if is_integer else "number"}
+    schema |= {name: value for name, value in zip(names, (low, high)) if value is not None}
+    exact = [None if bound is None else Fraction(repr(bound)) for bound in (low, high)]
+    texts += [str(bound) for bound in (low, high) if isinstance(bound, int)]
+
+    def fits(text: str) -> bool:
+        value = Fraction(text)
+        inside = all(
+            bound is None or (value - bound) * sign > 0 or (value == bound and not is_open)
+            for bound, sign in zip(exact, (1, -1))
+        )
+        return inside and (not is_integer or "." not in text)
+
+    texts = [text for text in texts if text != "-0"]
+    wanted = [fits(text) for text in texts]
+    if not any(wanted):
+        with contextlib.suppress(ConstraintError):  # perhaps no number is within the bounds
+            assert accepts(schema, *texts) == wanted
+    else:
+        assert accepts(schema, *texts) == wanted
+
+
+def test_every_number_ends() -> None:
+    for schema in ({"type": "integer"}, {"type": "number"}, {"type": "number", "minimum": 0}, {}):
+        assert accepts(schema, "1" * 20, "1" * 21) == [True, False]
+    assert accepts({"type": "number"}, "0." + "1" * 20, "0." + "1" * 21, "1e308", "1e3080") == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert accepts({"type": "number", "multipleOf": 0.5}, "1.5", "1." + "5" * 30) == [True, False]
+
+
+def test_64_bit_integers_and_doubles_are_allowed() -> None:
+    for value in (2**64 - 1, -(2**63), 5e-324, 1.7976931348623157e308, 0.1 + 0.2):
+        assert accepts({"type": "number"}, json.dumps(value)) == [True]
+
+
+def test_multiples() -> None:
+    assert accepts({"type": "integer", "multipleOf": 3}, "3", "4", "-12") == [True, False, True]
+    both = {"allOf": [{"multipleOf": 4}, {"multipleOf": 6}], "type": "integer", "maximum": 50}
+    assert accepts(both, "12", "8", "18", "60") == [True, False, False, False]
+    assert accepts({"type": "integer", "multipleOf": 1.5}, "3", "1", "2") == [True, False, False]
+
+
+def test_numbers_that_are_excluded() -> None:
+    schema = {"type": "integer", "minimum": 1, "maximum": 3, "not": {"enum": [1, 2]}}
+    assert accepts(schema, "1", "2", "3") == [False, False, True]
