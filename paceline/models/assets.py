@@ -84,6 +84,9 @@ def resolve_model(
         key = cache_key(name_or_path, bundled.sha256, _maker())
         folder = _convert_gguf(key, name_or_path, cache_dir, report, fetch, quantization)
         write_sampling_defaults(folder, bundled.sampling)
+        link = cache_dir / name_or_path
+        if link.is_symlink() or not link.exists():  # older releases have a folder of files there
+            link_folder(folder, link)  # a path for people and scripts, which stays
         return folder
     path = Path(name_or_path).expanduser()
     if name is not None:

@@ -151,7 +151,7 @@ class Ledger:
 
         The lease may be draining, because its writer may not know yet that it was released or has expired.
         """
-        lease = self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
+        lease = self._find_sealed_by(session, key, now)
         slots, before = block_tables.slots_to_seal(self._pool, lease, group, first_block, hashes)
         for block, (slot, digest, parent) in enumerate(zip(slots, hashes, [before, *hashes]), first_block):
             if self._pool.name(slot) is None:
@@ -160,14 +160,14 @@ class Ledger:
                 self._pool.seal(slot, *name, place)
                 if (hint := self._early_hints.take(name, now)) is not None:
                     self._pool.expect(*name, hint)
-        return lease if lease.state is State.DRAINING else self._renewed(lease, now)
+        return self._renewed(lease, now)
 
     def keep(self, session: int, key: Key, tail: Tail, now: float) -> Lease:
         """Publish and give back the blocks at the end of a context that are not full. The writer is done with them.
 
         As with `seal`, the lease may be draining.
         """
-        lease = self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
+        lease = self._find_sealed_by(session, key, now)
         ends = [(index, *divmod(tail.length, group.block_tokens)) for index, group in enumerate(lease.layout.groups)]
         found = [
             (group, block, *block_tables.slots_to_seal(self._pool, lease, group, block, [tail.name]))
@@ -183,7 +183,7 @@ class Ledger:
         if lease.in_flight:
             self._pool.leave_flight(slots)
         self._pool.give_back(slots)
-        return lease if lease.state is State.DRAINING else self._renewed(lease, now)
+        return self._renewed(lease, now)
 
     def fill(self, session: int, key: Key, filled_tokens: int, now: float, context_hash: bytes = b"") -> Lease:
         """Note that the prefill worker has written tokens [0, filled_tokens), whose hash is `context_hash`."""
@@ -366,8 +366,13 @@ class Ledger:
         """Check counts, owners, references and index. Return one sentence for each fault."""
         return self._book.check()
 
+    def _find_sealed_by(self, session: int, key: Key, now: float) -> Lease:
+        """Return the lease of which `session` is the writer. It may be draining, because the writer may not know yet."""
+        return self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
+
     def _renewed(self, lease: Lease, now: float) -> Lease:
-        lease.deadline = now + self._lease_seconds
+        if lease.state is not State.DRAINING:  # which ends with its writer, and not at a time
+            lease.deadline = now + self._lease_seconds
         return lease
 
 

@@ -137,6 +137,8 @@ async def test_heartbeats_do_not_pile_up_in_redis(redis_server: str, monkeypatch
     registrar = Registrar(redis_server, cluster, lambda: MEMBER)
     await registrar.start()
     async with contextlib.aclosing(connect(redis_server)) as client, asyncio.timeout(30):
+        while not await client.exists(registry.beats_key(cluster)):
+            await asyncio.sleep(0.01)
         while (await client.xinfo_stream(registry.beats_key(cluster)))["entries-added"] < 400:
             await asyncio.sleep(0.01)
         assert await client.xlen(registry.beats_key(cluster)) < 250  # Redis drops whole nodes, of 100 entries
