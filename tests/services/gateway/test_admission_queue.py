@@ -329,12 +329,14 @@ class Feed:
 
 async def test_a_short_prompt_passes_those_that_are_held_back() -> None:
     line, feed = AdmissionQueue(10, 60), Feed()
+    waits: list[None] = []
+    line.on_wait = lambda: waits.append(None)
     held = [feed.send(line, tokens) for tokens in (1600, 1700)]
     while len(line) < 2:
         await asyncio.sleep(0)
     feed.below = 300
     assert await feed.send(line, 200) == 200
-    assert len(line) == 2
+    assert len(line) == len(waits) == 2
     feed.below = 2000
     line.wake()
     assert await asyncio.gather(*held) == [1600, 1700]
@@ -342,7 +344,7 @@ async def test_a_short_prompt_passes_those_that_are_held_back() -> None:
 
 
 async def test_a_short_prompt_that_waits_passes_as_soon_as_it_may() -> None:
-    line, feed = AdmissionQueue(10, 60), Feed()
+    line, feed = AdmissionQueue(10, 5), Feed()
     tasks = [feed.send(line, tokens) for tokens in (1600, 200)]
     while len(line) < 2:
         await asyncio.sleep(0)
