@@ -90,9 +90,12 @@ class FirstTokens:
         """Return the time to the first token that a share `percentile` of admitted requests does not exceed."""
         while self._samples and self._samples[0][0] < now - KEPT_SECONDS:
             self._samples.popleft()
-        extra = [rest for _, own, rest in self._samples if own <= ALIKE * prompt_seconds and prompt_seconds <= ALIKE * own]
+        samples = [
+            (max(own, prompt_seconds) <= ALIKE * min(own, prompt_seconds), rest) for _, own, rest in self._samples
+        ]
+        extra = [rest for is_alike, rest in samples if is_alike]
         if len(extra) < LEAST_ALIKE:
-            extra = [rest for _, _, rest in self._samples]
+            extra = [rest for _, rest in samples]
         extra.sort()
         return prompt_seconds + (extra[math.ceil(percentile * len(extra)) - 1] if extra else 0.0)
 
