@@ -10,9 +10,9 @@ from tests.services.gateway.test_router import member
 NEED = Need(100, prompt_tokens=50)
 
 
-def worker(role: str, queued: int, rate: float = 0.0, **fields: object) -> Candidate:
+def worker(role: str, queued: int, rate: float = 0.0, prompts: tuple[int, ...] = (), **fields: object) -> Candidate:
     load = LoadReport(queued_tokens=queued, prefill_tokens_per_second=rate)
-    return Candidate(dataclasses.replace(member(role, role), load=load, **fields))
+    return Candidate(dataclasses.replace(member(role, role), load=load, **fields), prompts=prompts)
 
 
 def test_prompts_wait_while_every_worker_has_enough_of_them() -> None:
