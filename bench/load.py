@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,17 +96,19 @@ class Server:
             raise ServerError(f"{self._client.base_url} shows no metrics: {error!r}") from error
 
     async def run(self, workload: Workload) -> list[Outcome]:
-        """Send all requests of the workload, each when its time `at` has come and the concurrency limit allows it."""
+        """Send all requests of the workload, each when its time `at` has come, the earlier requests of its stream have
+        ended, and the concurrency limit allows it."""
         places = asyncio.Semaphore(workload.concurrency)
+        streams: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # a lock is fair
         start = time.perf_counter()
 
         async def one(request: Request) -> Stream:
             await asyncio.sleep(max(0.0, start + request.at - time.perf_counter()))
-            async with places:
+            async with streams[request.stream] if request.stream else contextlib.nullcontext(), places:
                 return await self._stream(request)
 
-        streams = await asyncio.gather(*(one(request) for request in workload.requests))
-        return [understand(stream) for stream in streams]
+        sent = await asyncio.gather(*(one(request) for request in workload.requests))
+        return [understand(stream) for stream in sent]
 
     async def _stream(self, request: Request) -> Stream:
         stream = Stream(request)

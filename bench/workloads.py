@@ -21,6 +21,8 @@ class Request:
     """Name of the group. Each group has figures of its own."""
     at: float = 0.0
     """Earliest time to send the request, in seconds after the start."""
+    stream: str = ""
+    """Name of a stream, whose requests are sent one after another; "" if it belongs to none."""
     temperature: float = 0.0
     top_p: float = 1.0
     chat: dict[str, Any] | None = None
@@ -90,6 +92,20 @@ def _short_prompts(long: int) -> Callable[[str, Prompt], Workload]:
     return make
 
 
+def _mixed_lengths(name: str, prompt: Prompt) -> Workload:
+    """Three steady streams of requests with short prompts, and four long prompts at once every eight seconds."""
+    short = [Request(prompt(200), 64, "short", stream=f"stream {number % 3}") for number in range(36)]
+    long = [Request(prompt(1600), 32, "long", at=2.0 + 8.0 * burst) for burst in range(3) for _ in range(4)]
+    return Workload(name, (*short, *long), concurrency=64)
+
+
+def _burst_of_32(name: str, prompt: Prompt) -> Workload:
+    """32 prompts at once, from 64 to 1,600 tokens."""
+    lengths = {"short": (64, 128, 200, 256), "middle": (400, 600), "long": (1000, 1600)}
+    requests = [Request(prompt(tokens), 16, group) for group, own in lengths.items() for tokens in 4 * own]
+    return Workload(name, tuple(requests[11 * number % 32] for number in range(32)), concurrency=32)
+
+
 def _shared_prefix(name: str, prompt: Prompt) -> Workload:
     """A long system prompt that all requests share. `first` has to compute it, `later` should not."""
     system = prompt(768)
@@ -113,6 +129,8 @@ WORKLOADS: dict[str, Callable[[str, Prompt], Workload]] = {
     "interference": _interference,
     "short-prompts": _short_prompts(long=0),
     "short-and-long": _short_prompts(long=4),
+    "mixed-lengths": _mixed_lengths,
+    "burst-32": _burst_of_32,
     "shared-prefix": _shared_prefix,
     "copy-heavy": _copy_heavy,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.engine.limits import Limits
+from paceline.engine.prompt_order import piece_of
 from paceline.engine.request import Request
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, NeedsBlocks
@@ -45,24 +46,26 @@ class ChunkPlanner:
         room = min(drafts, limit - least - 1, capacity - most)
         return self._launch(request, most - 1, 1 + min(request.drafts, room), follows=True, samples=True)
 
-    def prompt_chunk(self, request: Request, budget: int) -> Chunk | None:
-        """Return the next chunk of a prompt: at most about `budget` tokens. If the prompt has readers, its tail is left
-        to a chunk of its own.
+    def prompt_chunk(self, request: Request, budget: int, is_first: bool) -> Chunk | None:
+        """Return the next chunk of a prompt: at most `budget` tokens, or a longer span of media that must not be cut.
+        If the prompt has readers, its tail is left to a chunk of its own.
 
-        Returns None if its blocks are full, or if the encoding of its next span is not there.
+        Returns None if its blocks are full, if the encoding of its next span is not there, or if its next span does not
+        fit.
+
+        Args:
+            is_first: whether the step has no prompt yet. Otherwise no span may be longer than the budget, because the
+                first token of another prompt may wait for the end of the step.
         """
         self._ask_for_blocks(request)
         start = request.planned_len
         left = request.ready_len - start
         if request.has_readers and left > 2 * TAIL_TOKENS:  # for less, another pass over the weights costs too much
             left -= TAIL_TOKENS
-        if budget < left < 2 * budget:
-            # Two pieces of about the same size: a small last piece would share its step with the next prompt.
-            budget = (left + 1) // 2
         capacity = request.pool_capacity
-        end = request.chunk_end(min(start + min(left, budget), capacity), self._limits.whole_media)
+        end = request.chunk_end(min(start + piece_of(left, budget), capacity), self._limits.whole_media)
         length = end - start
-        if length <= 0 or end > capacity:
+        if length <= 0 or end > capacity or (length > budget and not is_first):
             return None
         request.planned_len = end
         samples = end == len(request.token_ids)

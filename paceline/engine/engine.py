@@ -6,7 +6,8 @@
 Two steps are in flight: while one is computed, the next one waits in the queue already. If other workers of the machine
 compute between two steps (see `core/turns.py`), planning can use that time. Then the next step is planned just before
 it begins, so that it includes requests that were handed over meanwhile. While a handoff is expected, only the next step
-is planned.
+is planned. Nothing is planned after a long step with prompts before it ends, so that the next step can begin with a
+prompt that came meanwhile.
 
 Encoders run on the compute thread, too (`compute_thread.py`).
 
@@ -98,6 +99,8 @@ class Engine:
         self.output_seconds = 0.0
         """Time that the host thread spent on sending events, while steps were computed."""
         self._expecting = 0.0
+        self._last_is_long = False
+        """Whether the newest planned step takes so long that no step is planned before it ends."""
         self._idle = True
         self._woken = 0.0
 
@@ -174,10 +177,10 @@ class Engine:
 
     def _run(self) -> None:
         while self._obey_commands():
-            depth = min(self._depth, 1) if self._expecting else self._depth
-            while self._in_flight < depth and (step := self._plan()) is not None:
+            while self._in_flight < self._most_steps and (step := self._plan()) is not None:
                 self.computing.launched.put(Launch(step, self._woken if self._idle else None))
                 self._in_flight += 1
+                self._last_is_long = self._scheduler.is_long(step)
                 self._idle = False
             for copies in self._scheduler.take_copies():
                 assert self._copier is not None
@@ -191,6 +194,11 @@ class Engine:
         self._report()  # events of commands that came together with the command to stop
         self.computing.launched.put(None)
         self._end_copier()
+
+    @property
+    def _most_steps(self) -> int:
+        """The most steps that may be in flight now."""
+        return min(self._depth, 1) if self._expecting or self._last_is_long else self._depth
 
     def _plan(self) -> Step | None:
         """Return the next step, or None if no request can continue now."""

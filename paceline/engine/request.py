@@ -11,6 +11,7 @@ from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.media import MediaKind
 from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.engine.constraint import Grammar
+from paceline.engine.prompt_order import Arrival
 from paceline.engine.speculation import Acceptance
 
 
@@ -60,6 +61,8 @@ class Request:
     """Whether another host reads the blocks while they become full."""
     background: bool = False
     """Whether nobody waits for the request; see `BackgroundTurns`."""
+    wanted_seconds: float | None = None
+    """Time from its arrival here within which its first token is wanted; None if it has no objective."""
     grammar: Grammar | None = None
     """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
     stats: RequestStats = field(default_factory=RequestStats)
@@ -89,6 +92,8 @@ class Request:
     acceptance: Acceptance | None = field(default=None, init=False)
     drafter_len: int = field(init=False)
     """Tokens whose KV is in the blocks of the drafter's groups."""
+    prompt_arrival: Arrival | None = field(default=None, init=False)
+    """Arrival among the prompts of the worker; None until a step could include the prompt."""
     joined_len: int = field(init=False)
     """Tokens that the request came with."""
     planned_len: int = field(init=False)
@@ -129,7 +134,17 @@ class Request:
         itself."""
         if self.unknown:
             return True
-        return len(self.token_ids) - self.planned_len <= 1 and self.planned_len >= self.media_end
+        return self.left_len <= 1 and self.planned_len >= self.media_end
+
+    @property
+    def left_len(self) -> int:
+        """Known tokens that are neither computed nor in flight."""
+        return len(self.token_ids) - self.planned_len
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Time within which its next token is wanted: 0 if its client has tokens already."""
+        return self.wanted_seconds if self.output_len == 0 else 0.0
 
     @property
     def ready_len(self) -> int:

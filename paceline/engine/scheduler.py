@@ -1,6 +1,7 @@
 """The scheduler chooses the tokens that each step computes. Pure: no clock, no I/O, no tensors.
 
-A step is planned before the results of earlier steps are known (`plan` may be called again before `apply`). The number
+A step is planned before the results of earlier steps are known (`plan` may be called again before `apply`), but for
+long ones. The number
 of tokens that a step in flight gives a request has only bounds: at least one, at most one more than its drafts. Blocks
 and limits are checked against the upper bound, and `apply` brings in the real number. So the end of a request is found
 late: its results of steps in flight are dropped, and its row and blocks are kept until these steps are over.
@@ -25,6 +26,7 @@ from paceline.engine.background import ALL
 from paceline.engine.chunk_planner import ChunkPlanner
 from paceline.engine.compute_pool import ArenaPool, ComputePool, CopyBatch
 from paceline.engine.limits import Limits
+from paceline.engine.prompt_order import PromptOrder, is_long
 from paceline.engine.request import Request
 from paceline.engine.results import Results
 from paceline.engine.row_allocator import RowAllocator
@@ -49,6 +51,7 @@ class Scheduler:
         self._starved: list[Request] = []
         self.stats = SchedulerStats()
         self._chunks = ChunkPlanner(limits, self._speculation, self._emit)
+        self._prompts = PromptOrder(limits.max_batched_tokens)
         self._results = Results(limits.max_model_len, self._speculation, self._pool, self.stats)
 
     def _emit(self, event: Event) -> None:
@@ -118,9 +121,8 @@ class Scheduler:
     def plan(self, background: int = ALL) -> Step | None:
         """Return the next step, or None if no request can continue now.
 
-        Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts,
-        in order of arrival, get the rest. When they have used half of that, the step takes no further prompt. A prompt
-        waits before a span of media whose encoding is not there.
+        Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts
+        share the rest, see `PromptOrder`. A prompt waits before a span of media whose encoding is not there.
 
         Args:
             background: most requests of the background that decode in this step. Their prompts are computed only if it
@@ -142,18 +144,26 @@ class Scheduler:
                 chunks.append(chunk)
                 drafts -= chunk.length - 1
                 budget -= chunk.length - 1
-        room = budget
-        for request in prompts:
-            if budget <= 0:
-                break
-            if self._can_run(request) and (chunk := self._chunks.prompt_chunk(request, budget)):
-                chunks.append(chunk)
-                budget -= chunk.length
-                if 2 * budget <= room:
-                    break  # otherwise the first token would wait for half of the next prompt, too
+        in_step = len(chunks)
+
+        def take(request: Request, tokens: int) -> int:
+            chunk = None
+            if self._can_run(request):
+                chunk = self._chunks.prompt_chunk(request, tokens, is_first=len(chunks) == in_step)
+            if chunk is None:
+                return 0
+            chunks.append(chunk)
+            return chunk.length
+
+        self._prompts.share(prompts, budget, self.stats.prefill_tokens_per_second, take)
         if not chunks:
             return None
         return Step(tuple(chunks), self._rows.take_updates())
+
+    def is_long(self, step: Step) -> bool:
+        """Return whether a step takes so long that the step after it should not be planned before it ends."""
+        prompts = sum(chunk.length for chunk in step.chunks if not chunk.follows)
+        return is_long(prompts, self.stats.prefill_tokens_per_second)
 
     def _by_urgency(self) -> list[Request]:
         """Return all requests in order of arrival, those of the background last."""

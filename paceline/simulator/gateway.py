@@ -14,6 +14,7 @@ from paceline.core.step_times import Profile
 from paceline.services.gateway.candidates import Candidate, Need
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
 from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.queueing.shedding import RefusedError
 from paceline.services.gateway.router import place
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
@@ -143,6 +144,9 @@ class Gateway:
     def _enter(self, sequence: Sequence) -> None:
         """Let a request be placed, now or when it is its turn."""
         sequence.context = sequence.prompt_tokens + sequence.done
+        sequence.background = (sequence.group or DEFAULT) == BACKGROUND
+        by = self._control.first_token_by(sequence.group or DEFAULT, sequence.received, None)
+        sequence.wanted_seconds = None if by is None else max(0.0, by - self._events.now)
         sequence.waits_since = self._events.now
         self.waiting.admit(sequence, self._claim(sequence))
 
@@ -171,8 +175,8 @@ class Gateway:
             measure=measure,
         )
 
-    def _try(self, sequence: Sequence) -> bool:
-        """Place a request on workers that admit it. Return False if none does."""
+    def _try(self, sequence: Sequence) -> bool | Held:
+        """Place a request on workers that admit it. Return False if none does, HELD if workers have enough prompts."""
         again = sequence.placed >= 0
         sequence.computed = 0
         cached = self._cached_tokens(sequence)
@@ -191,8 +195,10 @@ class Gateway:
             placement = place(need, snapshot)
             waited = self._events.now - sequence.waits_since
             may_wait = not again and sequence.group != BACKGROUND
-            if placement is None or (may_wait and self._control.is_premature(need, placement, snapshot, waited)):
+            if placement is None:
                 return False
+            if may_wait and self._control.is_premature(need, placement, snapshot, waited):
+                return HELD
             try:
                 refusal = self.attempts.begin(sequence, placement)
             except InvalidRequestError:

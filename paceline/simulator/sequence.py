@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.context import HASH_BYTES
 from paceline.core.types import Key
+from paceline.engine.prompt_order import Arrival
 
 if TYPE_CHECKING:
     from paceline.simulator.worker import Worker
@@ -53,6 +54,10 @@ class Sequence:
     """Instant at which its client sent it last."""
     retries: int = 0
     """Times that its client came back after a refusal."""
+    background: bool = False
+    """Whether nobody waits for it."""
+    wanted_seconds: float | None = None
+    """Time from its arrival within which its first token is wanted; None if it has no objective."""
     waits_since: float = 0.0
     """Instant at which it came to the queue last."""
     attempt: int = 0
@@ -64,6 +69,8 @@ class Sequence:
     """How many of them the computing worker found in its host's cache."""
     computed: int = 0
     """How many of them are computed or cached."""
+    prompt_arrival: Arrival | None = None
+    """Arrival among the prompts of its worker; None until a step could include the prompt."""
     prefill: Worker | None = None
     decode: Worker | None = None
     held: dict[str, Held] = field(default_factory=dict)
@@ -89,6 +96,16 @@ class Sequence:
     def is_computing(self) -> bool:
         """Whether the prompt of the present attempt is not computed yet."""
         return self.computed < self.context
+
+    @property
+    def left_len(self) -> int:
+        """Tokens of the present attempt's context that are not computed."""
+        return self.context - self.computed
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Time within which its next token is wanted: 0 if its client has tokens already."""
+        return self.wanted_seconds if self.done == 0 else 0.0
 
     @property
     def left(self) -> int:

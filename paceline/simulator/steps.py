@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.core.step_times import WorkerTimes
 from paceline.engine.chunk_planner import TAIL_TOKENS
+from paceline.engine.prompt_order import PromptOrder, piece_of
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import Ratios, Yields
 
@@ -48,6 +49,8 @@ class Run:
     """The same by class of requests."""
     joined: list[Sequence]
     """Those that decode in these steps for the first time."""
+    is_long: bool
+    """Whether the step after it is not planned before it ends, see `engine/prompt_order.py`."""
     waited: float
     """Seconds from the end of the step before until the first one began; 0 if all rows have just joined."""
 
@@ -62,27 +65,27 @@ class Run:
         return gaps
 
 
-def plan_prompts(waiting: Iterable[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-    """Return the prompts of the next step and how many tokens of each, by the rules of `Scheduler.plan`.
+def plan_prompts(
+    waiting: Iterable[Sequence], order: PromptOrder, budget: int, tokens_per_second: float
+) -> list[tuple[Sequence, int]]:
+    """Return the prompts of the next step and how many tokens of each, as `Scheduler.plan` does.
 
     Args:
         waiting: prompts in the order of their arrival.
         budget: the most tokens of the step, without those of decoding sequences.
+        tokens_per_second: measured rate of prompts; 0 if it is unknown.
     """
     chunks: list[tuple[Sequence, int]] = []
-    room = budget
-    for sequence in waiting:
-        if budget <= 0:
-            break
-        left = sequence.context - sequence.computed
+
+    def take(sequence: Sequence, tokens: int) -> int:
+        left = sequence.left_len
         if _is_read_elsewhere(sequence) and left > 2 * TAIL_TOKENS:
             left -= TAIL_TOKENS
-        # Two pieces of about the same size: a small last piece would share its step with the next prompt.
-        length = (left + 1) // 2 if budget < left < 2 * budget else min(left, budget)
+        length = piece_of(left, tokens)
         chunks.append((sequence, length))
-        budget -= length
-        if 2 * budget <= room:
-            break
+        return length
+
+    order.share(waiting, budget, tokens_per_second, take)
     return chunks
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.services.gateway.admission_queue import IDLE_SECONDS, POLL_SECONDS
 from paceline.services.gateway.queueing.claim import Claim
-from paceline.services.gateway.queueing.queue_state import QueueState, Turn
+from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
 from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError
 from paceline.simulator.events import Events
 from paceline.simulator.sequence import Sequence
@@ -28,7 +28,8 @@ class WaitingQueue:
     Args:
         max_waiting: the most ordinary requests that wait.
         queue_seconds: the longest time for which they wait.
-        attempt: a function that places a request, and returns whether it did. It may also end the request.
+        attempt: a function that places a request, and returns whether it did, or HELD if the request is held back. It
+            may also end the request.
         refuse: a function that takes a request which must not wait any longer, and the reason.
         seed: decides when requests try again by themselves.
     """
@@ -38,7 +39,7 @@ class WaitingQueue:
         events: Events,
         max_waiting: int,
         queue_seconds: float,
-        attempt: Callable[[Sequence], bool],
+        attempt: Callable[[Sequence], bool | Held],
         refuse: Callable[[Sequence, RefusedError], object],
         seed: int,
     ) -> None:
@@ -67,11 +68,18 @@ class WaitingQueue:
             self._use_idle_room(sequence)
             return
         # A request that lost its worker is never placed at once, because that worker is just ending its step.
-        if not claim.first and not self._state and (self._attempt(sequence) or sequence.is_over):
+        result = False if claim.first or self._state else self._attempt(sequence)
+        if result is True or sequence.is_over:
             return
         turn = _Turn(owner=claim.owner, weight=claim.weight, priority=claim.priority, claim=claim, sequence=sequence)
         turn.demand = claim.measure()
         turn.work = turn.demand.work
+        if not claim.first and result is not HELD and self._state.passes_all(turn):
+            result = self._attempt(sequence)
+            if result is True or sequence.is_over:
+                return
+        if result is HELD:
+            self._state.hold(turn)
         if claim.is_ordinary:
             try:
                 self._state.let_in(turn, self._events.now)
@@ -96,19 +104,21 @@ class WaitingQueue:
             self._events.after(0.0, self._serve)
 
     def _serve(self) -> None:
-        """Place waiting requests in their order, until one finds no room."""
+        """Place waiting requests in their order, until one finds no room, and all others are held back."""
         self._is_waking = False
+        self._state.release()
         while (turn := self._state.next()) is not None:
             if turn.refusal is not None:
                 self._drop(turn)
                 continue
             turn.asks = True
-            is_served = self._attempt(turn.sequence)
+            result = self._attempt(turn.sequence)
             turn.asks = False
-            if not (is_served or turn.sequence.is_over):
+            if result is True or turn.sequence.is_over:
+                self._leave(turn, result is True)
+            elif result is not HELD or self._state.hold(turn) is None:
                 self._poll_later()
                 return
-            self._leave(turn, is_served)
 
     def _poll_later(self) -> None:
         """Have the first request try again soon, as in the gateway, which does not hear of all room that comes."""
@@ -140,5 +150,5 @@ class WaitingQueue:
         """Place a request of the background as soon as a worker has room and nobody waits."""
         if self.is_hopeless:
             self._refuse(sequence, RefusedError("no worker is left", "background"))
-        elif (self._state or not self._attempt(sequence)) and not sequence.is_over:
+        elif (self._state or self._attempt(sequence) is not True) and not sequence.is_over:
             self._events.after(self._random.uniform(*IDLE_SECONDS), self._use_idle_room, sequence)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from paceline.engine.prompt_order import PromptOrder, is_long
 from paceline.engine.stats import MEASURED_TOKENS
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
@@ -84,6 +85,8 @@ class Worker:
         """The steps under way."""
         self._is_ending = False
         """Whether the ends of steps are being told, so that the next ones are not planned yet."""
+        self._planned_speed: float | None = None
+        """The measured rate of prompts when the next step was planned, if it was planned ahead."""
         self._lingering = 0
         """Sequences that ended with the last step, but were still there when the next one was planned."""
         self._ended = 0.0
@@ -95,6 +98,7 @@ class Worker:
         self.role = role
         self.kit = self._kits[role]
         self.rows = Rows(self.kit.yields)
+        self._order = PromptOrder(self.kit.times.max_batched_tokens)
         self._offset = self.number * 2_654_435_761 % (1 << 20)
         if self.cores is not None:
             self.cores.enter(self)
@@ -115,7 +119,8 @@ class Worker:
 
     def compute(self, sequence: Sequence) -> None:
         """Compute a prompt, from `sequence.computed` on."""
-        self.queued_tokens += sequence.context - sequence.computed
+        sequence.prompt_arrival = None
+        self.queued_tokens += sequence.left_len
         self._prompts[sequence] = self._first_step()
         self._begin()
 
@@ -127,7 +132,7 @@ class Worker:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, at the end of the step under way at the latest. It keeps the tokens that it has."""
         if self._prompts.pop(sequence, None) is not None:
-            self.queued_tokens -= max(0, sequence.context - sequence.computed)
+            self.queued_tokens -= max(0, sequence.left_len)
         self._joining.pop(sequence, None)
         if self.rows.has(sequence):
             run = self.clock.run
@@ -144,7 +149,9 @@ class Worker:
             self.rows.advance(over)
             first = run.first + over * run.growth
             context = run.context + over * run.rows * self.kit.yields.mean
-            run = Run(end, run.index + over, 1, run.ratios, first, 0.0, [], run.rows, context, run.by_group, [], 0.0)
+            run = Run(
+                end, run.index + over, 1, run.ratios, first, 0.0, [], run.rows, context, run.by_group, [], False, 0.0
+            )
         run.steps = 1
         self.clock.begin(run)
 
@@ -168,7 +175,7 @@ class Worker:
         if run is None:
             return self.rows.step
         steps = self.clock.steps_begun()
-        if steps < run.steps or self._goes_on_after(run):
+        if not run.is_long and (steps < run.steps or self._goes_on_after(run)):
             steps += self.kit.times.planned_steps
         self.clock.cut(steps)
         return run.index - self._offset + steps
@@ -209,7 +216,8 @@ class Worker:
         times, rows = self.kit.times, self.rows.count
         drafts = times.drafts.most
         waiting = (own for own, first in self._prompts.items() if step is None or first <= step)
-        chunks = plan_prompts(waiting, times.max_batched_tokens - rows - self._lingering)
+        speed = self.tokens_per_second if self._planned_speed is None or step is None else self._planned_speed
+        chunks = plan_prompts(waiting, self._order, times.max_batched_tokens - rows - self._lingering, speed)
         if not chunks and not rows:
             return None
         steps, context = 1, self.rows.context
@@ -232,12 +240,15 @@ class Worker:
         groups = dict(self.rows.by_group) if rows else {}
         now = self._events.now
         waited = now - self._ended if rows > len(joined) else 0.0
-        return Run(now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined, waited)
+        long = is_long(sum(count for _, count in chunks), speed)
+        return Run(now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined, long, waited)
 
     def _end(self, run: Run) -> None:
         """Tell what steps have led to, and begin the next ones."""
         self._is_ending = True
         self._ended = self._events.now
+        is_planned = not run.is_long and self.kit.times.planned_steps > 0
+        self._planned_speed = self.tokens_per_second if is_planned else None
         self._note(run, run.steps)
         due = self.rows.advance(run.steps)
         if self.cores is not None:
@@ -260,10 +271,10 @@ class Worker:
         for row in due:
             if row.is_here:
                 self._owner.needs_blocks(self, row)
-        self._lingering *= self.kit.times.planned_steps
+        self._lingering *= is_planned
         self._is_ending = False
         self._begin()
-        self._lingering = 0
+        self._lingering, self._planned_speed = 0, None
         if self.clock.run is None and self.cores is not None:
             self.cores.idle(self)
 

@@ -13,7 +13,7 @@ from paceline.core.types import Key
 from paceline.engine.engine import Engine
 from paceline.engine.limits import Limits
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.step import Event, Removed, Sampled, Step, StepResult
+from paceline.engine.step import Computed, Event, Removed, Sampled, Step, StepResult
 from tests.engine.toy_requests import ToyDevice, make_request
 
 WAIT = 10.0
@@ -167,6 +167,23 @@ def test_a_request_that_was_expected_is_in_the_next_step() -> None:
     next_step = engine.computing.launched.get().step
     assert {chunk.key.request_id for chunk in next_step.chunks} == {"a", "b"}
     runner.go_on.set()
+    engine.stop()
+
+
+def test_a_prompt_that_comes_during_a_long_step_is_in_the_next_one() -> None:
+    runner = SlowRunner()
+    engine, events, _ = start(runner)
+    engine.stats.prefill_tokens_per_second = 100.0  # a step of more than two tokens is long
+    engine.add(make_request("long", list(range(60)), 1))
+    assert runner.began.wait(WAIT)
+    engine.add(make_request("short", list(range(5)), 1))
+    runner.go_on.set()
+    computed = []
+    while "short" not in computed:
+        event = events.get(timeout=WAIT)
+        if isinstance(event, Computed):
+            computed.append(event.key.request_id)
+    assert computed == ["long", "short"]
     engine.stop()
 
 

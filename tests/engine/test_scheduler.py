@@ -30,9 +30,9 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     ("lengths", "steps"),
     [
         ((20, 20, 20), [20, 20, 20]),
-        ((3, 32, 32), [3 + 16, 16, 32]),
+        ((3, 32, 32), [3 + 13, 19, 32]),
         ((4, 4, 4, 4, 4), [16, 4]),
-        ((40, 10), [20, 20, 10]),
+        ((40, 10), [10 + 6, 16, 18]),
     ],
 )
 def test_what_is_half_full_of_prompts_takes_no_further_one(lengths: tuple[int, ...], steps: list[int]) -> None:

@@ -69,6 +69,15 @@ def test_others_go_on_while_a_prompt_waits() -> None:
     assert driver.go_on() == [("a", 0, 50)]
 
 
+def test_no_whole_image_is_computed_beside_the_end_of_another_prompt() -> None:
+    driver = Driver(64)
+    driver.scheduler.add(make_request("a", [1] * 90, 1, media=[image(0, 50)]))
+    driver.scheduler.provide(Key("a", 1, 1), 0, [1])
+    driver.scheduler.add(make_request("b", [1] * 10, 1))
+    assert driver.go_on()[:2] == [("b", 0, 10), ("a", 0, 50)]
+    assert [len(step.chunks) for step in driver.steps[:2]] == [1, 1]
+
+
 def test_an_encoding_may_be_known_from_the_start_or_be_for_a_request_that_has_left() -> None:
     driver = Driver(64)
     driver.scheduler.add(make_request("a", [1] * 30, 1, media=[image(3, 20)]))

@@ -99,6 +99,17 @@ def test_requests_wait_in_order_and_are_refused_when_they_waited_too_long() -> N
     assert only.queued.p99 == pytest.approx(0.010 + 10 * 0.011 - 0.001)
 
 
+def test_short_prompts_do_not_wait_behind_long_ones() -> None:
+    """A token of a prompt takes 1 ms. A short prompt waits for the step under way and for a long prompt that is nearly
+    done, each at most a whole step of 256 tokens. Then half a step is its own."""
+    long = [TraceRequest(0.0, 1600, 2, group="long") for _ in range(3)]
+    short = [TraceRequest(0.5 + number, 60, 2, group="short") for number in range(4)]
+    workers = worker_times(max_seqs=64, max_batched_tokens=256)
+    _, result = run([*long, *short], profile=profile(workers, workers))
+    assert result.classes["short"].ttft.p99 <= 0.256 + 0.256 + 0.128
+    assert result.classes["long"].ttft.mean <= (1.7 + 3.4 + 5.1) / 3
+
+
 def test_requests_that_would_miss_their_objective_are_refused_and_the_urgent_come_first() -> None:
     """A prompt takes 0.1 s, and 20 of each kind come in a second: twice as many as can be computed."""
     classes = {**NO_CLASSES, "chat": RequestClass(ttft_seconds=1.0)}

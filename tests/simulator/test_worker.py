@@ -93,15 +93,20 @@ def scheduled(times: WorkerTimes, load: Load) -> Owner:
     limits = Limits(times.max_batched_tokens, 4096, len(load))
     scheduler = Scheduler(limits)
     steps: deque[Step] = deque()
+    began = 0.0
     requests = [make_request(str(n), list(range(p)), a, capacity=4096) for n, (_, p, a) in enumerate(load)]
 
     def plan() -> None:
-        while len(steps) <= times.planned_steps and (step := scheduler.plan()) is not None:
+        while len(steps) <= times.planned_steps and not (steps and scheduler.is_long(steps[-1])):
+            if (step := scheduler.plan()) is None:
+                break
             steps.append(step)
             if len(steps) == 1:
                 begin()
 
     def begin() -> None:
+        nonlocal began
+        began = events.now
         tokens = pairs = rows = context = 0.0
         for chunk in steps[0].chunks:
             if chunk.follows:
@@ -112,11 +117,11 @@ def scheduled(times: WorkerTimes, load: Load) -> Owner:
         events.after(seconds, end)
 
     def end() -> None:
-        step = steps.popleft()
+        step, seconds = steps.popleft(), events.now - began
         if steps:
             begin()
         results = [ChunkResult([Token(1)] if chunk.samples else []) for chunk in step.chunks]
-        scheduler.apply(step, StepResult(results))
+        scheduler.apply(step, StepResult(results, seconds))
         for event in scheduler.take_events():
             if isinstance(event, Sampled):
                 number = int(event.key.request_id)

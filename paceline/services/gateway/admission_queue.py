@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from paceline.services.gateway.queueing.claim import ORDINARY, Claim
 from paceline.services.gateway.queueing.fair_order import next_ticket
-from paceline.services.gateway.queueing.queue_state import QueueState, Turn
+from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
 from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError
 
 POLL_SECONDS = (0.025, 0.1)
@@ -27,6 +27,9 @@ IDLE_SECONDS = (0.2, 0.6)
 """Seconds between two tries of a patient sequence of the background, or of a request that stands aside."""
 
 T = TypeVar("T")
+
+Attempt = Callable[[], Awaitable[T | Held | None]]
+"""A try to admit a request."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,7 +51,8 @@ class AdmissionQueue:
 
     While the queue is empty, new requests try at once, several at a time. So a slow answer delays only the request that
     waits for it. In the queue, requests try one after another; after `ASIDE_SECONDS` without an answer the next one
-    tries, too. A request that gets no room keeps its place before later arrivals, however long the answer took.
+    tries, too. A request that gets no room keeps its place before later arrivals, however long the answer took. If it
+    is held back although there is room, shorter prompts may try before it.
 
     Args:
         max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
@@ -64,6 +68,8 @@ class AdmissionQueue:
         self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds)
         self._state.on_refused = lambda turn: turn.may_ask.set()
         self._turn_of_patient = asyncio.Lock()
+        self._poll: asyncio.TimerHandle | None = None
+        """Wakes the head of the queue if everything that waits is held back."""
         self._waiting = 0
 
     @property
@@ -83,11 +89,12 @@ class AdmissionQueue:
         """Return the number of requests in the queue for which `fits` is true."""
         return sum(fits(turn.claim) for turn in self._state)
 
-    async def admit(self, attempt: Callable[[], Awaitable[T | None]], claim: Claim = ORDINARY) -> T:
+    async def admit(self, attempt: Attempt[T], claim: Claim = ORDINARY) -> T:
         """Call `attempt` each time it is this request's turn, until there is room, and return its result.
 
         Args:
-            attempt: a function that tries to admit the request; it returns None if there is no room now.
+            attempt: a function that tries to admit the request; it returns None if there is no room now, and HELD if
+                the request is held back.
 
         Raises:
             RefusedError: the request would wait too long, or has waited too long, or more urgent ones took its place;
@@ -97,10 +104,15 @@ class AdmissionQueue:
             return await self._use_idle_room(attempt, claim)
         priority = 0 if claim.patient else claim.priority
         turn = _Turn(owner=claim.owner, weight=claim.weight, priority=priority, claim=claim)
-        if not self._waiting and (admitted := await attempt()) is not None:
-            return admitted
+        result = None if self._waiting else await attempt()
+        if result is not None and result is not HELD:
+            return result
         turn.demand = claim.measure()
         turn.work = turn.demand.work
+        if result is HELD:
+            self._state.hold(turn)
+        elif self._state.passes_all(turn) and (admitted := await self._try(turn, attempt)) is not None:
+            return admitted
         if claim.is_ordinary:
             self._let_in(turn)
         self._waiting += 1
@@ -118,13 +130,18 @@ class AdmissionQueue:
 
     def wake(self) -> None:
         """Let the request at the head of the queue try again, because there may be room now."""
+        if self._poll is not None:
+            self._poll.cancel()
+            self._poll = None
+        self._state.release()
         if (turn := self._state.next()) is not None:
             turn.may_ask.set()
 
-    async def _use_idle_room(self, attempt: Callable[[], Awaitable[T | None]], claim: Claim) -> T:
+    async def _use_idle_room(self, attempt: Attempt[T], claim: Claim) -> T:
         while True:
-            if not self._waiting and (admitted := await attempt()) is not None:
-                return admitted
+            result = None if self._waiting else await attempt()
+            if result is not None and result is not HELD:
+                return result
             if not claim.patient:
                 message = "no worker is idle; work of the background is tried again later"
                 raise self._counted(claim, RefusedError(message, "background"))
@@ -141,7 +158,7 @@ class AdmissionQueue:
         self.on_refused(claim.request_class, refusal.reason)
         return refusal
 
-    async def _stand(self, turn: _Turn, attempt: Callable[[], Awaitable[T | None]]) -> T:
+    async def _stand(self, turn: _Turn, attempt: Attempt[T]) -> T:
         """Join the queue, try in turn until there is room, and leave the queue. Raises RefusedError."""
         most = self._state.join(turn, time.monotonic())
         is_served = False
@@ -165,11 +182,23 @@ class AdmissionQueue:
             self._state.leave(turn, time.monotonic(), is_served=is_served)
             self.wake()
 
-    async def _ask(self, turn: _Turn, attempt: Callable[[], Awaitable[T | None]]) -> T | None:
+    async def _try(self, turn: _Turn, attempt: Attempt[T]) -> T | None:
+        """Call `attempt`. Return None if there is no room, or if the request is held back, so that shorter ones try."""
+        result = await attempt()
+        if result is not HELD:
+            return result
+        if (shorter := self._state.hold(turn)) is not None:
+            shorter.may_ask.set()
+        elif self._poll is None:
+            self._poll = asyncio.get_running_loop().call_later(random.uniform(*POLL_SECONDS), self.wake)
+        return None
+
+    async def _ask(self, turn: _Turn, attempt: Attempt[T]) -> T | None:
+        self._state.begin_try(turn)
         timer = asyncio.get_running_loop().call_later(ASIDE_SECONDS, self._step_aside, turn)
         turn.asks = True
         try:
-            return await attempt()
+            return await self._try(turn, attempt)
         finally:
             timer.cancel()
             turn.asks, turn.aside = False, turn.claim.first and turn.claim.is_stranded()

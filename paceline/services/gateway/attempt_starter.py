@@ -20,6 +20,7 @@ from paceline.services.gateway.load_control import FULL, PREMATURE
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.prefix_index import PrefixIndex
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
+from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.running_attempts import RunningAttempts
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerFailedError
@@ -56,8 +57,9 @@ class AttemptStarter:
         self.on_placed: Callable[[float], object] = lambda seconds: None
         """Called after a placement with the CPU time of the search for it, in seconds."""
 
-    async def try_to_start(self, sequence: SequenceRun, deadline: float, waited: float) -> AnyAttempt | None:
-        """Return an attempt that workers have admitted; None if all workers are full or gone.
+    async def try_to_start(self, sequence: SequenceRun, deadline: float, waited: float) -> AnyAttempt | Held | None:
+        """Return an attempt that workers have admitted; None if all workers are full or gone; HELD if workers that have
+        room have enough prompts.
 
         The sequence's trace must have begun an attempt. If workers fail instead of admitting it, the next one begins.
 
@@ -90,7 +92,7 @@ class AttemptStarter:
                 is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in own)
                 sequence.is_left_behind = bool(known) and not own
                 self._note_wait(sequence, record, held, is_busy)
-                return None
+                return HELD if held == PREMATURE else None
             attempt = self._new_attempt(sequence, placement, record, deadline)
             try:
                 await attempt.admit()
@@ -184,10 +186,15 @@ class AttemptStarter:
     def _new_attempt(
         self, sequence: SequenceRun, placement: Placement, record: AttemptTrace, deadline: float
     ) -> AnyAttempt:
+        by = self._control.first_token_by(sequence.request_class, sequence.trace.arrived, sequence.ttft_seconds)
         attempt = KINDS[sequence.kind].attempt(
             self._fleet,
             placement,
-            sequence.work(self._fleet.model, self._prefixes.ends(sequence.context)),
+            sequence.work(
+                self._fleet.model,
+                self._prefixes.ends(sequence.context),
+                None if by is None else max(0.0, by - time.monotonic()),
+            ),
             seconds=max(deadline - time.monotonic(), 0.1),
             stall_seconds=self._config.stall_seconds,
             record=record,

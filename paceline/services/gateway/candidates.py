@@ -66,6 +66,8 @@ class Candidate:
     """Prompt tokens that this gateway has sent recently; older ones count less."""
     fetch_tokens_per_second: float = 0.0
     """Measured rate at which its host fetches blocks from other hosts; 0 if unknown."""
+    prompts: tuple[int, ...] = ()
+    """Tokens of each prompt that this gateway has sent and whose computation has not ended."""
     encodings: int = 0
     """Encodings that this gateway has asked for and that are not complete."""
 
@@ -90,6 +92,14 @@ class Candidate:
     def queued_tokens(self) -> float:
         """Prompt tokens that the worker has not computed yet."""
         return self.member.load.queued_tokens + self.unreported_tokens
+
+    def queued_before(self, prompt_tokens: float) -> float:
+        """Return the prompt tokens that the worker computes before a new prompt of `prompt_tokens` tokens.
+
+        Longer prompts of this gateway come after it. The prompts of other gateways are not known one by one.
+        """
+        longer = sum(tokens for tokens in self.prompts if tokens > prompt_tokens)
+        return max(min(sum(self.prompts) - longer, self.queued_tokens), self.queued_tokens - longer)
 
     @property
     def tokens_per_second(self) -> float:

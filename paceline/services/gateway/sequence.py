@@ -98,8 +98,13 @@ class SequenceRun:
         asked = self.sampling.prompt_logprobs is not None
         return asked and self.scored < len(self.prompt_ids)
 
-    def work(self, model: str, tails: Sequence[int] = ()) -> common_pb2.Work:
-        """Begin the next attempt and return its work for the workers. `tails` are lengths at which requests ended."""
+    def work(self, model: str, tails: Sequence[int] = (), ttft_seconds: float | None = None) -> common_pb2.Work:
+        """Begin the next attempt and return its work for the workers.
+
+        Args:
+            tails: lengths at which requests ended.
+            ttft_seconds: time from now within which the first token is wanted; None if there is no objective.
+        """
         self.attempts += 1
         self.generated_before = len(self.generated)
         sampling = self.sampling
@@ -114,6 +119,7 @@ class SequenceRun:
             cache_salt=self.cache_salt,
             priority=self.priority,
             background=self.background,
+            ttft_seconds=ttft_seconds,
             kind=self.kind,
             media=[span_to_pb(span) for span in self.media],
             tails=tails,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,6 +56,8 @@ class WorkerCalls:
         self.encodings = 0
         """Calls for encodings. They take none of the places for requests, so they are not in `in_flight`."""
         self._clock = clock
+        self._prompts: Counter[int] = Counter()
+        """Number of the prompts in flight whose computation has not ended, by their tokens."""
         self._tokens_in_flight = 0
         """Prompt tokens of calls in flight that the worker has not computed yet."""
         self._begun = Begun(0, 0)
@@ -90,6 +93,7 @@ class WorkerCalls:
             unreported=self.unreported if reports else 0,
             unreported_tokens=self._unreported_tokens() if reports else 0,
             recent_tokens=self._recent.value(now),
+            prompts=tuple(self._prompts.elements()),
             fetch_tokens_per_second=fetch_tokens_per_second,
             encodings=self.encodings,
         )
@@ -134,13 +138,16 @@ class WorkerCalls:
 
     def begin_call(self, tokens: int) -> None:
         self.in_flight += 1
+        self._prompts[tokens] += 1
         self._tokens_in_flight += tokens
         self._begun = Begun(self._begun.calls + 1, self._begun.tokens + tokens)
         self._recent.add(tokens, self._clock())
         self.on_change()
 
     def computed(self, tokens: int) -> None:
-        """Subtract prompt tokens that a running call has computed."""
+        """Subtract the prompt tokens of a running call, which are computed."""
+        self._prompts[tokens] -= 1
+        self._prompts = +self._prompts
         self._tokens_in_flight -= tokens
         self.on_change()
 

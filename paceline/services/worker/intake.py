@@ -114,6 +114,7 @@ class Intake:
             only_first_token=only_first_token,
             has_readers=has_readers,
             background=work.background,
+            wanted_seconds=work.ttft_seconds if work.HasField("ttft_seconds") else None,
             grammar=grammar,
         )
 

@@ -8,6 +8,7 @@ import pytest
 from paceline.core.errors import BusyError
 from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.queueing.shedding import RefusedError
 
 
@@ -303,3 +304,80 @@ async def test_a_stranded_request_that_lost_its_worker_does_not_hold_up_others()
         assert await line.admit(room.ask("b")) == "b"
         gone.places = 1
         assert await stranded == "stranded"
+
+
+class Feed:
+    """Workers with room, which take prompts of fewer tokens than `below` and hold back all others."""
+
+    def __init__(self) -> None:
+        self.below = 0
+        self.taken: list[int] = []
+        self.tries: list[int] = []
+
+    def send(self, line: AdmissionQueue, tokens: int) -> asyncio.Task[int]:
+        async def attempt() -> int | Held:
+            await asyncio.sleep(0)
+            self.tries.append(tokens)
+            if tokens >= self.below:
+                return HELD
+            self.taken.append(tokens)
+            return tokens
+
+        claim = Claim(measure=lambda: Demand(prompt_tokens=tokens))
+        return asyncio.create_task(line.admit(attempt, claim))
+
+
+async def test_a_short_prompt_passes_those_that_are_held_back() -> None:
+    line, feed = AdmissionQueue(10, 60), Feed()
+    waits: list[None] = []
+    line.on_wait = lambda: waits.append(None)
+    held = [feed.send(line, tokens) for tokens in (1600, 1700)]
+    while len(line) < 2:
+        await asyncio.sleep(0)
+    feed.below = 300
+    assert await feed.send(line, 200) == 200
+    assert len(line) == len(waits) == 2
+    feed.below = 2000
+    line.wake()
+    assert await asyncio.gather(*held) == [1600, 1700]
+    assert feed.taken == [200, 1600, 1700]
+
+
+async def test_a_short_prompt_that_waits_passes_as_soon_as_it_may() -> None:
+    line, feed = AdmissionQueue(10, 5), Feed()
+    tasks = [feed.send(line, tokens) for tokens in (1600, 200)]
+    while len(line) < 2:
+        await asyncio.sleep(0)
+    feed.below = 300
+    assert await tasks[1] == 200  # nothing wakes the queue: it looks again by itself
+    assert not tasks[0].done()
+    feed.below = 2000
+    assert await tasks[0] == 1600
+
+
+async def test_longer_prompts_do_not_try_behind_one_that_is_held_back() -> None:
+    line, feed = AdmissionQueue(10, 60), Feed()
+    tasks = [feed.send(line, tokens) for tokens in (1600, 1700, 1600, 1800)]
+    while len(line) < 4:
+        await asyncio.sleep(0)
+    feed.tries.clear()
+    line.wake()
+    await asyncio.sleep(0.01)
+    assert set(feed.tries) == {1600}
+    feed.below = 2000
+    line.wake()
+    assert await asyncio.gather(*tasks) == [1600, 1700, 1600, 1800]
+    assert feed.taken == [1600, 1700, 1600, 1800]
+
+
+async def test_nobody_passes_a_request_for_which_there_is_no_room() -> None:
+    line, room, feed = AdmissionQueue(10, 60), Room(), Feed()
+    feed.below = 300
+    (first,) = await queue_up(line, room, "a")
+    short = feed.send(line, 200)
+    await asyncio.sleep(0.01)
+    assert not short.done()
+    room.places = 1
+    line.wake()
+    assert await first == "a"
+    assert await short == 200

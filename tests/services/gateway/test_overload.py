@@ -69,3 +69,15 @@ async def test_a_request_that_runs_ends_at_its_deadline(stack: Stack) -> None:
     answer = await stack.http.post("/v1/completions", json={"prompt": "abc"}, headers={"X-Request-Timeout": "0.5"})
     assert answer.status_code == 503
     assert "took longer than 0.5 seconds" in answer.json()["error"]["message"]
+
+
+async def test_workers_are_told_the_objective_of_a_request(start_stack: StartStack, tmp_path: Path) -> None:
+    classes = tmp_path / "classes.toml"
+    classes.write_text("[default]\nttft_seconds = 30.0\n")
+    stack = await start_stack(classes_file=str(classes))
+    body = {"prompt": "abc", "max_tokens": 2}
+    for headers, least, most in (({}, 20.0, 30.0), ({"X-SLO-TTFT-MS": "8000"}, 1.0, 8.0)):
+        answer = await stack.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        for worker in stack.workers.values():
+            assert least < worker.calls[-1].work.ttft_seconds <= most

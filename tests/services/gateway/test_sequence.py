@@ -15,6 +15,12 @@ def tokens(*ids: int) -> list[Token]:
     return [Token(id) for id in ids]
 
 
+def test_workers_are_told_the_objective() -> None:
+    assert sequence().work("model", ttft_seconds=0.5).ttft_seconds == 0.5
+    assert sequence().work("model", ttft_seconds=0.0).HasField("ttft_seconds")  # it is missed already
+    assert not sequence().work("model").HasField("ttft_seconds")
+
+
 def test_a_try_goes_on_from_what_has_come() -> None:
     own, record = sequence(), AttemptTrace()
     first = own.work("model")

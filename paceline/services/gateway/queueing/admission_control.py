@@ -68,16 +68,24 @@ class AdmissionControl:
             max_tokens: the most tokens that are left of its answer.
             ttft_seconds: an objective of its own.
         """
-        wanted = self.class_of(request_class)
-        limits = [each for each in (wanted.ttft_seconds, ttft_seconds) if each is not None]
         return Demand(
             work=uncached + self._answers.tokens(owner, max_tokens),
+            prompt_tokens=uncached,
             prompt_seconds=uncached / self._prefill_rate,
-            first_token_by=arrived + min(limits) if limits else None,
-            percentile=wanted.percentile,
+            first_token_by=self.first_token_by(request_class, arrived, ttft_seconds),
+            percentile=self.class_of(request_class).percentile,
             deadline=deadline,
             fingerprint=fingerprint,
         )
+
+    def first_token_by(self, request_class: str, arrived: float, ttft_seconds: float | None) -> float | None:
+        """Return when the first token of a request is wanted, on the clock of `arrived`; None without an objective.
+
+        Args:
+            ttft_seconds: an objective of its own.
+        """
+        limits = (self.class_of(request_class).ttft_seconds, ttft_seconds)
+        return min((arrived + each for each in limits if each is not None), default=None)
 
     def full_workers(self) -> frozenset[str]:
         """Return the ids of decode workers that must not get more requests, so that objectives of running ones hold.
@@ -107,7 +115,7 @@ class AdmissionControl:
             return False
         # Usually the worker of the placement has little to do, and the others need not be looked at.
         own = self._find(computing.worker_id)
-        return (own is None or is_fed(own)) and are_fed(need, snapshot)
+        return (own is None or is_fed(own, left)) and are_fed(need, snapshot)
 
     def note_first_token(self, seconds: float, uncached: int, now: float) -> None:
         """Count a request that got its first token.

@@ -14,6 +14,8 @@ class Demand:
 
     work: float = 1.0
     """Tokens of its prompt that are not cached, and tokens of its answer as far as they can be expected."""
+    prompt_tokens: int = 0
+    """Tokens of its prompt that are cached nowhere."""
     prompt_seconds: float = 0.0
     """Time to compute its prompt if a worker had nothing else to do."""
     first_token_by: float | None = None

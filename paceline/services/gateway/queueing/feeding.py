@@ -1,11 +1,13 @@
 """Whether the workers that compute prompts have enough to do. Pure logic.
 
-Requests wait in the gateway's queue, which is fair, and not in the workers', which serve them in the order of arrival.
-So a worker gets just enough prompts that it never waits for the next one.
+Requests wait in the gateway's queue, which is fair, and not in the workers', where the shortest prompts go first. So a
+worker gets just enough prompts that it never waits for the next one. Only prompts that go before a new one count. So a
+short prompt does not wait here until a worker has computed a long one, before which it would be computed there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from paceline.services.gateway.candidates import Candidate, Need, Snapshot
@@ -16,9 +18,9 @@ FED_TOKENS = 1024
 """The same in tokens of prompts, for a worker that has not measured its rate yet."""
 
 
-def is_fed(worker: Candidate) -> bool:
-    """Return whether a worker has enough prompts in its own queue."""
-    return worker.queued_tokens >= (FED_SECONDS * worker.tokens_per_second or FED_TOKENS)
+def is_fed(worker: Candidate, prompt_tokens: float = math.inf) -> bool:
+    """Return whether a worker has enough prompts in its own queue that go before a prompt of so many tokens."""
+    return worker.queued_before(prompt_tokens) >= (FED_SECONDS * worker.tokens_per_second or FED_TOKENS)
 
 
 def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:

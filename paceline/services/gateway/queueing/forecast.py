@@ -17,6 +17,10 @@ LEAST_ADMISSIONS = 4
 KEPT_SAMPLES = 256
 KEPT_SECONDS = 60.0
 """The newest KEPT_SAMPLES times to first token of the last KEPT_SECONDS count."""
+ALIKE = 2.0
+"""Prompts have about the same length if one is at most this many times as long as the other."""
+LEAST_ALIKE = 8
+"""With fewer samples of about the same length, all samples count."""
 USUAL_OF = 16
 """Number of the latest answers of a key whose mean length is the usual one."""
 UNKNOWN_ANSWER = 256
@@ -64,10 +68,14 @@ class AdmissionRate:
 
 
 class FirstTokens:
-    """Times from an admission to the first token, without the time to compute the prompt at the fleet's rate."""
+    """Times from an admission to the first token, without the time to compute the prompt at the fleet's rate.
+
+    Workers let short prompts go first. So a prompt is compared with others of about its length, if there are enough.
+    """
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=KEPT_SAMPLES)
+        self._samples: deque[tuple[float, float, float]] = deque(maxlen=KEPT_SAMPLES)
+        """For each request the instant, the time of the prompt alone, and the rest of the time."""
 
     def note(self, seconds: float, prompt_seconds: float, now: float) -> None:
         """Count a request that got its first token.
@@ -76,13 +84,19 @@ class FirstTokens:
             seconds: from its admission to its first token.
             prompt_seconds: time to compute its prompt if the worker had nothing else to do.
         """
-        self._samples.append((now, max(0.0, seconds - prompt_seconds)))
+        self._samples.append((now, prompt_seconds, max(0.0, seconds - prompt_seconds)))
 
     def seconds(self, prompt_seconds: float, percentile: float, now: float) -> float:
         """Return the time to the first token that a share `percentile` of admitted requests does not exceed."""
         while self._samples and self._samples[0][0] < now - KEPT_SECONDS:
             self._samples.popleft()
-        extra = sorted(sample for _, sample in self._samples)
+        samples = [
+            (max(own, prompt_seconds) <= ALIKE * min(own, prompt_seconds), rest) for _, own, rest in self._samples
+        ]
+        extra = [rest for is_alike, rest in samples if is_alike]
+        if len(extra) < LEAST_ALIKE:
+            extra = [rest for _, rest in samples]
+        extra.sort()
         return prompt_seconds + (extra[math.ceil(percentile * len(extra)) - 1] if extra else 0.0)
 
 

@@ -7,7 +7,9 @@ clock, in seconds.
 from __future__ import annotations
 
 import bisect
+import enum
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -15,6 +17,15 @@ from typing import Generic, TypeVar
 from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.fair_order import Entry, FairOrder
 from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError, WaitLimit
+
+
+class Held(enum.Enum):
+    """The answer to a try of a request for which there is room: it is held back for now, see `feeding.py`."""
+
+    HELD = "held"
+
+
+HELD = Held.HELD
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -60,6 +71,8 @@ class QueueState(Generic[T]):
         self._again: list[T] = []
         """Requests that lost their worker, in the order of their arrival."""
         self._ordinary = 0
+        self._held_from = math.inf
+        """Requests whose prompts have at least this many tokens to compute were held back since `release`."""
 
     def __len__(self) -> int:
         return len(self._again) + len(self._order)
@@ -69,9 +82,39 @@ class QueueState(Generic[T]):
         return itertools.chain(self._again, self._order)
 
     def next(self) -> T | None:
-        """Return the first entry that is not set aside, or None: it is the one that may try."""
+        """Return the first entry that is not set aside, or None: it is the one that may try.
+
+        Entries that were held back let shorter prompts pass. If there are none, the first of them tries again.
+        """
         again = next((turn for turn in self._again if not turn.aside), None)
-        return again or self._order.first(lambda turn: not turn.aside)
+        return again or self._passing() or self._order.first(lambda turn: not turn.aside)
+
+    def _passing(self) -> T | None:
+        return self._order.first(lambda turn: not turn.aside and self._may_pass(turn))
+
+    def _may_pass(self, turn: T) -> bool:
+        return turn.demand.prompt_tokens < self._held_from
+
+    def passes_all(self, turn: T) -> bool:
+        """Return whether a request that is not in the queue may try at once, because all in it were held back."""
+        return self._may_pass(turn) and not self._again and self._passing() is None
+
+    def hold(self, turn: T) -> T | None:
+        """Note that a request which has just tried is held back, so that longer ones would be, too.
+
+        Returns the first entry of the queue that may try all the same; None if there is none.
+        """
+        self._held_from = min(self._held_from, turn.demand.prompt_tokens)
+        return self._passing()
+
+    def begin_try(self, turn: T) -> None:
+        """Note that an entry tries now. If it was held back before, all others may try again, too."""
+        if not self._may_pass(turn):
+            self.release()
+
+    def release(self) -> None:
+        """Let requests that were held back try again, because workers may have fewer prompts now."""
+        self._held_from = math.inf
 
     def let_in(self, turn: T, now: float) -> None:
         """Raise RefusedError if an ordinary request that has to wait would wait too long, or if the queue is full of

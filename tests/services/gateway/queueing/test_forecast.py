@@ -38,6 +38,17 @@ def test_the_time_to_the_first_token_is_a_percentile_of_the_newest_ones() -> Non
     assert first.seconds(0.5, 0.99, 100.0) == 0.5
 
 
+def test_a_long_prompt_is_compared_with_long_ones() -> None:
+    first = FirstTokens()
+    for _ in range(100):
+        first.note(0.1 + 0.05, 0.1, 1.0)
+    assert first.seconds(2.0, 0.99, 1.0) == pytest.approx(2.05)  # no long one was seen yet
+    for _ in range(8):
+        first.note(2.0 + 1.5, 2.0, 1.0)
+    assert first.seconds(2.5, 0.5, 1.0) == pytest.approx(2.5 + 1.5)
+    assert first.seconds(0.1, 0.99, 1.0) == pytest.approx(0.15)
+
+
 def test_answers_are_as_long_as_the_latest_of_their_owner() -> None:
     answers = UsualAnswers()
     assert answers.tokens("a", 10_000) == 256

@@ -1,0 +1,151 @@
+"""How the prompts of one worker share its steps. Pure: the clock is the number of prompt tokens that were planned.
+
+The prompt with the fewest tokens left goes first, because this gives the least mean time to first token. So that short
+prompts do not starve long ones, each prompt has a due instant on that clock, and the prompt that is due first goes
+first:
+
+    due = clock at its arrival + patience            patience = min(AGING * tokens left, slack)
+
+The slack is what its objective leaves: tokens that the worker computes until then, minus those of the prompt. A prompt
+that arrives after the due instant never goes before it. So later prompts delay a prompt at most by AGING times its own
+tokens and the rest of what arrived by then. Among equal prompts the order is that of arrival. A prompt becomes more
+urgent while it is computed, so two equal prompts do not take turns, which would delay one and help neither. A prompt
+that is overtaken keeps its KV, so changing to another prompt costs nothing but the row and the blocks that it holds.
+
+A step under way cannot be interrupted, and a first token is known only at its end. So after a prompt's last tokens, a
+step gets more only until it is half full. It also gets only half of a prompt that takes several steps if another prompt
+will probably come meanwhile. Half a step costs hardly more for each token than a whole one. Less would read the weights
+too often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol, TypeVar
+
+AGING = 4
+"""Tokens of later prompts that may be computed before a prompt, for each token that is left of it."""
+
+RECENT_STEPS = 8
+"""Another prompt will probably come soon if the last one came within the latest tokens, as many as this number of whole
+steps have."""
+
+
+LONG_SECONDS = 0.02
+"""Time of a step from which on the step after it is not planned before it ends. Planning takes about a millisecond, and
+a prompt that comes meanwhile would have to wait for both steps."""
+
+
+class Arrival(NamedTuple):
+    """The arrival of a prompt."""
+
+    number: int
+    """Prompts that arrived before it."""
+    clock: int
+    """Prompt tokens that were planned before it arrived."""
+    slack: float = math.inf
+    """Prompt tokens that may be computed before this prompt so that its objective is met; infinite without one."""
+
+    def due(self, left: int) -> float:
+        """Return the clock from which on newcomers come after this prompt, of which `left` tokens are not planned."""
+        return self.clock + min(float(AGING * left), self.slack)
+
+
+class Prompt(Protocol):
+    """A prompt that is not completely planned."""
+
+    prompt_arrival: Arrival | None
+    """None until a step could include it."""
+
+    @property
+    def background(self) -> bool:
+        """Whether nobody waits for it, so that it comes after all others."""
+
+    @property
+    def left_len(self) -> int:
+        """Tokens that are not planned."""
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Time from its arrival within which its first token is wanted; None without an objective; 0 if its client has
+        tokens already, and waits for the next one."""
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+class PromptOrder:
+    """The clock of a worker's prompts, and the latest arrivals.
+
+    Args:
+        step_tokens: tokens of a whole step.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
+        self._recent = RECENT_STEPS * step_tokens
+        self._clock = self._arrivals = 0
+        self._newest: deque[Arrival] = deque(maxlen=2)
+
+    def share(self, prompts: Iterable[P], room: int, tokens_per_second: float, take: Callable[[P, int], int]) -> None:
+        """Share the tokens of one step.
+
+        Args:
+            prompts: prompts that this step may include, in the order of their arrival.
+            room: the most tokens of prompts in this step.
+            tokens_per_second: measured rate of prompts; 0 if it is unknown, and then new objectives do not count.
+            take: a function that plans at most about as many tokens of a prompt as it is told, and returns how many.
+                0 if the prompt cannot continue now.
+        """
+        waiting = list(prompts)
+        for prompt in waiting:
+            if prompt.prompt_arrival is None:
+                prompt.prompt_arrival = self._arrive(prompt, tokens_per_second)
+        half, used, completes = (room + 1) // 2, 0, False
+        for prompt in sorted(waiting, key=_urgency):
+            if used >= half:
+                break
+            left = prompt.left_len
+            fits = used == 0 and left <= room  # to cut it would only delay its first token
+            limit = half if not fits and (completes or self._expects_others(prompt)) else room
+            taken = take(prompt, limit - used)
+            used += taken
+            completes = completes or taken >= left
+        self._clock += used
+
+    def _arrive(self, prompt: Prompt, tokens_per_second: float) -> Arrival:
+        arrival, wanted = Arrival(self._arrivals, self._clock), prompt.ttft_seconds
+        if wanted is not None and (tokens_per_second > 0 or wanted == 0):
+            arrival = arrival._replace(slack=max(0.0, wanted * tokens_per_second - prompt.left_len))
+        self._arrivals += 1
+        self._newest.append(arrival)
+        return arrival
+
+    def _expects_others(self, prompt: Prompt) -> bool:
+        """Return whether other prompts have arrived lately."""
+        others = [arrival.clock for arrival in self._newest if arrival is not prompt.prompt_arrival]
+        return bool(others) and self._clock - others[-1] < self._recent
+
+
+def is_long(tokens: int, tokens_per_second: float) -> bool:
+    """Return whether a step with so many prompt tokens is long.
+
+    Args:
+        tokens_per_second: measured rate of prompts; 0 if it is unknown.
+    """
+    return tokens > LONG_SECONDS * tokens_per_second > 0
+
+
+def piece_of(left: int, budget: int) -> int:
+    """Return how many of the `left` tokens of a prompt to compute now, at most `budget`.
+
+    What needs two steps is cut in the middle, because a small last piece would share its step with another prompt.
+    """
+    return (left + 1) // 2 if budget < left < 2 * budget else min(left, budget)
+
+
+def _urgency(prompt: Prompt) -> tuple[bool, float, int]:
+    arrival = prompt.prompt_arrival
+    assert arrival is not None
+    return prompt.background, arrival.due(prompt.left_len), arrival.number
