@@ -126,6 +126,7 @@ def test_another_converter_converts_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(assets, "_CONVERSION", assets._CONVERSION + 1)
     now = [resolve(source, tmp_path) for source in sources]
     assert not set(now) & set(before)
+    assert (tmp_path / "cache" / "bundled").resolve() == now[-1].resolve()  # a path that stays
     real = importlib.metadata.version("tokenizers")
     monkeypatch.setattr(assets, "_MAKERS", ("tokenizers",))
     packages = [resolve(source, tmp_path) for source in sources]
