@@ -367,7 +367,7 @@ class Ledger:
         return self._book.check()
 
     def _find_sealed_by(self, session: int, key: Key, now: float) -> Lease:
-        """Return the lease of which `session` is the writer. It may be draining, because the writer may not know yet."""
+        """Return the lease of the writer `session`. It may be draining, because the writer may not know yet."""
         return self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
 
     def _renewed(self, lease: Lease, now: float) -> Lease:
