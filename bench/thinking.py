@@ -76,6 +76,9 @@ def complaint(request: Request, outcome: Outcome, tokenizer: Tokenizer) -> str:
     found = thinking_tokens(outcome.tokens, tokenizer)
     if found == outcome.reasoning_tokens == wanted:
         return ""
+    # A model may end its answer, or call a tool, while it thinks. Then it has spent at most its budget.
+    if found is None and outcome.finish_reason in ("stop", "tool_calls") and outcome.reasoning_tokens <= wanted:
+        return ""
     told = "no end of the reasoning" if found is None else f"{found} tokens of reasoning"
     return f"{told}, usage says {outcome.reasoning_tokens}, the budget leaves {wanted}: {outcome.text!r}"
 

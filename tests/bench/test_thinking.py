@@ -41,6 +41,15 @@ def test_too_few_and_too_many_tokens_are_a_complaint(tokenizer: Tokenizer) -> No
     assert complaint(request, Outcome(list(b"x" * 7), reasoning_tokens=7), tokenizer)
 
 
+def test_answers_may_end_within_their_reasoning_but_not_beyond_their_budget(tokenizer: Tokenizer) -> None:
+    request = next(request for request in thinking_requests(100, 1) if request.body["thinking_token_budget"] == 7)
+    spent = request.body["messages"][-1]["content"].removeprefix(START).strip()
+    wanted = max(0, 7 - len(spent))
+    for length, reason, expected in ((wanted, "stop", True), (wanted + 1, "stop", False), (wanted, "length", False)):
+        outcome = Outcome(list(b"x" * length), finish_reason=reason, reasoning_tokens=length)
+        assert (complaint(request, outcome, tokenizer) == "") is expected
+
+
 def test_markers_take_the_places_of_special_tokens(tmp_path: Path) -> None:
     model = write_toy_model(tmp_path / "toy")
     (model / "model.safetensors").write_text("weights")
