@@ -95,6 +95,7 @@ class Results:
     def _count(self, request: Request, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
         stats = self._stats
         stats.computed_tokens += 1 + result.drafted if chunk.follows else chunk.length
+        stats.prompt_tokens += max(0, min(chunk.end, request.prompt_len) - chunk.start)
         stats.sampled_tokens += sampled
         request.stats.count(sampled, result.drafted, result.accepted)
         if result.drafted and result.tokens:

@@ -213,6 +213,8 @@ class Scheduler:
     def apply(self, step: Step, result: StepResult) -> None:
         """Bring requests up to date with the results of the oldest step in flight."""
         self._results.observe(step, result)
+        stats = self.stats
+        before = stats.prompt_tokens + stats.sampled_tokens
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
         for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
             running = self._requests.get(chunk.key)
@@ -227,6 +229,7 @@ class Scheduler:
                     self._requests.pop(chunk.key, None)
                     self._leave(request, None)
             self._end_use(request)
+        stats.count_iteration(stats.prompt_tokens + stats.sampled_tokens - before)
 
     def take_copies(self) -> list[CopyBatch]:
         """Return new copies between pool and arena since the last call, in order. First admit requests to the pool."""

@@ -17,7 +17,9 @@ ACCEPTED_BY_POSITION = Family("spec_decode_num_accepted_tokens_per_pos", "Accept
 PREEMPTIONS = Family("num_preemptions", "Requests that lost their blocks and had to compute them again")
 SWAP_OUTS = Family("num_swap_outs", "Requests that were swapped out of a worker's pool")
 SWAP_INS = Family("kv_swap_in_seconds", "Seconds until the blocks of a request were in a worker's pool", "histogram")
-ITERATION_TOKENS = Family("iteration_tokens", "Tokens that one step computes, of prompts and of outputs", "histogram")
+ITERATION_TOKENS = Family(
+    "iteration_tokens", "Tokens of prompts that one step computes, and tokens that it generates", "histogram"
+)
 REQUEST_SECONDS = Family(
     "worker_request_step_seconds",
     "Time of steps, counted for each request in them; model: forward pass and logits; other: the rest",
@@ -35,6 +37,8 @@ class SchedulerStats:
 
     steps: int = 0
     computed_tokens: int = 0
+    prompt_tokens: int = 0
+    """Tokens of prompts that were computed; computed again, they count again."""
     sampled_tokens: int = 0
     drafts: int = counted(DRAFTS)
     """Times that the drafts of one request were verified in a step."""
@@ -77,7 +81,6 @@ class SchedulerStats:
         # A chunk that follows a context which has ended computes nothing.
         alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
         tokens = sum(chunk.length for chunk in alive)
-        self.iteration_tokens.observe(tokens)
         self.loads.count(tokens, sum(chunk.end for chunk in alive), result.seconds)
         prompts = sum(chunk.prefills for chunk in alive)
         self._measure_prefill(step, result.seconds)
@@ -95,6 +98,11 @@ class SchedulerStats:
             return
         speed, known = computed / seconds, self.prefill_tokens_per_second
         self.prefill_tokens_per_second = speed if known == 0 else known + (speed - known) / 8
+
+    def count_iteration(self, tokens: int) -> None:
+        """Count the prompt tokens that a step computed and the tokens that it generated; 0 if its requests had ended."""
+        if tokens:
+            self.iteration_tokens.observe(tokens)
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Count the drafts of one request that were verified in one step; the first `accepted` were accepted."""

@@ -131,6 +131,32 @@ def test_what_was_not_drafted_is_not_counted_as_computed() -> None:
     assert scheduler.stats.computed_tokens == 4 + 49
 
 
+def iteration_tokens(scheduler: Scheduler) -> tuple[float, float]:
+    """Return the sum and the count of the histogram of tokens by step."""
+    found = {sample.suffix: sample.value for sample in scheduler.stats.iteration_tokens.samples()}
+    return found["_sum"], found["_count"]
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_the_tokens_of_steps_are_those_of_prompts_and_answers(drafts: int) -> None:
+    limits = Limits(32, 4096, 16, drafts)
+    alone = Scheduler(limits, Speculation(drafts, adaptive=False))
+    alone.add(make_request("a", list(range(40)), 10))
+    run(alone)
+    # The prompt takes two steps, and the second one gives a token.
+    assert iteration_tokens(alone) == (40 + 10, 1 + 10 if not drafts else 4)
+
+    prefill, decode = Scheduler(limits), Scheduler(limits)
+    prefill.add(make_request("a", list(range(40)), 10, only_first_token=True))
+    adopted = make_request("a", list(range(40)), 10, computed_len=40)
+    adopted.token_ids.append(7)
+    decode.add(adopted)
+    for scheduler in (prefill, decode):
+        run(scheduler)
+    assert iteration_tokens(prefill) == (40 + 1, 2)
+    assert iteration_tokens(decode) == (9, 9 if not drafts else 5)  # the first token has been counted where it was chosen
+
+
 def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:
     scheduler = Scheduler(Limits(max_batched_tokens=32, max_model_len=4096, max_seqs=16))
     device = ToyDevice()

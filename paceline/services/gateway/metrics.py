@@ -33,6 +33,7 @@ _KINDS = {
     fleet_pb2.METRIC_KIND_GAUGE: "gauge",
     fleet_pb2.METRIC_KIND_HISTOGRAM: "histogram",
 }
+_PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
@@ -106,6 +107,8 @@ class Metrics:
         self._max_tokens = histogram("request_params_max_tokens", "Limit of tokens per choice, by prompt", _COUNTS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS)
         self._request_generation = histogram("request_generation_tokens", "Generated tokens of a sequence", _COUNTS)
+        help = "Times that a sequence lost its blocks and had to compute them again"
+        self._preemptions = histogram("request_num_preemptions", help, _PREEMPTIONS)
         self._ttft = seconds("time_to_first_token", "From arrival to the first token", _FIRST)
         self._itl = seconds("inter_token_latency", "Between messages with tokens", _SHORT)
         help = "From the first token to the last one, divided by the tokens after the first"
@@ -144,6 +147,7 @@ class Metrics:
         if record.admitted is not None:
             self._request_prompt.observe(record.prompt_tokens)
             self._request_generation.observe(generated_tokens)
+            self._preemptions.observe(record.preemptions)
             self._prompt_tokens.inc(record.prompt_tokens)
             self._prefix_queries.inc(record.prompt_tokens)
             self._prefix_hits.inc(record.cached_tokens)

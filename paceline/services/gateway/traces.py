@@ -89,6 +89,11 @@ class SequenceTrace:
         return next((attempt.cached_tokens for attempt in self.tries if attempt.admitted is not None), 0)
 
     @property
+    def preemptions(self) -> int:
+        """Times that it lost its blocks at a worker and had to compute them again, as far as its workers told."""
+        return sum(attempt.effort.preemptions for attempt in self.tries if attempt.effort is not None)
+
+    @property
     def token_times(self) -> list[float]:
         """When each message with tokens came."""
         return list(itertools.chain.from_iterable(attempt.token_times for attempt in self.tries))

@@ -54,6 +54,7 @@ _NAMES = (
     _Name("request_prompt_tokens", bounds=_COUNTS),
     _Name("request_generation_tokens", bounds=_COUNTS),
     _Name("request_max_num_generation_tokens", "request_params_max_tokens", _COUNTS),
+    _Name("request_num_preemptions", bounds=(1, 2, 3, 4, 5, 10, 20)),
     _Name("request_params_n", bounds=(1, 2, 5, 10, 20)),
     _Name("request_params_max_tokens", bounds=_COUNTS),
     _Name("time_to_first_token_seconds", bounds=_FIRST_TOKEN),

@@ -19,6 +19,7 @@ HISTOGRAMS = {
     "request_generation_tokens": "5.0",
     "request_inference_time_seconds": "0.3",
     "request_max_num_generation_tokens": "5.0",
+    "request_num_preemptions": "1.0",
     "request_params_max_tokens": "5.0",
     "request_params_n": "1.0",
     "request_prefill_time_seconds": "0.3",
@@ -79,6 +80,7 @@ async def test_dashboards_find_every_metric_with_its_labels(start_stack: StartSt
         assert {*seen[f"vllm:{name}_bucket"][0].labels} == {*engine, "le"}
     assert seen["vllm:prompt_tokens_total"][0].value == 4
     assert seen["vllm:num_preemptions_total"][0].value == 4  # of two workers
+    assert seen["vllm:request_num_preemptions_sum"][0].value == 2  # as its decode worker said
     reasons = {one.labels["finished_reason"]: one.value for one in seen["vllm:request_success_total"]}
     assert reasons.items() >= {"length": 1, "stop": 0, "abort": 0, "error": 0}.items()
     assert {one.labels["reason"] for one in seen["vllm:num_requests_waiting_by_reason"]} == {
