@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from paceline.services.gateway.answers.parser import read_answer
 from paceline.services.gateway.answers.reader import Steps
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.chat_schemas import Function, NamedTool
-from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.schemas import ChatRequest, GenerationRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
+_BUDGET = "thinking_token_budget"
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 
@@ -72,15 +73,7 @@ def answer_constraint(
     Raises:
         InvalidRequestError: the tools cannot be enforced. The error names the field.
     """
-    thought = forms.thought
-    budget = request.thinking_token_budget
-    budget = None if budget is None or budget < 0 else budget
-    if budget is not None and thought is None:
-        raise InvalidRequestError(
-            "thinking_token_budget: this server knows no markers of reasoning for this model; start it with "
-            "--reasoning-parser NAME, or leave the budget out",
-            "thinking_token_budget",
-        )
+    thought, budget = forms.thought, _budget_of(request, forms)
     if not request.tools and budget is None and (content is None or thought is None):
         return content
     choice, functions = _choice_of(request)
@@ -107,10 +100,65 @@ def answer_constraint(
         check_constraint(ConstraintKind.ANSWER, grammar)
     except ConstraintError as error:
         raise InvalidRequestError(f"tools: {error}", "tools") from error
-    place = content.place if content is not None else "tools" if request.tools else "thinking_token_budget"
+    place = content.place if content is not None else "tools" if request.tools else _BUDGET
     left = tuple(name for _, names in schemas for name in names)
     left += () if content is None else content.unenforced
     return Constraint(ConstraintKind.ANSWER, grammar, tokenizer.eos_token_ids, place, left)
+
+
+def completion_constraint(
+    request: GenerationRequest,
+    forms: AnswerForms,
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    content: Constraint | None,
+) -> Constraint | None:
+    """Return the constraint of an answer to a prompt that is no conversation, with its budget of reasoning.
+
+    Args:
+        token_ids: the prompt. The answer begins within reasoning that the prompt begins and does not end.
+        content: the constraint of the answer after its reasoning.
+
+    Raises:
+        InvalidRequestError: there is a budget, and the model has no reasoning.
+    """
+    thought, budget = forms.thought, _budget_of(request, forms)
+    if thought is None or budget is None:
+        return content
+    begun = _begun(tokenizer.decode(token_ids), thought)
+    grammar = answer_grammar(
+        tokenizer.vocabulary.spelling,
+        thought=thought,
+        is_open=begun is not None,
+        budget=max(0, budget - len(tokenizer.encode(begun or "", False))),
+        form=None,
+        tools=(),
+        choice="none",
+        parallel=False,
+        content=None if content is None else expression_of(content.kind, content.text),
+    )
+    place, left = (_BUDGET, ()) if content is None else (content.place, content.unenforced)
+    return Constraint(ConstraintKind.ANSWER, grammar, tokenizer.eos_token_ids, place, left)
+
+
+def _budget_of(request: GenerationRequest, forms: AnswerForms) -> int | None:
+    """Return the largest number of tokens of reasoning; None if there is no limit."""
+    budget = request.thinking_token_budget
+    if budget is None or budget < 0:
+        return None
+    if forms.thought is None:
+        raise InvalidRequestError(
+            f"{_BUDGET}: this server knows no markers of reasoning for this model; start it with "
+            "--reasoning-parser NAME, or leave the budget out",
+            _BUDGET,
+        )
+    return budget
+
+
+def _begun(text: str, thought: Thought) -> str | None:
+    """Return the reasoning that a text ends with; None if there is none, or if it has ended."""
+    _, found, begun = text.rpartition(thought.opening)
+    return begun.strip() if found and thought.end not in begun else None
 
 
 def _form_of(request: ChatRequest, forms: AnswerForms) -> ToolForm | None:
@@ -176,5 +224,4 @@ def _spent(request: ChatRequest, tokenizer: Tokenizer, thought: Thought | None) 
     """Return the number of tokens of reasoning that the prompt ends with: those of a message that is continued."""
     if thought is None or not request.continue_final_message:
         return 0
-    _, found, begun = (request.messages[-1].text or "").rpartition(thought.opening)
-    return len(tokenizer.encode(begun.strip(), False)) if found and thought.end not in begun else 0
+    return len(tokenizer.encode(_begun(request.messages[-1].text or "", thought) or "", False))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import common_pb2
-from paceline.services.gateway.answer_plan import answer_constraint, plan_answer
+from paceline.services.gateway.answer_plan import answer_constraint, completion_constraint, plan_answer
 from paceline.services.gateway.cache_hints import LATER_TURN, text_marks, token_marks
 from paceline.services.gateway.chat_prompt import render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
@@ -66,7 +66,7 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
         else:
             ids = list(prompt)
             check_no_media(ids, tokenizer, param)
-        prompts.append(_plan_prompt(request, model, param, text, ids, answer))
+        prompts.append(_plan_text(request, model, param, text, ids, answer))
     return _plan(request, prompts, kind, rules)
 
 
@@ -125,7 +125,7 @@ def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
             logprob_count(params.logprobs, "logprobs", rules, tokenizer),
             logprob_count(params.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
         )
-        prompt = _plan_prompt(params, model, "token_ids", None, list(request.token_ids), wanted)
+        prompt = _plan_text(params, model, "token_ids", None, list(request.token_ids), wanted)
         plan = _plan(params, [prompt], common_pb2.WORK_KIND_GENERATE, rules)
     return dataclasses.replace(plan, cache_salt=request.cache_salt or "", wanted_priority=request.priority)
 
@@ -218,6 +218,21 @@ class _Wanted:
     """Number of most likely tokens to report for each token; None if nothing is to be reported."""
     prompt_logprobs: int | None
     """The same for the tokens of the prompt."""
+
+
+def _plan_text(
+    request: GenerationRequest,
+    model: ServedModel,
+    param: str,
+    text: str | None,
+    token_ids: list[int],
+    wanted: _Wanted,
+) -> PromptPlan:
+    """Return the plan of a prompt that is no conversation. Arguments are as for `_plan_prompt`."""
+    prompt = _plan_prompt(request, model, param, text, token_ids, wanted)
+    sampling = prompt.sampling
+    constraint = completion_constraint(request, model.forms, model.tokenizer, prompt.token_ids, sampling.constraint)
+    return dataclasses.replace(prompt, sampling=dataclasses.replace(sampling, constraint=constraint))
 
 
 def _plan_prompt(

@@ -34,6 +34,7 @@ _LEFT_OUT = {
     "return_token_ids",
     "return_tokens_as_token_ids",
     "structured_outputs",
+    "thinking_token_budget",
     "truncate_prompt_tokens",
     "truncation_side",
     "user",

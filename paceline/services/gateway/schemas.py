@@ -79,6 +79,8 @@ class GenerationRequest(NamedRequest):
     prompt_logprobs: int | None = Field(None, ge=-1)
     logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)] | None = None
     repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    """The largest number of tokens of reasoning; -1 is no limit."""
     response_format: AnswerFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # vLLM's older names for structured_outputs.
@@ -201,8 +203,6 @@ class ChatRequest(ChatFields, GenerationRequest):
     """Default: auto if there are tools."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
-    thinking_token_budget: int | None = Field(None, ge=-1)
-    """The largest number of tokens of reasoning; -1 is no limit."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:

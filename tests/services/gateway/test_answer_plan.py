@@ -13,11 +13,11 @@ from llguidance import LLMatcher
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import grammar_of
 from paceline.services.gateway.answer_format import constraint_of
-from paceline.services.gateway.answer_plan import answer_constraint, plan_answer
+from paceline.services.gateway.answer_plan import answer_constraint, completion_constraint, plan_answer
 from paceline.services.gateway.answers.parser import AnswerParser
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.answers.registry import AnswerForms, choose_forms
-from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.core.json_grammar.matching import allows, bytes_only
 from tests.services.gateway.toy_model import write_toy_model
@@ -114,6 +114,32 @@ def test_only_reasoning_that_the_answer_goes_on_with_is_taken_from_the_budget(to
     ]
     texts = [constraint.text for constraint in grammars if constraint is not None]
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "left"),
+    [
+        ("hello", None),
+        ("<think>so</think>and", None),
+        ("<think>", 6),
+        ("<think>so</think><think>\nabc", 3),
+        ("<think>that is long", 0),
+    ],
+)
+def test_a_completion_has_a_budget_of_reasoning(tokenizer: Tokenizer, prompt: str, left: int | None) -> None:
+    forms = choose_forms("none", "qwen3", "", {})
+    request = CompletionRequest(prompt=prompt, thinking_token_budget=6, guided_choice=["42"])
+    ids = tokenizer.encode(prompt, False)
+    for content in (None, constraint_of(request, tokenizer.eos_token_ids)):
+        constraint = completion_constraint(request, forms, tokenizer, ids, content)
+        assert constraint is not None
+        matcher = LLMatcher(bytes_only(), grammar_of(constraint.kind, constraint.text), log_level=0)
+        begin, most = ("<think>", 6) if left is None else ("", left)
+        assert allows(matcher, f"{begin}{'x' * most}</think>42"), matcher.get_error()
+        assert not allows(matcher, f"{begin}{'x' * (most + 1)}</think>42")
+        assert allows(matcher, f"{begin}</think>so") is (content is None)
+    endless = CompletionRequest(prompt=prompt, thinking_token_budget=-1)
+    assert completion_constraint(endless, forms, tokenizer, ids, None) is None
 
 
 ESCAPED = [r"Caf\u00e9 S\u00e3o", r"hi \ud83d\ude00!", r"a\/b", r"\u0041\u007F", "Caf\u00e9 \U0001f600/\x7f"]

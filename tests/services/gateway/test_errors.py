@@ -115,6 +115,8 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", "x" * 600]}, "prompt[1]"),
     ({"prompt": ["a", "b", ""]}, "prompt[2]"),
     ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),  # the model has no reasoning
 ]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: list[tuple[dict[str, Any], str]] = [

@@ -7,12 +7,14 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import common_pb2
+from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.errors import ContextLengthError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.plan import Plan, ServedModel
-from paceline.services.gateway.planning import plan_chat, plan_completion
+from paceline.services.gateway.planning import plan_chat, plan_completion, plan_tokens
 from paceline.services.gateway.sampling import LEAST_TOP_P, LogprobRules
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, text_of, write_toy_model
 
@@ -51,6 +53,22 @@ def test_a_top_p_of_0_is_the_smallest_that_workers_take(tokenizer: Tokenizer) ->
     """OpenAI takes it. Both leave the best token alone, at any temperature."""
     assert completion(tokenizer, top_p=0).prompts[0].sampling.top_p == LEAST_TOP_P
     assert completion(tokenizer, top_p=LEAST_TOP_P / 2).prompts[0].sampling.top_p == LEAST_TOP_P
+
+
+def test_a_budget_of_reasoning_holds_for_completions_and_token_ids(tokenizer: Tokenizer) -> None:
+    served = ServedModel(tokenizer, LIMIT, choose_forms("none", "qwen3", "", {}))
+    params = {"thinking_token_budget": 3, "max_tokens": 9}
+    text = plan_completion(CompletionRequest(prompt=["<think>", "hello"], **params), served)
+    ids = plan_tokens(TokensRequest.model_validate({"token_ids": [*b"<think>"], "sampling_params": params}), served)
+    begun, fresh = (prompt.sampling.constraint for prompt in text.prompts)
+    assert begun is not None
+    assert fresh is not None
+    assert begun != fresh
+    assert ids.prompts[0].sampling.constraint == begun
+    request = {"token_ids": [1], "sampling_params": params}
+    with pytest.raises(InvalidRequestError) as error:
+        plan_tokens(TokensRequest.model_validate(request), ServedModel(tokenizer, LIMIT))
+    assert error.value.param == "sampling_params.thinking_token_budget"
 
 
 def test_a_seed_is_kept_or_follows_from_the_id(tokenizer: Tokenizer) -> None:

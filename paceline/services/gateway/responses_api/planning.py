@@ -102,7 +102,6 @@ def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[In
         "parallel_tool_calls": request.parallel_tool_calls,
         "max_completion_tokens": request.max_output_tokens,
         "reasoning_effort": request.reasoning.effort,
-        "thinking_token_budget": request.thinking_token_budget,
         "mm_processor_kwargs": request.mm_processor_kwargs,
         "chat_template_kwargs": {**verbosity, **(request.chat_template_kwargs or {})} or None,
     }

@@ -184,7 +184,6 @@ class ResponsesRequest(GenerationRequest):
     metadata: Metadata = Field(default_factory=dict)
     chat_template_kwargs: Json | None = None
     mm_processor_kwargs: Json | None = None
-    thinking_token_budget: int | None = Field(None, ge=-1)
     # Accepted and repeated in the response.
     max_tool_calls: int | None = None
     safety_identifier: str | None = None
