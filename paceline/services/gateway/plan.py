@@ -49,6 +49,8 @@ class PromptPlan:
     """Runs of placeholder tokens, in order."""
     inputs: tuple[MediaInput, ...] = ()
     """The encoder's input for each of `media`."""
+    offsets: list[tuple[int, int]] | None = None
+    """The characters of the client's text, or of the rendered chat, for which each token stands; None if not wanted."""
     marks: tuple[Mark, ...] = ()
     """The client's cache breakpoints."""
 

@@ -26,6 +26,7 @@ from paceline.services.gateway.sampling import (
 )
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.services.gateway.token_schemas import TokenSampling, TokensRequest
+from paceline.services.gateway.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
@@ -252,10 +253,12 @@ def _plan_prompt(
     longest, max_tokens = model.max_model_len, wanted.max_tokens
     if longest == 0:
         raise NoWorkerError
+    offsets = _offsets(request, text, len(token_ids), model.tokenizer)
     if (kept := request.truncate_prompt_tokens) is not None:
         kept = kept if kept > 0 else max(1, longest - (max_tokens or 1))
         text = text if kept >= len(token_ids) else None
-        token_ids = token_ids[-kept:] if request.truncation_side == "left" else token_ids[:kept]
+        part = slice(-kept, None) if request.truncation_side == "left" else slice(kept)
+        token_ids, offsets = token_ids[part], offsets and offsets[part]
     if not token_ids:
         raise InvalidRequestError(f"{param} must not be empty: it holds no token", param)
     check_ids(token_ids, model.tokenizer.vocab_size, param)
@@ -263,7 +266,17 @@ def _plan_prompt(
     if max_tokens is None:
         max_tokens = min(wanted.default_max_tokens, longest - len(token_ids))
     sampling = resolve_sampling(request, model.tokenizer, max_tokens, wanted.logprobs, wanted.prompt_logprobs)
-    return PromptPlan(text, token_ids, sampling)
+    return PromptPlan(text, token_ids, sampling, offsets=offsets)
+
+
+def _offsets(
+    request: GenerationRequest, text: str | None, tokens: int, tokenizer: Tokenizer
+) -> list[tuple[int, int]] | None:
+    """Return the characters of each token; None if nobody asks, and for prompts that are not the tokens of a text."""
+    if text is None or not isinstance(request, CompletionRequest | ChatRequest) or not request.return_token_offsets:
+        return None
+    offsets = tokenizer.offsets(text, request.add_special_tokens)
+    return offsets if len(offsets) == tokens else None  # media have other tokens than the template's markers
 
 
 def _check_room(request: GenerationRequest, param: str, prompt_tokens: int, max_tokens: int, longest: int) -> None:

@@ -49,6 +49,7 @@ def render(request: GenerationRequest, plan: Plan, request_id: str, model: str) 
         {
             "request_id": request_id if len(plan.prompts) == 1 else f"{request_id}-{index}",
             "token_ids": prompt.token_ids,
+            "token_offsets": prompt.offsets,
             "features": None,
             "sampling_params": _sampling_params(request, plan, prompt),
             "model": model,

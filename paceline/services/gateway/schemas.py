@@ -141,6 +141,8 @@ class CompletionRequest(GenerationRequest):
     suffix: str | None = None
     """Text that comes after the answer."""
     add_special_tokens: bool = True
+    return_token_offsets: bool = False
+    """Whether the rendered request tells which characters each token stands for. No answer of a model does."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
@@ -199,6 +201,8 @@ class ChatRequest(ChatFields, GenerationRequest):
     echo: bool = False
     """Whether the answer begins with the text of the last message, if its role is "assistant"."""
     add_special_tokens: bool = False
+    return_token_offsets: bool = False
+    """Whether the rendered request tells which characters each token stands for. No answer of a model does."""
     tool_choice: ToolChoice | None = None
     """Default: auto if there are tools."""
     parallel_tool_calls: bool = True

@@ -56,6 +56,8 @@ class TokensRequest(NamedRequest):
 
     request_id: str | None = None
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    token_offsets: Any = None
+    """A part of rendered requests, without effect."""
     sampling_params: TokenSampling
     output_mode: OutputMode = "tokens"
     """Whether the answer has its text, and logprobs have the text of tokens, too."""

@@ -153,6 +153,14 @@ class Tokenizer:
             raise InvalidRequestError(message, param) from error
         return list(encoded.ids)
 
+    def offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Return the first character of each token of a text, and the end of its last; (0, 0) for tokens without text.
+
+        The text is one that `encode` takes.
+        """
+        (encoded,) = self._encoder.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoded.offsets)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))

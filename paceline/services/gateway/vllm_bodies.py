@@ -98,6 +98,7 @@ class RenderedRequest(AnswerBody):
 
     request_id: str
     token_ids: list[int]
+    token_offsets: list[tuple[int, int]] | None
     features: None
     sampling_params: Json
     model: str

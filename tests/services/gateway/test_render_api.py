@@ -50,6 +50,27 @@ async def test_a_rendered_completion_is_a_list(stack: Stack) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
+async def test_tokens_have_their_places_in_the_text(stack: Stack) -> None:
+    text = "aé✓b"  # its tokens are bytes
+    places = [[0, 1], [1, 2], [1, 2], *[[2, 3]] * 3, [3, 4]]
+    wanted = {"return_token_offsets": True}
+    for fields, expected in (
+        ({}, [places]),
+        ({"prompt": [text, "b"]}, [places, [[0, 1]]]),
+        ({"prompt": [*text.encode()]}, [None]),
+        ({"truncate_prompt_tokens": 2}, [places[-2:]]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, [places[:2]]),
+        ({"return_token_offsets": False}, [None]),
+    ):
+        rendered = (await stack.post("/v1/completions/render", **{"prompt": text, **wanted, **fields})).json()
+        assert [each["token_offsets"] for each in rendered] == expected, fields
+    chat = (await stack.post(f"{CHAT}/render", messages=HELLO, max_tokens=2, **wanted)).json()
+    ends = len("<|user|>"), len("<|user|>hello"), len("<|user|>hello<|assistant|>")
+    assert chat["token_offsets"][0] == [0, ends[0]]
+    assert chat["token_offsets"][-2:] == [[ends[1] - 1, ends[1]], [ends[1], ends[2]]]
+    assert (await stack.post(GENERATE, **chat)).status_code == 200
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -70,7 +70,11 @@ class ResponseBuilder:
         self._item: OutputItem | None = None
         """The last item, if it has not ended."""
         self._next_number = 0
-        sampling = generation.plan.prompts[0].sampling
+        self._decode = tokenizer.decode
+        (self._prompt,) = generation.plan.prompts
+        self._generated: list[int] | None = [] if request.enable_response_messages else None
+        """The ids of all tokens, if the client wants to see them."""
+        sampling = self._prompt.sampling
         self.response = {
             **_HEAD,
             "id": response_id,
@@ -98,6 +102,8 @@ class ResponseBuilder:
     def add(self, delta: Delta) -> list[Json]:
         """Take the next delta. Return its events."""
         parts = delta.all_parts
+        if self._generated is not None:
+            self._generated += [token.id for token in delta.tokens]
         if self._logprobs is not None:
             self._logprobs.push(delta.tokens)
         events = [each for part in parts for each in self._add_part(part)]
@@ -181,7 +187,14 @@ class ResponseBuilder:
 
     def _about_end(self, what: str) -> Json:
         self.response["usage"] = _usage(self._usage())
+        if self._generated is not None:
+            messages = {"input_messages": self._prompt.token_ids, "output_messages": self._generated}
+            self.response |= {name: [self._raw_message(ids)] for name, ids in messages.items()}
         return self._about_response(what)
+
+    def _raw_message(self, token_ids: list[int]) -> Json:
+        """Return tokens as vLLM shows them, with their text, in which nothing is left out."""
+        return {"message": self._decode(token_ids), "tokens": token_ids, "type": "raw_message_tokens"}
 
     def _numbered(self, events: list[Json]) -> list[Json]:
         for each in events:

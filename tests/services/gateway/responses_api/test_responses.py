@@ -16,6 +16,7 @@ from paceline.services.gateway.responses_api.items import read_items
 from paceline.services.gateway.responses_api.planning import _cuts, _shortened
 from tests.services.gateway.conftest import Stack, eventually
 from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
+from tests.services.gateway.toy_model import END
 
 Json = dict[str, Any]
 
@@ -42,6 +43,23 @@ async def test_a_whole_response(agents: Stack) -> None:
     assert (response.usage.output_tokens, response.usage.output_tokens_details.reasoning_tokens) == (7, 0)
     assert response.usage.input_tokens == len("<|system|>Be kind.hi") + 2
     assert response.usage.total_tokens == response.usage.input_tokens + 7
+
+
+async def test_what_the_model_saw_and_wrote(agents: Stack) -> None:
+    answer = "<think>hm</think>Hello!"
+    fields = {"input": "hi", "enable_response_messages": True, **SEED}
+    recite(agents, answer)
+    whole = (await agents.post("/v1/responses", **fields)).json()
+    events = (await agents.post("/v1/responses", stream=True, **fields)).text
+    *_, last = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    (prompt,) = (call.work.token_ids for call in agents.workers["prefill-0"].calls[-1:])
+    for body in (whole, last["response"], (await agents.http.get(f"/v1/responses/{whole['id']}")).json()):
+        (given,), (written,) = body["input_messages"], body["output_messages"]
+        assert (given["message"], given["tokens"]) == ("<|user|>hi<|assistant|>", list(prompt))
+        assert (written["message"], written["tokens"]) == (f"{answer}<|end|>", [*answer.encode(), END])
+        assert given["type"] == written["type"] == "raw_message_tokens"
+    silent = (await agents.post("/v1/responses", input="hi", **SEED)).json()
+    assert not {"input_messages", "output_messages"} & silent.keys()
 
 
 async def test_a_response_has_every_field_of_the_client_s_type(agents: Stack) -> None:
