@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -48,6 +50,8 @@ SCALARS = (
     "spec_decode_num_drafts_total",
 )
 
+COUNTED = ("request_success_total", "request_num_preemptions_count", "prompt_tokens_total", "generation_tokens_total")
+
 
 async def samples(stack: Stack) -> dict[str, list[Sample]]:
     text = (await stack.http.get("/metrics")).text
@@ -89,6 +93,22 @@ async def test_dashboards_find_every_metric_with_its_labels(start_stack: StartSt
         "no_worker",
     }
     assert {one.labels["position"] for one in seen["vllm:spec_decode_num_accepted_tokens_per_pos_total"]} == {"0", "1"}
+
+
+async def test_who_has_the_end_of_an_answer_finds_all_its_tokens_counted(start_stack: StartStack) -> None:
+    stack = await start_stack(vllm_metric_names=True)
+    sequences = prompt_tokens = generated = 0
+    for more in ({}, {"stream": True}, {"n": 2}, {"stop": "q"}, {"stop": "q", "stream": True}):
+        shown = {"stream_options": {"include_usage": True}} if "stream" in more else {}
+        answer = await stack.post("/v1/completions", prompt="abcd", max_tokens=9, seed=0, **more, **shown)
+        seen = await samples(stack)  # at once
+        last = answer.text.split("data: ")[-2] if shown else answer.text
+        usage = json.loads(last)["usage"]
+        own = more.get("n", 1)
+        sequences, prompt_tokens = sequences + own, prompt_tokens + own * usage["prompt_tokens"]
+        generated += usage["completion_tokens"]
+        found = {name: sum(one.value for one in seen[f"vllm:{name}"]) for name in COUNTED}
+        assert found == dict(zip(COUNTED, (sequences, sequences, prompt_tokens, generated))), more
 
 
 async def test_information_and_http_responses(start_stack: StartStack) -> None:
