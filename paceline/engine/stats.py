@@ -100,7 +100,7 @@ class SchedulerStats:
         self.prefill_tokens_per_second = speed if known == 0 else known + (speed - known) / 8
 
     def count_iteration(self, tokens: int) -> None:
-        """Count the prompt tokens that a step computed and the tokens that it generated; 0 if its requests had ended."""
+        """Count what a step computed of prompts and what it generated: nothing if its requests had ended."""
         if tokens:
             self.iteration_tokens.observe(tokens)
 

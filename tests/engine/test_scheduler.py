@@ -154,7 +154,10 @@ def test_the_tokens_of_steps_are_those_of_prompts_and_answers(drafts: int) -> No
     for scheduler in (prefill, decode):
         run(scheduler)
     assert iteration_tokens(prefill) == (40 + 1, 2)
-    assert iteration_tokens(decode) == (9, 9 if not drafts else 5)  # the first token has been counted where it was chosen
+    assert iteration_tokens(decode) == (
+        9,
+        9 if not drafts else 5,
+    )  # the first was counted before
 
 
 def test_the_time_of_a_step_counts_for_each_request_in_it() -> None:

@@ -185,8 +185,8 @@ class ResponsesRequest(GenerationRequest):
     chat_template_kwargs: Json | None = None
     mm_processor_kwargs: Json | None = None
     enable_response_messages: bool = False
-    """Whether the response has `input_messages` and `output_messages`: the prompt and the answer as the model sees them,
-    with their token ids."""
+    """Whether the response has `input_messages` and `output_messages`: prompt and answer as the model sees them, with
+    their token ids."""
     # Accepted and repeated in the response.
     max_tool_calls: int | None = None
     safety_identifier: str | None = None
