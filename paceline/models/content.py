@@ -128,7 +128,7 @@ def _read(path: Path, memory: _Memory, threads: ThreadPoolExecutor) -> _Known:
         with path.open("rb", buffering=0) as file:
             before = FileState.of(os.fstat(file.fileno()))
             is_settled = before.is_settled
-            pieces = threads.map(partial(_hash_piece, file.fileno()), range(0, before.size, _PIECE))
+            pieces = threads.map(partial(_hash_piece, file.fileno(), before.size), range(0, before.size, _PIECE))
             digest = hashlib.sha256(f"{before.size}:".encode() + b"".join(pieces)).hexdigest()
             after = FileState.of(os.fstat(file.fileno()))
     except OSError as error:
@@ -140,9 +140,13 @@ def _read(path: Path, memory: _Memory, threads: ThreadPoolExecutor) -> _Known:
     return digest, path, before
 
 
-def _hash_piece(descriptor: int, start: int) -> bytes:
-    # Both calls let other threads run.
-    return hashlib.sha256(os.pread(descriptor, _PIECE, start)).digest()
+def _hash_piece(descriptor: int, size: int, start: int) -> bytes:
+    digest, end = hashlib.sha256(), min(start + _PIECE, size)
+    # Some file systems return fewer bytes than a call asks for. Both calls let other threads run.
+    while start < end and (data := os.pread(descriptor, end - start, start)):
+        digest.update(data)
+        start += len(data)
+    return digest.digest()
 
 
 def _state_of(path: Path) -> FileState:

@@ -52,6 +52,16 @@ def on_first_piece(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], ob
     return arrange
 
 
+def test_every_byte_counts_although_the_system_returns_few_at_a_time(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_content({"a": large, "b": large}).digest
+    monkeypatch.setattr(content, "_REMEMBERED_BYTES", 1 << 40)  # so that it is read again
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, start: real(descriptor, min(size, 1 << 20), start))
+    assert read_content({"a": large, "b": large}).digest == whole
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The places at which files are read."""

@@ -204,9 +204,13 @@ class Conjunctions:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         match sorted(keywords - ({"type"} if isinstance(values, list) else set())):
             case ["const"] | ["enum"] if isinstance(values, list):
-                return {EXCLUDED: values}
+                # Only scalars can be excluded one by one.
+                return None if any(isinstance(value, list | dict) for value in values) else {EXCLUDED: values}
             case ["type"]:
-                return {EXCLUDED_TYPES: schema["type"]}
+                given = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+                # No type has all numbers but the whole ones.
+                is_whole = isinstance(given, list) and "integer" in given and "number" not in given
+                return None if is_whole else {EXCLUDED_TYPES: schema["type"]}
             case ["not"]:
                 return schema["not"]
             case ["$ref"]:

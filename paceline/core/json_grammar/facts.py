@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 from paceline.core.json_grammar.conjunctions import EXCLUDED, EXCLUDED_TYPES, Conjunctions, Facts
@@ -182,15 +183,16 @@ class Members:
             fitting: the patterns that the name fits.
         """
         found: list[Any] = []
-        is_evaluated = name in self._required
+        is_evaluated = False
         for schema, properties, patterns in zip(self._facts, self._properties, self._patterns):
             own = [properties[name]] if name is not None and name in properties else []
             own += [value for pattern, value in patterns.items() if pattern in fitting]
+            own = own or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
             is_evaluated = is_evaluated or bool(own)
-            found += own or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
+            found += own
         if not is_evaluated:
             found += [schema["unevaluatedProperties"] for schema in self._facts if "unevaluatedProperties" in schema]
-            found += [False] if self._is_closed else []
+            found += [False] if self._is_closed and name not in self._required else []
         return found
 
     def fitting(self, name: str) -> frozenset[str]:
@@ -261,16 +263,32 @@ def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
                 and least <= len(value)
                 and (most is None or len(value) <= most)
                 and all(fits(item, item_schemas(facts, index), conjunctions) for index, item in enumerate(value))
+                and all(_contains(schema, value, conjunctions) for schema in facts if "contains" in schema)
+                and not (any(schema.get("uniqueItems") is True for schema in facts) and _has_equal(value))
             )
     members = Members(facts, conjunctions, closes=False)
     least, most = least_and_most(facts, "Properties", conjunctions)
+    names = [schema["propertyNames"] for schema in facts if "propertyNames" in schema]
     return (
         "object" in types
+        and all(fits(name, names, conjunctions) for name in value)
         and set(members.required) <= value.keys()
         and least <= len(value)
         and (most is None or len(value) <= most)
         and all(fits(each, members.schemas(name, members.fitting(name)), conjunctions) for name, each in value.items())
     )
+
+
+def _contains(schema: Mapping[str, Any], items: list[Any], conjunctions: Conjunctions) -> bool:
+    """Return whether as many items fit `contains` as a schema wants."""
+    least, most = value_of(schema, "minContains", conjunctions), value_of(schema, "maxContains", conjunctions)
+    count = sum(fits(item, [schema["contains"]], conjunctions) for item in items)
+    return (1 if least is None else least) <= count and (most is None or count <= most)
+
+
+def _has_equal(items: list[Any]) -> bool:
+    """Return whether two items are the same."""
+    return any(are_equal(one, other) for one, other in combinations(items, 2))
 
 
 def are_equal(one: Any, other: Any) -> bool:

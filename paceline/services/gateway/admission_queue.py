@@ -110,7 +110,7 @@ class AdmissionQueue:
         turn.demand = claim.measure()
         turn.work = turn.demand.work
         if result is HELD:
-            self._state.hold(turn)
+            self._hold(turn)
         elif self._state.passes_all(turn) and (admitted := await self._try(turn, attempt)) is not None:
             return admitted
         if claim.is_ordinary:
@@ -187,11 +187,15 @@ class AdmissionQueue:
         result = await attempt()
         if result is not HELD:
             return result
+        self._hold(turn)
+        return None
+
+    def _hold(self, turn: _Turn) -> None:
+        """Note that a request is held back, and let the first one that is shorter try, or all of them soon."""
         if (shorter := self._state.hold(turn)) is not None:
             shorter.may_ask.set()
         elif self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(random.uniform(*POLL_SECONDS), self.wake)
-        return None
 
     async def _ask(self, turn: _Turn, attempt: Attempt[T]) -> T | None:
         self._state.begin_try(turn)

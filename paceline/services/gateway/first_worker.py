@@ -13,8 +13,9 @@ from paceline.services.gateway.queueing.shedding import RefusedError
 
 
 class FirstWorker:
-    """The place where requests wait while no decode worker serves. They are not in the queue, whose limits are times
-    that a worker which runs already may need.
+    """The place where requests wait while no worker serves that could begin their work.
+
+    They are not in the queue, whose limits are times that a worker which runs already may need.
 
     Args:
         max_waiting: most requests that wait here.
@@ -36,20 +37,22 @@ class FirstWorker:
         """Let all requests here fail with LeavingError, within the time of a refresh of the fleet."""
         self._aborted = True
 
-    async def wait(self, seconds: float) -> None:
-        """Return when a decode worker is ready, or when none is starting and no planner is about to start one.
+    async def wait(self, seconds: float, decodes: bool = True, is_served: bool = False) -> None:
+        """Return when a worker is ready, or when none is starting and no planner is about to start one.
 
         Args:
             seconds: the longest wait.
+            decodes: whether the work needs a decode worker.
+            is_served: whether the client has a part of its answer. Then it waits however many others do.
 
         Raises:
             RefusedError: too many requests wait.
             UnavailableError: the wait was longer than `seconds`.
             LeavingError: the gateway ends.
         """
-        if not self._fleet.awaits_first_worker:
+        if not self._fleet.awaits_first_worker(decodes):
             return
-        if self._waiting >= self._max_waiting:
+        if self._waiting >= self._max_waiting and not is_served:
             message = "no worker runs yet and as many requests as may wait for the first one; try again later"
             raise RefusedError(message, "queue_full")
         self._waiting += 1
@@ -57,7 +60,7 @@ class FirstWorker:
             self.on_wait()
         try:
             async with asyncio.timeout(seconds):
-                while self._fleet.awaits_first_worker:
+                while self._fleet.awaits_first_worker(decodes):
                     await self._fleet.refreshed()
                     if self._aborted:
                         raise LeavingError

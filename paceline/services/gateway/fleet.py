@@ -160,10 +160,14 @@ class Fleet:
         is_expected = self.may_be_empty or self.is_starting or self._may_return
         return found or (self._longest if is_expected else 0)
 
-    @property
-    def awaits_first_worker(self) -> bool:
-        """Whether no decode worker is ready, and a worker is starting, or a planner starts one for requests."""
-        return not self.has_decode_worker and (self.may_be_empty or self.is_starting)
+    def awaits_first_worker(self, decodes: bool) -> bool:
+        """Return whether no worker is ready for some work, and one is starting, or a planner starts one for requests.
+
+        Args:
+            decodes: see `max_model_len`.
+        """
+        is_served = self.has_decode_worker or (not decodes and self.summary.max_computing_len > 0)
+        return not is_served and (self.may_be_empty or self.is_starting)
 
     @property
     def has_decode_worker(self) -> bool:

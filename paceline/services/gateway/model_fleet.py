@@ -190,11 +190,11 @@ class ModelFleet:
 
         Raises BusyError or UnavailableError if no worker has started in time.
         """
-        if self.fleet.awaits_first_worker and (decodes or not self.fleet.summary.max_computing_len):
+        if self.fleet.awaits_first_worker(decodes):
             # A planner sees the request and starts a worker for it, and only then does the worker load the model.
             seconds = self.config.request_seconds if self.fleet.may_be_empty else self.config.queue_seconds
             with self.runner.traffic.early():
-                await self.runner.first_worker.wait(seconds)
+                await self.runner.first_worker.wait(seconds, decodes)
 
     def _describe(self) -> Member:
         waiting = len(self.runner.queue)

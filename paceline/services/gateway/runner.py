@@ -28,7 +28,7 @@ from paceline.services.gateway.encode_calls import EncodeRefusedError
 from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
-from paceline.services.gateway.kinds import AnyAttempt
+from paceline.services.gateway.kinds import KINDS, AnyAttempt
 from paceline.services.gateway.load_control import LoadControl
 from paceline.services.gateway.patience import Patience
 from paceline.services.gateway.placements import PlacementLog
@@ -174,7 +174,8 @@ class SequenceRunner:
         record.begin_attempt(len(self.queue))
         deadline = self._patience.begin_attempt(sequence)
         try:
-            await self.first_worker.wait(max(deadline - time.monotonic(), 0.1))
+            seconds, is_served = max(deadline - time.monotonic(), 0.1), record.admitted is not None or sequence.follows
+            await self.first_worker.wait(seconds, KINDS[sequence.kind].decodes, is_served)
         except RefusedError as refusal:
             raise self._counted_refusal(sequence, refusal) from None
         since = time.monotonic()

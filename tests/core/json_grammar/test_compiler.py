@@ -65,6 +65,19 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         ['{"c":1}', '{"a":1,"a":2}'],
     ),
     ({"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}}, ['{"ab":1}'], ['{"A":1}']),
+    # Values that are listed have to fit all other keywords.
+    ({"enum": [{"a": 1}, {"ab": 1}], "propertyNames": {"maxLength": 1}}, ['{"a":1}'], ['{"ab":1}']),
+    ({"enum": [[1, 2], [1, 1.0], [True, 1]], "uniqueItems": True}, ["[1,2]", "[true,1]"], ["[1,1.0]"]),
+    (
+        {"enum": [[1], [1, 2], [1, 1, 1]], "contains": {"const": 1}, "minContains": 1, "maxContains": 2},
+        ["[1]", "[1,2]"],
+        ["[1,1,1]"],
+    ),
+    (
+        {"type": "object", "allOf": [{"additionalProperties": NULL}], "unevaluatedProperties": False},
+        ['{"a":null}'],
+        ['{"a":1}'],
+    ),
     (
         {"type": "object", "patternProperties": {"^x-": NULL, "!$": {"type": "integer"}}},
         ['{"x-a":null}', '{"a!":1}', "{}"],
@@ -177,6 +190,10 @@ def test_the_letter_of_json_schema_on_demand() -> None:
         ({"oneOf": [{"maxLength": 2}, {"maxLength": 3}]}, ["oneOf"]),
         ({"oneOf": [{"type": "string"}, NULL]}, []),
         ({"not": {"minimum": 3}}, ["not"]),
+        ({"type": "number", "not": {"type": "integer"}}, ["not"]),
+        ({"not": {"type": ["integer", "number"]}}, []),
+        ({"type": "array", "not": {"const": []}}, ["not"]),
+        ({"if": {"enum": ["a", {}]}, "then": {"type": "string"}}, ["if"]),
         ({"type": "string", "pattern": r"(a)\1"}, ["pattern"]),
         ({"contains": {}, "maxContains": 1, "type": "array"}, ["contains"]),
         ({"if": {"minimum": 3}, "then": {"maximum": 9}, "type": "number"}, ["if"]),
@@ -197,6 +214,7 @@ def test_what_is_not_enforced_is_said(schema: Any, paths: list[str]) -> None:
         ({"enum": ["a"], "type": "integer"}, "no value in enum"),
         ({"type": "array", "minItems": 1, "items": {"not": {}}}, "a schema is false"),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "required property 'a' is impossible"),
+        ({"type": "object", "required": ["a"], "unevaluatedProperties": False}, "required property 'a' is impossible"),
         ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6}, "no multiple"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "needs itself without an end"),
         ({"type": "object", "minProperties": 2, "properties": {"a": {}}, "required": ["a"]}, "no number of properties"),

@@ -355,6 +355,32 @@ async def test_a_short_prompt_that_waits_passes_as_soon_as_it_may() -> None:
     assert await tasks[0] == 1600
 
 
+async def test_somebody_looks_again_after_a_first_try_was_held_back_behind_others() -> None:
+    line, room, answers = AdmissionQueue(10, 5), Room(), asyncio.Event()
+
+    async def slow() -> Held:
+        await answers.wait()
+        await asyncio.sleep(0)
+        return HELD
+
+    def send(attempt, tokens: int) -> asyncio.Task[object]:
+        return asyncio.create_task(line.admit(attempt, Claim(measure=lambda: Demand(prompt_tokens=tokens))))
+
+    tasks = [send(slow, 500)]
+    await asyncio.sleep(0)
+    tasks += [send(room.ask("long"), 1600), send(room.ask("short"), 200)]
+    while len(line) < 2:
+        await asyncio.sleep(0)
+    answers.set()
+    while len(line) < 3:
+        await asyncio.sleep(0)
+    room.places = 1  # nothing wakes the queue
+    async with asyncio.timeout(3):
+        assert await tasks[2] == "short"
+    for task in tasks:
+        task.cancel()
+
+
 async def test_longer_prompts_do_not_try_behind_one_that_is_held_back() -> None:
     line, feed = AdmissionQueue(10, 60), Feed()
     tasks = [feed.send(line, tokens) for tokens in (1600, 1700, 1600, 1800)]

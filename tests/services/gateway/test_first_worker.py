@@ -70,7 +70,7 @@ async def test_a_planner_that_keeps_a_worker_makes_no_request_wait(start_stack: 
 async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
     planner = ToyPlanner("decode")
     await planner.start(cluster._redis_url, cluster.name)
-    await eventually(lambda: cluster.fleet.awaits_first_worker)
+    await eventually(lambda: cluster.fleet.awaits_first_worker(decodes=True))
     place, told = FirstWorker(cluster.fleet, max_waiting=1), asyncio.Event()
     place.on_wait = told.set
     first = asyncio.create_task(place.wait(20))
@@ -86,7 +86,7 @@ async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
 async def test_requests_end_with_the_gateway(cluster: Cluster) -> None:
     planner = ToyPlanner("decode")
     await planner.start(cluster._redis_url, cluster.name)
-    await eventually(lambda: cluster.fleet.awaits_first_worker)
+    await eventually(lambda: cluster.fleet.awaits_first_worker(decodes=True))
     place = FirstWorker(cluster.fleet, max_waiting=1)
     waiting = asyncio.create_task(place.wait(20))
     place.abort()

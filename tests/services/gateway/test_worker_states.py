@@ -88,6 +88,33 @@ async def test_a_request_waits_for_a_worker_that_starts_although_others_have_ser
     assert (await asking).status_code == 200
 
 
+async def test_scores_do_not_wait_for_a_decode_worker(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=1, decode=0)
+    await stack.add("decode", "loading", state="starting")
+    await eventually(stack.sees_all)
+    async with asyncio.timeout(10):
+        reply = await stack.post("/v1/completions", prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    assert reply.status_code == 200
+
+
+async def test_answers_that_have_begun_wait_for_a_worker_that_starts_however_many_they_are(
+    start_stack: StartStack,
+) -> None:
+    stack = await start_stack(prefill=1, decode=1, max_waiting=1)
+    first = stack.workers["decode-0"]
+    stack.pause_decode(after=2)
+    asking = [asyncio.create_task(stack.post("/v1/completions", prompt="abc", seed=0, max_tokens=6)) for _ in range(3)]
+    await eventually(lambda: len(first.calls) == 3)
+    worker = await stack.add("decode", "loading", state="starting")
+    await eventually(stack.sees_all)
+    await stack.workers.pop("decode-0").stop()
+    await eventually(stack.sees_all)
+    await asyncio.sleep(0.5)
+    assert not any(each.done() for each in asking)
+    worker.state = "ready"
+    assert [(await each).status_code for each in asking] == [200, 200, 200]
+
+
 async def test_a_request_does_not_wait_for_first_workers_for_ever(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, decode=0, queue_seconds=0.3)
     await stack.add("decode", "loading", state="starting")

@@ -260,8 +260,8 @@ def _have_equal_content(execute: Execute, one: File, other: File) -> bool:
         "AND a.data = b.data WHERE a.file_id = :one AND b.file_id = :other"
     )
     ((equal,),), _ = execute(query, {"one": one.id, "other": other.id})
-    # All chunks of a file but its last one have the same size, so files of one size have equally many.
-    return one.size == other.size and equal == -(-one.size // CHUNK_BYTES)
+    ((count,),), _ = execute("SELECT COUNT(*) FROM paceline_file_chunks WHERE file_id = :one", {"one": one.id})
+    return one.size == other.size and equal == count
 
 
 def _missing(file_id: str) -> MissingFileError:

@@ -120,6 +120,15 @@ async def test_an_upload_that_comes_again_is_the_same_file(open_gateway: Callabl
     assert await one.read("f") == b"".join(content)
 
 
+async def test_an_upload_in_chunks_of_any_size_comes_again(open_gateway: Callable[[], Gateway]) -> None:
+    gateway = open_gateway()
+    content = [b"x", b"yy", b"z"]  # message batches do not cut lines, so their chunks have many sizes
+    made = await gateway.upload("try-1", *content, as_id="f")
+    assert await gateway.upload("try-2", *content, as_id="f") == replace(made, created=0.0)
+    with pytest.raises(OtherFileError):
+        await gateway.upload("try-3", *content[:2], b"a", as_id="f")
+
+
 async def test_two_tries_at_the_same_time_do_not_mix(open_gateway: Callable[[], Gateway]) -> None:
     gateway = open_gateway()
     tries = [File(name, "me", "batch", "in.jsonl", 0, 0.0, LATER) for name in ("try-1", "try-2")]
