@@ -182,7 +182,8 @@ class Output:
 
     def _replace(self, content: bytes) -> None:
         new = self._file.with_name(f".{self._file.name}.new")
-        with new.open("wb") as file:
+        new.unlink(missing_ok=True)  # in a shared folder, another user may have put a link there
+        with new.open("xb") as file:
             if self._status is not None:
                 shutil.copymode(self._file, new)
             file.write(content)

@@ -140,7 +140,7 @@ def _with_schemas(grammar: str) -> str:
     return "".join([*pieces, grammar[at:]])
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)  # a grammar may have megabytes
 def _compiled(text: str) -> Compiled:
     schema, end = _DECODER.raw_decode(text.lstrip())
     if rest := text.lstrip()[end:].strip():
@@ -155,9 +155,9 @@ def _options(schema: dict[str, Any] | bool) -> Options:
     given = schema.pop(OPTIONS, {}) if isinstance(schema, dict) else {}
     options = Options()
     known = {"whitespace_flexible", "whitespace_pattern", "closed", "tolerant"}
-    if not isinstance(given, dict) or not given.keys() <= known:
+    white_space = given.get("whitespace_pattern", options.white_space) if isinstance(given, dict) else 0
+    if not isinstance(white_space, str | None) or not given.keys() <= known:
         raise ConstraintError(f"{OPTIONS} is not supported; leave it out")
-    white_space = given.get("whitespace_pattern", options.white_space)
     return Options(
         white_space=white_space if given.get("whitespace_flexible", True) else None,
         closes=given.get("closed", True),

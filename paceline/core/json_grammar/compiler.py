@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
-from math import lcm
+from math import isfinite, lcm
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -543,7 +543,7 @@ def _values(facts: Facts) -> list[Any] | None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _has(values: Sequence[Any], value: bool) -> bool:

@@ -6,12 +6,16 @@ resolved here. The schemas that are left, called facts, speak of values directly
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llguidance import LLMatcher
+
 from paceline.core.errors import ConstraintError
 from paceline.core.json_grammar.document import Document
+from paceline.core.json_grammar.languages import matcher_of, matches
 
 Facts = tuple[Mapping[str, Any], ...]
 """Schemas that all apply, without keywords that combine schemas."""
@@ -56,7 +60,14 @@ _ASSERTIONS = frozenset(
 ) | {EXCLUDED, EXCLUDED_TYPES}
 
 _MAX_STEPS = 200_000
+"""Most steps of work for one schema, each of some microseconds."""
+_MATCHER_STEPS, _MATCHER_CHARACTERS = 300, 25
+"""Steps to compile a pattern, and its characters for each further step."""
+_MATCH_STEPS, _MATCH_CHARACTERS = 20, 8
+"""Steps to compare a text with a pattern, and the text's characters for each further step."""
 _MAX_WAYS = 1_000
+_MOST_MISSED = 50
+"""Most places of one keyword that are listed as not enforced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +106,12 @@ class Conjunctions:
     def __init__(self, document: Document, is_lenient: bool) -> None:
         self.document = document
         self.unenforced: dict[Unenforced, None] = {}
+        self._missed: Counter[str] = Counter()
+        """Number of the places in `unenforced`, by keyword."""
         self._is_lenient = is_lenient
         self._steps = _MAX_STEPS
         self._opened: dict[int, tuple[Any, ...]] = {}
+        self._matchers: dict[str, LLMatcher] = {}
 
     def spend(self, steps: int) -> None:
         """Count work. Raises ConstraintError if it is too much."""
@@ -105,10 +119,23 @@ class Conjunctions:
         if self._steps < 0:
             raise ConstraintError("it is too large to be enforced; make it smaller, especially combinations of schemas")
 
+    def matches(self, terminal: str, text: str) -> bool:
+        """Return whether a text matches a terminal. Raises ConstraintError if it takes too long."""
+        if terminal not in self._matchers:
+            self.spend(_MATCHER_STEPS + len(terminal) // _MATCHER_CHARACTERS)
+            self._matchers[terminal] = matcher_of(terminal)
+        self.spend(_MATCH_STEPS + len(text) // _MATCH_CHARACTERS)
+        return matches(self._matchers[terminal], text)
+
     def miss(self, schema: object, keyword: str) -> None:
         """Note a keyword that is not enforced."""
+        if self._missed[keyword] >= _MOST_MISSED:
+            return
         path = self.document.path(schema)
-        self.unenforced[Unenforced(f"{path}.{keyword}" if path else keyword, keyword)] = None
+        missed = Unenforced(f"{path}.{keyword}" if path else keyword, keyword)
+        if missed not in self.unenforced:
+            self._missed[keyword] += 1
+            self.unenforced[missed] = None
 
     def refuse(self, schema: object, keyword: str, reason: str) -> None:
         """Raise ConstraintError for a keyword that cannot be read, or note it."""
@@ -196,6 +223,7 @@ class Conjunctions:
             yield negation
 
     def _negation(self, schema: Any) -> Any | None:
+        self.spend(1)  # references may lead to one schema in exponentially many ways
         if isinstance(schema, bool) or schema == {}:
             return _NEVER if schema is not False else True
         if not isinstance(schema, dict):
@@ -207,10 +235,10 @@ class Conjunctions:
                 # Only scalars can be excluded one by one.
                 return None if any(isinstance(value, list | dict) for value in values) else {EXCLUDED: values}
             case ["type"]:
-                given = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+                names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
                 # No type has all numbers but the whole ones.
-                is_whole = isinstance(given, list) and "integer" in given and "number" not in given
-                return None if is_whole else {EXCLUDED_TYPES: schema["type"]}
+                is_known = _are_names(names) and ("integer" not in names or "number" in names)
+                return {EXCLUDED_TYPES: names} if is_known else None
             case ["not"]:
                 return schema["not"]
             case ["$ref"]:
@@ -264,12 +292,18 @@ class Conjunctions:
             return True
         if _are_distinct(schemas):
             return True
-        names = schemas[0].get("properties", {})
-        return any(
-            _are_distinct([_property(each, name) for each in schemas])
-            for name in names
-            if all(name in (each.get("required") or ()) for each in schemas)
-        )
+        required = [frozenset(each["required"]) if _are_names(each.get("required")) else () for each in schemas]
+        self.spend(sum(map(len, required)))
+        names = set(schemas[0]["properties"]) if isinstance(schemas[0].get("properties"), dict) else set()
+        for name in names.intersection(*required):
+            self.spend(len(schemas))
+            if _are_distinct([_property(each, name) for each in schemas]):
+                return True
+        return False
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:

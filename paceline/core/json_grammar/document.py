@@ -7,6 +7,9 @@ from urllib.parse import unquote, urljoin
 
 from paceline.core.errors import ConstraintError
 
+_PATH_CHARACTERS = 300
+"""Most characters of a path. Each message and each listed keyword has one, and names may be long."""
+
 
 class Document:
     """A schema with all parts, which have to stay alive: they are known by their identity."""
@@ -37,13 +40,13 @@ class Document:
                 self._named.setdefault(f"#{part[key]}", part)
 
     def path(self, part: object) -> str:
-        """Return where a part is, as names with dots between them; "" for the root."""
+        """Return where a part is, as names with dots between them; "" for the root. Long names and paths are cut."""
         names: list[str] = []
         at = id(part)
         while at in self._places:
             at, key = self._places[at]
-            names.append(str(key))
-        return ".".join(reversed(names))
+            names.append(str(key)[:_PATH_CHARACTERS])
+        return ".".join(reversed(names))[:_PATH_CHARACTERS]
 
     def resolve(self, reference: object) -> Any:
         """Return what a reference leads to. Raises ConstraintError if that is not in the document."""

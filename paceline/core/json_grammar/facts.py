@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from itertools import combinations
+from math import isfinite
 from typing import Any
 
 from paceline.core.json_grammar.conjunctions import EXCLUDED, EXCLUDED_TYPES, Conjunctions, Facts
 from paceline.core.json_grammar.formats import FORMATS
-from paceline.core.json_grammar.languages import matches
 from paceline.core.json_grammar.numbers import Bound, fraction
 from paceline.core.json_grammar.patterns import PatternError, UnsupportedPatternError, translated
 
@@ -21,6 +21,8 @@ _KINDS = {
     "string": "minLength maxLength pattern format",
     "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
 }
+_MEMBER_STEPS = 3
+"""Steps of `Conjunctions.spend` for a member of an object."""
 _KIND_OF_KEYWORD = {keyword: kind for kind, keywords in _KINDS.items() for keyword in keywords.split()}
 
 
@@ -35,8 +37,7 @@ def types_of(facts: Facts, conjunctions: Conjunctions, *, by_keywords: bool) -> 
         if "type" in schema:
             allowed &= _types(schema, conjunctions)
         if EXCLUDED_TYPES in schema:
-            given = schema[EXCLUDED_TYPES]
-            excluded = {given} if isinstance(given, str) else set(given)
+            excluded = set(schema[EXCLUDED_TYPES])
             allowed -= excluded | ({"integer"} if "number" in excluded else set())
     said = any("type" in schema or "enum" in schema or "const" in schema for schema in facts)
     if by_keywords and not said:
@@ -75,7 +76,7 @@ def least_and_most(facts: Facts, what: str, conjunctions: Conjunctions) -> tuple
             value = value_of(schema, side + what, conjunctions)
             if value is None:
                 continue
-            if value < 0 or value != int(value):
+            if value < 0 or value % 1 != 0:  # infinity is no whole number either
                 conjunctions.refuse(schema, side + what, f'"{side}{what}" must be a positive integer or 0')
             else:
                 found.append(int(value))
@@ -174,7 +175,7 @@ class Members:
         said = any("additionalProperties" in schema or "unevaluatedProperties" in schema for schema in facts)
         names_some = any("properties" in schema or "patternProperties" in schema for schema in facts)
         self._is_closed = closes and names_some and not said
-        conjunctions.spend(len(self.names) * len(facts))
+        conjunctions.spend(_MEMBER_STEPS * len(self.names) * len(facts))
 
     def schemas(self, name: str | None, fitting: frozenset[str]) -> list[Any]:
         """Return the schemas for the member of a name; for a name that is not listed, None.
@@ -197,7 +198,8 @@ class Members:
 
     def fitting(self, name: str) -> frozenset[str]:
         """Return the patterns that a name fits."""
-        return frozenset(p for p, terminals in self.patterns.items() if fits_patterns(name, terminals))
+        patterns = self.patterns.items()
+        return frozenset(p for p, terminals in patterns if fits_patterns(name, terminals, self._conjunctions))
 
 
 def _mapping(schema: Mapping[str, Any], keyword: str, conjunctions: Conjunctions) -> Mapping[str, Any]:
@@ -217,10 +219,10 @@ def _required(schema: Mapping[str, Any], conjunctions: Conjunctions) -> list[str
     return []
 
 
-def fits_patterns(text: str, terminals: Iterable[tuple[str, bool]]) -> bool:
+def fits_patterns(text: str, terminals: Iterable[tuple[str, bool]], conjunctions: Conjunctions) -> bool:
     """Return whether a text fits the terminals of patterns."""
     spelling = json.dumps(text, ensure_ascii=False)
-    return all(matches(terminal, spelling) == is_wanted for terminal, is_wanted in terminals)
+    return all(conjunctions.matches(terminal, spelling) == is_wanted for terminal, is_wanted in terminals)
 
 
 def fits(value: Any, parts: Iterable[Any], conjunctions: Conjunctions) -> bool:
@@ -243,6 +245,8 @@ def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
             return "null" in types
         case bool():
             return "boolean" in types
+        case float() if not isfinite(value):  # JSON has no such number
+            return False
         case int() | float():
             exact = fraction(value)
             low, high = bounds(facts, conjunctions)
@@ -255,7 +259,9 @@ def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
         case str():
             least, most = least_and_most(facts, "Length", conjunctions)
             fitting = least <= len(value) and (most is None or len(value) <= most)
-            return "string" in types and fitting and fits_patterns(value, patterns_of(facts, conjunctions))
+            return (
+                "string" in types and fitting and fits_patterns(value, patterns_of(facts, conjunctions), conjunctions)
+            )
         case list():
             least, most = least_and_most(facts, "Items", conjunctions)
             return (

@@ -20,18 +20,18 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-@functools.lru_cache(maxsize=256)
-def _matcher(terminal: str) -> LLMatcher:
+def matcher_of(terminal: str) -> LLMatcher:
+    """Return a matcher at the beginning of a text. Raises ConstraintError if the terminal cannot be read."""
     matcher = LLMatcher(_bytes(), f"start: TEXT\nTEXT: {terminal}\n{CHARACTER_RULE}", log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise ConstraintError(explain(matcher.get_error(), with_place=False))
     return matcher
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=64)
 def is_possible(terminal: str) -> bool:
     """Return whether some text matches a terminal, which does not match the empty text. Raises ConstraintError."""
-    matcher = _matcher(terminal).deep_copy()
+    matcher = matcher_of(terminal)
     matcher.compute_bitmask()
     if not matcher.is_error():
         return True
@@ -40,10 +40,13 @@ def is_possible(terminal: str) -> bool:
     raise ConstraintError(explain(matcher.get_error(), with_place=False))
 
 
-def matches(terminal: str, text: str) -> bool:
-    """Return whether a text matches a terminal. Raises ConstraintError if the text is too long or it takes too long."""
+def matches(matcher: LLMatcher, text: str) -> bool:
+    """Return whether a text matches the terminal of a matcher, which stays at its beginning.
+
+    Raises ConstraintError if the text is too long or it takes too long.
+    """
     tokens = list(text.encode())
     if len(tokens) > _MOST_BYTES:
         raise ConstraintError(f"a text of more than {_MOST_BYTES} bytes cannot be compared with a pattern")
-    matcher = _matcher(terminal).deep_copy()
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    own = matcher.deep_copy()
+    return own.try_consume_tokens(tokens) == len(tokens) and own.is_accepting()

@@ -12,6 +12,8 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from paceline.core.errors import ConstraintError
+from paceline.core.grammar_errors import explain
 from paceline.core.json_grammar.strings import (
     ALL,
     CHARACTER,
@@ -24,6 +26,8 @@ from paceline.core.json_grammar.strings import (
 
 _MAX_DEPTH = 100
 _MAX_COUNT = 10_000
+_MAX_CHARACTERS = 500_000
+"""Most characters of a translation. A set of two characters such as \\W becomes hundreds of them."""
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORDS: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACES: Ranges = ((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029))
@@ -54,7 +58,7 @@ class Pattern:
     unwanted: tuple[str, ...] = ()
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=64)
 def translated(pattern: str, every_way: bool = False) -> Pattern:
     """Return a schema's pattern, which may match anywhere within a text.
 
@@ -64,6 +68,7 @@ def translated(pattern: str, every_way: bool = False) -> Pattern:
     Raises:
         PatternError: the pattern cannot be read.
         UnsupportedPatternError: the pattern cannot be enforced.
+        ConstraintError: it is too large.
     """
     reader = _Reader(pattern, every_way)
     ways = reader.ways()
@@ -103,6 +108,7 @@ class _Reader:
         self._depth = 0
         self._every_way = every_way
         self._ignores_case = False
+        self._left = _MAX_CHARACTERS
 
     def at_end(self) -> bool:
         return self._at >= len(self._text)
@@ -354,7 +360,11 @@ class _Reader:
         return union([*ranges, *((a + 32, b + 32) for a, b in upper), *((a - 32, b - 32) for a, b in lower)])
 
     def _set(self, ranges: Ranges) -> str:
-        return character_set(self._cased(ranges), self._every_way)
+        found = character_set(self._cased(ranges), self._every_way)
+        self._left -= len(found)
+        if self._left < 0:
+            raise ConstraintError(explain("too many expressions"))
+        return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,6 +12,8 @@ from paceline.core.json_grammar.strings import CHARACTER_RULE
 
 _MAX_DEPTH = 1_000
 """Rules within rules. The library compiles them recursively, and its stack has an end."""
+_MAX_CHARACTERS = 2_000_000
+"""Most characters of all terminals together. All kept grammars are in memory, and texts grow by escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Rules:
     def __init__(self) -> None:
         self._rules: list[list[Sequence[Element]]] = []
         self._terminals: dict[str, str] = {}
+        self._left = _MAX_CHARACTERS
 
     def new(self) -> Rule:
         """Return a rule without alternatives."""
@@ -58,8 +61,13 @@ class Rules:
         return rule
 
     def terminal(self, expression: str) -> str:
-        """Return the name of a terminal with this expression."""
-        return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
+        """Return the name of a terminal with this expression. Raises ConstraintError if there are too many."""
+        if expression not in self._terminals:
+            self._terminals[expression] = f"T{len(self._terminals)}"
+            self._left -= len(expression)
+            if self._left < 0:
+                raise ConstraintError(explain("too many expressions"))
+        return self._terminals[expression]
 
     def written(self, start: Element) -> list[str] | None:
         """Return the grammar's lines, with a rule `start`; None if no text fits it."""

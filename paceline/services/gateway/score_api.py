@@ -225,9 +225,16 @@ async def _respond(
 
     def plan(served: ServedModel) -> Plan:
         token_ids = scoring.token_ids
+        # Each query once: all documents may have the same one, and it may be as large as a body.
+        queries = {
+            query: scoring.cut(query, body.max_tokens_per_query) for query in {pair[0] for pair in pairs.values()}
+        }
+        cut = Cut(body.max_tokens_per_doc, _limit(body, served))
         # One after another, because all texts together may be a thousand times as long as the request.
-        cut = Cut(body.max_tokens_per_query, body.max_tokens_per_doc, _limit(body, served))
-        prompts = ((place, cut.prompt(scoring, *pair, body.instruction, place)) for place, pair in pairs.items())
+        prompts = (
+            (place, cut.prompt(scoring, queries[query], document, body.instruction, place))
+            for place, (query, document) in pairs.items()
+        )
         return plan_scores(prompts, token_ids, served)
 
     generation = start(model, await model.plan(plan), request, is_streamed=False)

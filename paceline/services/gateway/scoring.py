@@ -90,9 +90,8 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Limits to which texts are cut at their ends, in tokens. None and 0 are no limit."""
+    """Limits to which documents are cut at their ends, in tokens. None and 0 are no limit."""
 
-    query: int | None
     document: int | None
     whole: int | None
     """Limit of the whole prompt. The document alone is cut for it, because the prompt's end asks for the judgement."""
@@ -103,7 +102,7 @@ class Cut:
         Args:
             place: the field of the request that has the document.
         """
-        query, document = scoring.cut(query, self.query), scoring.cut(document, self.document)
+        document = scoring.cut(document, self.document)
         prompt = scoring.render(query, document, instruction)
         if self.whole is None:
             return prompt

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from typing import Any
 
 import pytest
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import OPTIONS, check_grammar, unenforced
+from paceline.core.json_grammar.compiler import Options, compile_schema
 from paceline.core.types import ConstraintKind
 from tests.core.json_grammar.matching import accepts
 
@@ -229,7 +231,9 @@ def hostile() -> list[Any]:
     """Return schemas that would take exponential or quadratic work if they were read naively."""
     two = {"anyOf": [{"minimum": 1}, {"maxLength": 1}]}
     refs = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(300)}
+    negated = {f"n{n}": {"anyOf": [{"$ref": f"#/$defs/n{n + 1}"}] * 2} for n in range(60)}
     names = {f"p{n}": {} for n in range(1500)}
+    equal = {"properties": names, "required": list(names)}
     return [
         {"allOf": [{**two, "title": str(n)} for n in range(40)]},
         {"$ref": "#/$defs/d0", "$defs": {**refs, "d300": {"type": "null"}}},
@@ -238,6 +242,8 @@ def hostile() -> list[Any]:
         {"type": "object", "patternProperties": {f"^{n}a*": {} for n in range(200)}},
         {"type": "string", "pattern": "^(a+)+$", "enum": ["a" * 40 + "b", "aaa"]},
         {"type": "array", "items": {"type": "string"}, "minItems": 100_000},
+        {"not": {"$ref": "#/$defs/n0"}, "$defs": {**negated, "n60": {"type": "string"}}},
+        {"oneOf": [{"$ref": "#/$defs/equal"}] * 3000, "$defs": {"equal": equal}},
         {"multipleOf": 9999.9999},
         {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}], "type": "integer"},
     ]
@@ -247,3 +253,55 @@ def hostile() -> list[Any]:
 def test_hostile_schemas_take_little_work(schema: Any) -> None:
     with contextlib.suppress(ConstraintError):  # too large, or too long to enforce
         check_grammar(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"a{n}" for n in range(100)], "allOf": [{"pattern": f"^(a|{n})"} for n in range(400)]},
+        {"enum": ["b"], "allOf": [{"pattern": f"^(b|{n})"} for n in range(1000)]},
+        {"type": "string", "pattern": r"\D*\W[^a]" * 300},
+        {"properties": {f"p{n}": {"pattern": f"^{n}" + r"\W" * 500} for n in range(8)}},
+    ],
+    ids=["comparisons", "patterns", "one pattern", "all patterns"],
+)
+def test_what_takes_seconds_or_gigabytes_is_refused_at_once(schema: Any) -> None:
+    with pytest.raises(ConstraintError, match="too large to be enforced"):
+        compile_schema(schema, Options())
+
+
+def test_the_list_of_what_is_not_enforced_is_short() -> None:
+    schema: Any = {"type": "object", "properties": {f"p{n}": {"format": "unknown"} for n in range(500)}}
+    for _ in range(50):
+        schema = {"type": "object", "properties": {"n" * 1000: schema}}
+    schema["uniqueItems"] = schema["properties"]["list"] = {"type": "array", "uniqueItems": True}
+    found = compile_schema(schema, Options()).unenforced
+    assert len({each.keyword for each in found}) == 2  # one keyword in many places does not hide another one
+    assert sum(len(each.path) for each in found) < 100_000
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"type": 0}},
+        {"not": {"type": [{}]}},
+        {"minLength": math.inf},
+        {"maxItems": -math.inf},
+        {"maxProperties": math.nan},
+        {"enum": [math.inf, 10**500]},
+        {"not": {"enum": [10**500]}, "type": "number"},
+        {"oneOf": [{"properties": 5, "required": 5}] * 2},
+        {"oneOf": [{"properties": {"a": {}}, "required": [5]}] * 2},
+    ],
+    ids=str,
+)
+def test_values_that_a_keyword_cannot_have_are_no_failures(schema: Any) -> None:
+    with contextlib.suppress(ConstraintError):
+        check_grammar(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+
+
+@pytest.mark.parametrize("pattern", [5, ["a"], {}])
+def test_options_of_another_type_are_refused(pattern: Any) -> None:
+    schema = json.dumps({OPTIONS: {"whitespace_pattern": pattern}})
+    with pytest.raises(ConstraintError, match="leave it out"):
+        check_grammar(ConstraintKind.GRAMMAR, f"start: %json {schema}")

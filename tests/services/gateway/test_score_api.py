@@ -109,6 +109,15 @@ async def test_long_texts_are_cut(start_stack: StartStack) -> None:
     assert await asked("/score", **pairs, max_tokens_per_doc=3) == [("q", "012"), ("q", "ab")]
 
 
+async def test_a_query_is_cut_once_for_all_documents(start_stack: StartStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = await start_stack(**TOKENS)
+    cut, read = Scoring.cut, []
+    monkeypatch.setattr(Scoring, "cut", lambda self, text, limit: read.append(text) or cut(self, text, limit))
+    body = {"query": "query " * 1000, "documents": ["a", "b", "c"], "max_tokens_per_query": 2}
+    assert (await stack.post("/rerank", **body)).status_code == 200
+    assert sorted(map(len, read)) == [1, 1, 1, 6000]
+
+
 async def test_labels_after_each_item(start_stack: StartStack) -> None:
     stack = await start_stack()
     body: dict[str, Any] = {"query": "is it ", "items": ["a", "bcd"], "label_token_ids": [ord("y"), ord("n")]}

@@ -123,6 +123,14 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["link", "out.jsonl", "real"]
 
 
+def test_a_link_that_another_user_has_put_beside_the_output_is_not_followed(tmp_path: Path) -> None:
+    victim, target = tmp_path / "victim", tmp_path / "out.jsonl"
+    victim.write_text("kept")
+    (tmp_path / ".out.jsonl.new").symlink_to(victim)
+    Output(target).write([b"a"])
+    assert (victim.read_text(), target.read_bytes(), target.is_symlink()) == ("kept", b"a\n", False)
+
+
 def test_pipes_are_written_to_as_devices_are(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
