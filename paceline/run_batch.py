@@ -63,11 +63,13 @@ def run_batch(
         False if a line has an error instead of an answer.
 
     Raises:
-        ConfigError: a file cannot be read or written.
+        ConfigError: a file cannot be read or written, or both are the same.
         InvalidRequestError: the input file, or something else, is refused. The message names its lines.
         UnavailableError: the stack has ended or does not answer.
     """
     asked = Asked(_read(source))
+    if target.is_file() and target.samefile(source):
+        raise ConfigError(f"the answers would replace their requests in {source}; give another output file")
     output = Output(target)
     if not asked.bodies:
         output.write(asked.answered())  # no stack is needed

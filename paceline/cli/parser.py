@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -163,14 +164,20 @@ def _add_profile(commands: Any) -> None:
     _add_fleet(command)
 
 
+def _file_or(standard: str) -> Callable[[str], Path]:
+    """Return a reader of a file's path, for which "-" means a standard stream, as in other commands."""
+    return lambda text: Path(standard if text == "-" else text)
+
+
 def _add_run_batch(commands: Any) -> None:
     command = _add_command(
         commands, "run-batch", "-i FILE -o FILE [--model MODEL | --url URL] [options]", "Answer the requests of a file."
     )
-    command.add_argument(
-        "-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one a line (JSONL)"
-    )
-    command.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the answers")
+    for names, standard, text in (
+        (("-i", "--input-file"), "/dev/stdin", "requests, one a line (JSONL); - is standard input"),
+        (("-o", "--output-file"), "/dev/stdout", "file for the answers; - is standard output"),
+    ):
+        command.add_argument(*names, type=_file_or(standard), required=True, metavar="FILE", help=text)
     command.add_argument("--model", default="", metavar="MODEL", help=help_of(ServeConfig, "model"))
     _add_gateway(command, "", "URL of a running stack, or unix:PATH; without it, this command starts a stack")
     command.add_argument(

@@ -68,6 +68,8 @@ _MATCH_STEPS, _MATCH_CHARACTERS = 20, 8
 _MAX_WAYS = 1_000
 _MOST_MISSED = 50
 """Most places of one keyword that are listed as not enforced."""
+_MOST_NESTED = 8
+"""Most references and unions between an alternative and its own properties that are followed for a discriminator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class Conjunctions:
                     elif keyword == "allOf":
                         yield from value
                     else:
-                        yield _Choice(tuple((way,) for way in value))
+                        yield _Choice(tuple((way, *self._tag(way, schema.get("discriminator"))) for way in value))
                         if keyword == "oneOf" and "discriminator" not in schema and not self._are_apart(value):
                             self.miss(schema, keyword)
                 case "not":
@@ -213,6 +215,27 @@ class Conjunctions:
                     for name, needed in value.items():
                         more = {"required": [name, *needed]} if isinstance(needed, list) else needed
                         yield _Choice((({"properties": {name: False}},), ({"required": [name]}, more)))
+
+    def _tag(self, way: Any, discriminator: Any) -> Iterator[Any]:
+        """Yield that an alternative has the property that tells it from the others, if it declares this property.
+
+        Readers of such a union need the property, also if the alternative has a default for it.
+        """
+        name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        if isinstance(name, str) and self._declares(way, name, _MOST_NESTED):
+            yield {"required": [name]}
+
+    def _declares(self, schema: Any, name: str, depth: int) -> bool:
+        """Return whether a schema, or each of its alternatives, has a property of this name."""
+        self.spend(1)
+        if not isinstance(schema, dict) or depth == 0:
+            return False
+        if _property(schema, name) is not None:
+            return True
+        if isinstance(schema.get("$ref"), str):
+            return self._declares(self.document.resolve(schema["$ref"]), name, depth - 1)
+        ways = schema.get("oneOf", schema.get("anyOf"))
+        return isinstance(ways, list) and bool(ways) and all(self._declares(way, name, depth - 1) for way in ways)
 
     def _negated(self, schema: Any, place: object, keyword: str) -> Iterator[Any]:
         """Yield parts for the values that do not fit a schema. Note the keyword if that cannot be said in full."""

@@ -155,7 +155,7 @@ def _with_real_folder(config: GatewayConfig) -> GatewayConfig:
     if not config.model:
         return config
     folder = Path(config.model)
-    own = {"model": str(folder.resolve()), "served_model_name": config.served_model_name or folder.name}
+    own = {"model": str(folder.resolve()), "served_model_name": config.served_model_name or folder.absolute().name}
     return config.model_copy(update=own)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,14 @@ def models_file(fleets: Iterable[tuple[ServeConfig, Path, str, Path]]) -> str:
 
 
 def served_name(config: ServeConfig) -> str:
-    """Return the name of the model in the API: by default the name on the hub, or the name of the folder or file."""
+    """Return the name of the model in the API: by default the name on the hub, or the name of the folder or file.
+
+    A link's own name counts, which stays when the link leads to a newer model.
+    """
     if config.served_model_name:
         return config.served_model_name
     hub = parse_hub_name(config.model)
-    return hub.repository if hub and not hub.gguf else Path(config.model).resolve().name.removesuffix(".gguf")
+    return hub.repository if hub and not hub.gguf else Path(os.path.abspath(config.model)).name.removesuffix(".gguf")
 
 
 def _cache(config: ServeConfig) -> Path:

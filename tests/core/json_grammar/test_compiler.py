@@ -117,6 +117,27 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         ['{"kind":"a","x":1}', '{"kind":"b","y":null}'],
         ['{"kind":"a","y":null}', '{"kind":"c"}'],
     ),
+    (  # Unions of unions, whose discriminators have defaults and so are not required by the letter.
+        {
+            "oneOf": [
+                {"$ref": "#/$defs/cat"},
+                {"properties": {"kind": {"const": "dog"}}},
+                {"properties": {"other": NULL}},
+            ],
+            "discriminator": {"propertyName": "kind"},
+            "$defs": {
+                "cat": {
+                    "anyOf": [
+                        {"properties": {"kind": {"const": "cat"}, "color": {"const": color}}}
+                        for color in ("black", "red")
+                    ],
+                    "discriminator": {"propertyName": "color"},
+                }
+            },
+        },
+        ['{"kind":"cat","color":"red"}', '{"kind":"dog"}', '{"other":null}'],
+        ['{"kind":"cat"}', '{"color":"red"}'],
+    ),
     ({"type": ["string", "null"], "maxLength": 2}, ['"ab"', "null"], ['"abc"', "1"]),
     ({"enum": ["a", 1, None, {"b": [True]}], "type": ["string", "object"]}, ['"a"', '{"b": [true]}'], ["1", "null"]),
     ({"const": {"a": 1.5}}, ['{"a":1.5}'], ['{"a":1}', "{}"]),

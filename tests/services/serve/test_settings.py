@@ -108,6 +108,17 @@ def test_clients_call_the_model_by_its_last_name(config: ServeConfig, name: str)
     assert served_name(config) == name
 
 
+def test_a_link_keeps_its_name_wherever_it_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("v1", "v2"):
+        (tmp_path / version).mkdir()
+        (tmp_path / "current").unlink(missing_ok=True)
+        (tmp_path / "current").symlink_to(version)
+        assert served_name(ServeConfig(model=str(tmp_path / "current"))) == "current"
+        monkeypatch.chdir(tmp_path / version)
+        assert served_name(ServeConfig(model=".")) == version
+        assert served_name(ServeConfig(model="../current")) == "current"
+
+
 @pytest.mark.parametrize(
     ("cls", "table"), [(GatewayConfig, "gateway"), (WorkerConfig, "decode"), (KVTransferConfig, "kvtransfer")]
 )

@@ -167,6 +167,28 @@ def test_an_output_that_cannot_be_is_told_at_once(tmp_path: Path) -> None:
             Output(target)
 
 
+@pytest.mark.parametrize("how", ["same", "symbolic", "hard"])
+def test_answers_do_not_replace_their_requests(tmp_path: Path, how: str) -> None:
+    source = target = tmp_path / "in.jsonl"
+    source.write_text("no request\n")
+    if how != "same":
+        target = tmp_path / "out.jsonl"
+        (target.symlink_to if how == "symbolic" else target.hardlink_to)(source)
+    with pytest.raises(ConfigError, match="replace their requests"):
+        run_batch(source, target, "", GatewayClient("", ""), "24h", [])
+    assert source.read_text() == "no request\n"
+
+
+def test_a_dash_is_standard_input_or_output() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run-batch", "-i", "-", "-o", "-"],
+        input="no request\n",
+        capture_output=True,
+        text=True,
+    )
+    assert (json.loads(done.stdout)["error"]["code"], done.returncode) == ("invalid_json_line", 1)
+
+
 async def test_lines_that_were_answered_in_time_are_written(
     start_batches: StartBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
