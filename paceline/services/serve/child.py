@@ -60,26 +60,23 @@ class Child:
         Raises:
             ConfigError: the command cannot be executed.
         """
-        answer, output = await _Pipe.open(), await _Pipe.open()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                *([f"--ready-fd={answer.writable}"] if answers_on == "ready-fd" else []),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=(answer if answers_on == "stdout" else output).writable,
-                stderr=output.writable,
-                pass_fds=[answer.writable],
-                start_new_session=True,
-                env=environment,
-                preexec_fn=_end_with_parent(),
-            )
+            with contextlib.ExitStack() as undo, contextlib.ExitStack() as childs_ends:
+                answer, output = await _Pipe.open(undo, childs_ends), await _Pipe.open(undo, childs_ends)
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    *([f"--ready-fd={answer.writable}"] if answers_on == "ready-fd" else []),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=(answer if answers_on == "stdout" else output).writable,
+                    stderr=output.writable,
+                    pass_fds=[answer.writable],
+                    start_new_session=True,
+                    env=environment,
+                    preexec_fn=_end_with_parent(),
+                )
+                undo.pop_all()
         except OSError as error:
-            answer.close()
-            output.close()
             raise ConfigError(f"cannot start {name}: {error}") from error
-        finally:
-            os.close(answer.writable)
-            os.close(output.writable)
         return cls(name, process, answer, output, echo)
 
     async def answer(self, timeout: float) -> str:
@@ -159,16 +156,20 @@ class _Pipe:
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport, writable: int) -> None:
         self.reader = reader
         self.writable = writable
-        """Descriptor of the child's end. The caller closes it after the child has been started."""
+        """Descriptor of the child's end, which this process closes after the child has been started."""
         self._transport = transport
 
     @classmethod
-    async def open(cls) -> _Pipe:
+    async def open(cls, undo: contextlib.ExitStack, childs_ends: contextlib.ExitStack) -> _Pipe:
+        """Open a pipe. The stacks get what closes this process's end and the child's."""
         readable, writable = os.pipe()
+        childs_ends.callback(os.close, writable)
         reader = asyncio.StreamReader(limit=_LINE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         file = os.fdopen(readable, "rb", buffering=0)
+        undo.callback(file.close)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, file)
+        undo.callback(transport.close)
         return cls(reader, transport, writable)
 
     def close(self) -> None:

@@ -76,6 +76,8 @@ def test_a_child_that_has_ended_leaves_no_descriptor() -> None:
         before = len(os.listdir("/proc/self/fd"))
         await one()
         await one()
+        with pytest.raises(ConfigError, match="cannot start toy"):
+            await Child.start("toy", ["/no/such/program"], "nothing", print)
         await asyncio.sleep(0)
         return len(os.listdir("/proc/self/fd")) - before
 
