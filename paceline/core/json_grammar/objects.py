@@ -55,6 +55,8 @@ def object_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
         wanted.append(((builder.name(name), '":"', value), is_required))
     other = None if listed is not None else _other_members(builder, facts, members)
     needed = sum(is_required for _, is_required in wanted)
+    if other is not None and low > needed + 1:
+        builder.miss(facts, "minProperties")  # no grammar can tell that two free names differ
     if (low <= needed and high is None) or needed == len(wanted):
         tail = () if other is None else (_Tail(other, max(0, low - needed), None if high is None else high - needed),)
         if (tail and tail[0].high is not None and tail[0].high < 0) or (not tail and low > needed):
