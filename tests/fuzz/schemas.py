@@ -165,7 +165,9 @@ def _misfit(schema: Schema, text: str, answer: str) -> str:
     if unenforced(ConstraintKind.JSON_SCHEMA, text):
         return ""
     try:
-        jsonschema.Draft202012Validator(schema).validate(value)
+        # The validator's patterns are Python's, whose "$" also matches before a newline at the end.
+        strict = json.loads(json.dumps(schema).replace('$"', r'\\Z"'))
+        jsonschema.Draft202012Validator(strict).validate(value)
     except jsonschema.ValidationError as error:
         return f"{error.message} in {answer!r}"
     except Exception:
