@@ -21,8 +21,10 @@ from tests.stack.scripted import prompt_for, save_scripted
 
 pytestmark = pytest.mark.stack
 
-CALL = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
-DATA = '{"name": "Ada", "age": 36}'
+ARGUMENTS = r'{"city": "Caf\u00e9 \ud83d\ude00 a\/b", "days": 3}'
+"""Arguments with every kind of escape. Grammars with fewer escapes than JSON have turned them into other texts."""
+CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+DATA = r'{"name": "Zo\u00eb \ud83d\ude00 a\/b", "age": 36}'
 SCRIPTS = {
     "call": f"<tool_call>\n{CALL}\n</tool_call>",
     "text and two calls": f"Sure.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>",
@@ -74,7 +76,7 @@ async def read(client: AsyncOpenAI, name: str, **fields: Any) -> dict[str, Any]:
     messages: Any = [{"role": "user", "content": prompt_for(SCRIPTS, name)}]
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "finish": None}
     async for chunk in await client.chat.completions.create(
-        model="model", messages=messages, stream=True, temperature=0, max_tokens=200, **fields
+        model="model", messages=messages, stream=True, temperature=0, max_tokens=250, **fields
     ):
         for choice in chunk.choices:
             found["content"] += choice.delta.content or ""
@@ -85,6 +87,12 @@ async def read(client: AsyncOpenAI, name: str, **fields: Any) -> dict[str, Any]:
                 own[0] += call.function.name or "" if call.function else ""
                 own[1] += call.function.arguments or "" if call.function else ""
     return found
+
+
+def assert_is_data(content: str) -> None:
+    """Assert that an answer is `DATA` with its escapes. There may be other white space after the first brace."""
+    assert json.loads(content) == json.loads(DATA)
+    assert content.endswith(DATA.removeprefix("{"))
 
 
 async def accepted_drafts(stack: Stack) -> float:
@@ -113,9 +121,7 @@ async def test_no_streamed_call_is_leaked_as_text(
     found = await asyncio.gather(*(read(client, name, tools=TOOLS) for _ in range(16)))
     for each in found:
         assert (each["content"].strip(), each["reasoning"].strip()) == (content, reasoning)
-        assert [(own[0], json.loads(own[1])) for own in each["calls"].values()] == [
-            ("get_weather", {"city": "Paris", "days": 3})
-        ] * calls
+        assert [*each["calls"].values()] == [["get_weather", ARGUMENTS]] * calls
         assert each["finish"] == "tool_calls"
 
 
@@ -126,7 +132,7 @@ async def test_json_after_reasoning_is_whole_in_one_verified_run(client: AsyncOp
     """
     found = await asyncio.gather(*(read(client, "thinking and JSON", response_format=FORMAT) for _ in range(8)))
     for each in found:
-        assert json.loads(each["content"]) == json.loads(DATA)
+        assert_is_data(each["content"])
         assert each["reasoning"].strip() == "She was 36."
         assert each["finish"] == "stop"
     # The workers count a second late.
@@ -135,3 +141,13 @@ async def test_json_after_reasoning_is_whole_in_one_verified_run(client: AsyncOp
         while await accepted_drafts(scripted) < wanted:
             await asyncio.sleep(0.2)
     await scripted.settled()
+
+
+async def test_whole_answers_have_the_escapes_of_the_model(client: AsyncOpenAI) -> None:
+    def ask(name: str, **fields: Any) -> Any:
+        messages: Any = [{"role": "user", "content": prompt_for(SCRIPTS, name)}]
+        return client.chat.completions.create(model="model", messages=messages, temperature=0, max_tokens=250, **fields)
+
+    called, answered = await asyncio.gather(ask("call", tools=TOOLS), ask("thinking and JSON", response_format=FORMAT))
+    assert called.choices[0].message.tool_calls[0].function.arguments == ARGUMENTS
+    assert_is_data(answered.choices[0].message.content)

@@ -1,18 +1,17 @@
-"""What facts say about one kind of value: numbers, texts, and the schemas that govern the members of an object."""
+"""What facts say about types, counts, numbers, texts and the items of arrays."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from itertools import combinations
-from math import isfinite
 from typing import Any
 
-from paceline.core.json_grammar.conjunctions import EXCLUDED, EXCLUDED_TYPES, Conjunctions, Facts
+from paceline.core.json_grammar.conjunctions import EXCLUDED_TYPES, Conjunctions, Facts
 from paceline.core.json_grammar.formats import FORMATS
 from paceline.core.json_grammar.numbers import Bound, fraction
-from paceline.core.json_grammar.patterns import PatternError, UnsupportedPatternError, translated
+from paceline.core.json_grammar.pattern_characters import PatternError, UnsupportedPatternError
+from paceline.core.json_grammar.patterns import translated
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _KINDS = {
@@ -21,8 +20,6 @@ _KINDS = {
     "string": "minLength maxLength pattern format",
     "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
 }
-_MEMBER_STEPS = 3
-"""Steps of `Conjunctions.spend` for a member of an object."""
 _KIND_OF_KEYWORD = {keyword: kind for kind, keywords in _KINDS.items() for keyword in keywords.split()}
 
 
@@ -152,160 +149,10 @@ def combined(terminals: Iterable[tuple[str, bool]], *first: str) -> str:
     return " & ".join([*wanted, *(f"~{text}" for text, is_wanted in terminals if not is_wanted)])
 
 
-class Members:
-    """The schemas that govern the members of an object.
-
-    Args:
-        closes: an object has only the members that its schemas name, unless they say something of others.
-    """
-
-    def __init__(self, facts: Facts, conjunctions: Conjunctions, *, closes: bool) -> None:
-        self._conjunctions = conjunctions
-        self._facts = facts
-        self._patterns = [_mapping(schema, "patternProperties", conjunctions) for schema in facts]
-        self._properties = [_mapping(schema, "properties", conjunctions) for schema in facts]
-        self.required = list(dict.fromkeys(name for schema in facts for name in _required(schema, conjunctions)))
-        self._required = frozenset(self.required)
-        self.names = list(dict.fromkeys([*(name for each in self._properties for name in each), *self.required]))
-        self.patterns: dict[str, list[tuple[str, bool]]] = {}
-        """The terminals of each pattern for names."""
-        for schema, own in zip(facts, self._patterns):
-            for pattern in own:
-                self.patterns[pattern] = pattern_terminals(schema, "patternProperties", pattern, conjunctions)
-        said = any("additionalProperties" in schema or "unevaluatedProperties" in schema for schema in facts)
-        names_some = any("properties" in schema or "patternProperties" in schema for schema in facts)
-        self._is_closed = closes and names_some and not said
-        conjunctions.spend(_MEMBER_STEPS * len(self.names) * len(facts))
-
-    def schemas(self, name: str | None, fitting: frozenset[str]) -> list[Any]:
-        """Return the schemas for the member of a name; for a name that is not listed, None.
-
-        Args:
-            fitting: the patterns that the name fits.
-        """
-        found: list[Any] = []
-        is_evaluated = False
-        for schema, properties, patterns in zip(self._facts, self._properties, self._patterns):
-            own = [properties[name]] if name is not None and name in properties else []
-            own += [value for pattern, value in patterns.items() if pattern in fitting]
-            own = own or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
-            is_evaluated = is_evaluated or bool(own)
-            found += own
-        if not is_evaluated:
-            found += [schema["unevaluatedProperties"] for schema in self._facts if "unevaluatedProperties" in schema]
-            found += [False] if self._is_closed and name not in self._required else []
-        return found
-
-    def fitting(self, name: str) -> frozenset[str]:
-        """Return the patterns that a name fits."""
-        patterns = self.patterns.items()
-        return frozenset(p for p, terminals in patterns if fits_patterns(name, terminals, self._conjunctions))
-
-
-def _mapping(schema: Mapping[str, Any], keyword: str, conjunctions: Conjunctions) -> Mapping[str, Any]:
-    value = schema.get(keyword, {})
-    if isinstance(value, dict):
-        return value
-    conjunctions.refuse(schema, keyword, f"{keyword} must be an object")
-    return {}
-
-
-def _required(schema: Mapping[str, Any], conjunctions: Conjunctions) -> list[str]:
-    value = schema.get("required", [])
-    if isinstance(value, list) and all(isinstance(name, str) for name in value):
-        return value
-    if not isinstance(value, bool):  # draft 3 says it of a property
-        conjunctions.refuse(schema, "required", '"required" must be a list of names')
-    return []
-
-
 def fits_patterns(text: str, terminals: Iterable[tuple[str, bool]], conjunctions: Conjunctions) -> bool:
     """Return whether a text fits the terminals of patterns."""
     spelling = json.dumps(text, ensure_ascii=False)
     return all(conjunctions.matches(terminal, spelling) == is_wanted for terminal, is_wanted in terminals)
-
-
-def fits(value: Any, parts: Iterable[Any], conjunctions: Conjunctions) -> bool:
-    """Return whether a value fits all of several schemas, as far as they are enforced."""
-    return any(fits_facts(value, facts, conjunctions) for facts in conjunctions.alternatives(parts))
-
-
-def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
-    """Return whether a value fits facts, as far as they are enforced."""
-    conjunctions.spend(1 + len(facts))
-    types = types_of(facts, conjunctions, by_keywords=False)
-    for schema in facts:
-        for keyword, is_allowed in (("const", True), ("enum", True), (EXCLUDED, False)):
-            if keyword in schema:
-                values = [schema["const"]] if keyword == "const" else schema[keyword]
-                if isinstance(values, list) and any(are_equal(value, each) for each in values) != is_allowed:
-                    return False
-    match value:
-        case None:
-            return "null" in types
-        case bool():
-            return "boolean" in types
-        case float() if not isfinite(value):  # JSON has no such number
-            return False
-        case int() | float():
-            exact = fraction(value)
-            low, high = bounds(facts, conjunctions)
-            return (
-                ("number" in types or ("integer" in types and exact.denominator == 1))
-                and (low is None or exact > low[0] or (exact == low[0] and not low[1]))
-                and (high is None or exact < high[0] or (exact == high[0] and not high[1]))
-                and all((exact / step).denominator == 1 for _, step in steps(facts, conjunctions))
-            )
-        case str():
-            least, most = least_and_most(facts, "Length", conjunctions)
-            fitting = least <= len(value) and (most is None or len(value) <= most)
-            return (
-                "string" in types and fitting and fits_patterns(value, patterns_of(facts, conjunctions), conjunctions)
-            )
-        case list():
-            least, most = least_and_most(facts, "Items", conjunctions)
-            return (
-                "array" in types
-                and least <= len(value)
-                and (most is None or len(value) <= most)
-                and all(fits(item, item_schemas(facts, index), conjunctions) for index, item in enumerate(value))
-                and all(_contains(schema, value, conjunctions) for schema in facts if "contains" in schema)
-                and not (any(schema.get("uniqueItems") is True for schema in facts) and _has_equal(value))
-            )
-    members = Members(facts, conjunctions, closes=False)
-    least, most = least_and_most(facts, "Properties", conjunctions)
-    names = [schema["propertyNames"] for schema in facts if "propertyNames" in schema]
-    return (
-        "object" in types
-        and all(fits(name, names, conjunctions) for name in value)
-        and set(members.required) <= value.keys()
-        and least <= len(value)
-        and (most is None or len(value) <= most)
-        and all(fits(each, members.schemas(name, members.fitting(name)), conjunctions) for name, each in value.items())
-    )
-
-
-def _contains(schema: Mapping[str, Any], items: list[Any], conjunctions: Conjunctions) -> bool:
-    """Return whether as many items fit `contains` as a schema wants."""
-    least, most = value_of(schema, "minContains", conjunctions), value_of(schema, "maxContains", conjunctions)
-    count = sum(fits(item, [schema["contains"]], conjunctions) for item in items)
-    return (1 if least is None else least) <= count and (most is None or count <= most)
-
-
-def _has_equal(items: list[Any]) -> bool:
-    """Return whether two items are the same."""
-    return any(are_equal(one, other) for one, other in combinations(items, 2))
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are the same in JSON, in which true is not 1."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 def prefix_length(facts: Facts) -> int:

@@ -1,8 +1,9 @@
-"""Questions about regular expressions, answered by the grammar library, which never backtracks and limits its work."""
+"""Questions about expressions and numbers, answered by the grammar library, which never backtracks and has limits."""
 
 from __future__ import annotations
 
 import functools
+import json
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -50,3 +51,10 @@ def matches(matcher: LLMatcher, text: str) -> bool:
         raise ConstraintError(f"a text of more than {_MOST_BYTES} bytes cannot be compared with a pattern")
     own = matcher.deep_copy()
     return own.try_consume_tokens(tokens) == len(tokens) and own.is_accepting()
+
+
+@functools.lru_cache(maxsize=256)
+def is_readable_step(step: float) -> bool:
+    """Return whether the library can enforce this `multipleOf`. It refuses numbers of more than about nine digits."""
+    schema = json.dumps({"type": "number", "multipleOf": step})
+    return not LLMatcher.validate_grammar(f"start: %json {schema}")

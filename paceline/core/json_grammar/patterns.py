@@ -8,45 +8,21 @@ from __future__ import annotations
 
 import functools
 import re
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paceline.core.errors import ConstraintError
-from paceline.core.grammar_errors import explain
-from paceline.core.json_grammar.strings import (
-    ALL,
-    CHARACTER,
-    Ranges,
-    character_set,
-    complement,
-    intersection,
-    union,
+from paceline.core.json_grammar.pattern_characters import (
+    ALL_BUT_NEWLINE,
+    CharacterReader,
+    PatternError,
+    UnsupportedPatternError,
 )
+from paceline.core.json_grammar.strings import CHARACTER
 
 _MAX_DEPTH = 100
 _MAX_COUNT = 10_000
-_MAX_CHARACTERS = 500_000
-"""Most characters of a translation. A set of two characters such as \\W becomes hundreds of them."""
-_DIGITS: Ranges = ((0x30, 0x39),)
-_WORDS: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-_SPACES: Ranges = ((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029))
-_SPACES += ((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF))
-_SETS = {"d": _DIGITS, "w": _WORDS, "s": _SPACES}
-_SETS |= {name.upper(): complement(ranges) for name, ranges in _SETS.items()}
-_CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0, "a": 7}
-_ALL_BUT_NEWLINE = complement(((0xA, 0xA),))
-_LONG_NAMES = {"Letter": "L", "Number": "N", "Punctuation": "P", "Symbol": "S", "Mark": "M", "Separator": "Z"}
 _ANY = f"{CHARACTER}*"
 _FLAGS = re.compile(r"\(\?([imsu]*(?:-[imsu]+)?)\)")
-
-
-class PatternError(ValueError):
-    """A regular expression cannot be read."""
-
-
-class UnsupportedPatternError(PatternError):
-    """A regular expression can be read, but no grammar can enforce it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +75,12 @@ def _joined(ways: Iterable[str]) -> str:
     return texts[0] if len(texts) == 1 else "(" + "|".join(texts) + ")"
 
 
-class _Reader:
+class _Reader(CharacterReader):
     """Reads a pattern from left to right."""
 
     def __init__(self, text: str, every_way: bool) -> None:
-        self._text = text
-        self._at = 0
+        super().__init__(text, every_way)
         self._depth = 0
-        self._every_way = every_way
-        self._ignores_case = False
-        self._left = _MAX_CHARACTERS
-
-    def at_end(self) -> bool:
-        return self._at >= len(self._text)
 
     def ways(self) -> list[_Way]:
         """Read alternatives up to the end or to a bracket that closes them."""
@@ -185,7 +154,7 @@ class _Reader:
         elif mark == "[":
             text = self._set(self._class())
         elif mark == ".":
-            text = self._set(_ALL_BUT_NEWLINE)
+            text = self._set(ALL_BUT_NEWLINE)
         elif mark == "\\":
             text = self._set(self._escape(in_class=False))
         elif mark in "*+?":
@@ -257,122 +226,3 @@ class _Reader:
     def _close(self) -> None:
         if not self._skip(")"):
             raise PatternError("unclosed group")
-
-    def _class(self) -> Ranges:
-        """Read a set of characters after its bracket."""
-        negated = self._skip("^")
-        found: list[tuple[int, int]] = []
-        is_first = True
-        while True:
-            if self.at_end():
-                raise PatternError("unclosed character class")
-            if self._text[self._at] == "]" and not is_first:
-                self._at += 1
-                break
-            if self._text[self._at] == "]" and is_first and "]" not in self._text[self._at + 1 :]:
-                self._at += 1  # ECMA's empty set
-                break
-            is_first = False
-            first = self._member()
-            if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
-                self._at += 1
-                if self.at_end():
-                    raise PatternError("unclosed character class")
-                last = self._member()
-                if len(first) == len(last) == 1 and first[0][0] == first[0][1] and last[0][0] == last[0][1]:
-                    if first[0][0] > last[0][0]:
-                        raise PatternError("invalid character class range, the start must be <= the end")
-                    found.append((first[0][0], last[0][1]))
-                    continue
-                found += [(0x2D, 0x2D), *last]
-            found += first
-        ranges = self._cased(union(found))
-        return complement(ranges) if negated else ranges
-
-    def _member(self) -> Ranges:
-        mark = self._text[self._at]
-        self._at += 1
-        return self._escape(in_class=True) if mark == "\\" else ((ord(mark), ord(mark)),)
-
-    def _escape(self, *, in_class: bool) -> Ranges:
-        """Read an escape after its backslash."""
-        if self.at_end():
-            raise PatternError("incomplete escape sequence, reached end of pattern prematurely")
-        mark = self._text[self._at]
-        self._at += 1
-        if mark in _SETS:
-            return _SETS[mark]
-        if mark in _CONTROLS:
-            return ((_CONTROLS[mark], _CONTROLS[mark]),)
-        if mark == "b" and in_class:
-            return ((8, 8),)
-        if mark in "bBAZzGk":
-            raise UnsupportedPatternError(f"\\{mark}")
-        if mark.isdecimal():
-            raise UnsupportedPatternError("a reference to a group")
-        if mark in "pP":
-            ranges = _category(self._braced() or self._take(1))
-            return complement(ranges) if mark == "P" else ranges
-        if mark == "c" and not self.at_end():
-            code = ord(self._take(1)) & 31
-            return ((code, code),)
-        if mark in "xuU":
-            digits = self._braced() or self._take({"x": 2, "u": 4, "U": 8}[mark])
-            return self._code(digits)
-        return ((ord(mark), ord(mark)),)
-
-    def _code(self, digits: str) -> Ranges:
-        try:
-            code = int(digits, 16)
-        except ValueError:
-            raise PatternError("invalid hexadecimal digit") from None
-        if 0xD800 <= code < 0xDC00 and self._text.startswith("\\u", self._at):  # ECMA writes one character as a pair
-            self._at += 2
-            code = 0x10000 + ((code - 0xD800) << 10) + (int(self._take(4) or "0", 16) & 0x3FF)
-        if not intersection(ALL, ((code, code),)):
-            raise UnsupportedPatternError("half of a surrogate pair")
-        return ((code, code),)
-
-    def _braced(self) -> str:
-        if not self._text.startswith("{", self._at):
-            return ""
-        end = self._text.find("}", self._at)
-        found = self._text[self._at + 1 : end] if end > 0 else ""
-        self._at = end + 1 if end > 0 else len(self._text)
-        return found
-
-    def _take(self, count: int) -> str:
-        found = self._text[self._at : self._at + count]
-        self._at += count
-        return found
-
-    def _skip(self, mark: str) -> bool:
-        if not self._text.startswith(mark, self._at):
-            return False
-        self._at += len(mark)
-        return True
-
-    def _cased(self, ranges: Ranges) -> Ranges:
-        """Return a set with the other cases of its ASCII letters, if case is ignored."""
-        if not self._ignores_case:
-            return ranges
-        upper, lower = intersection(ranges, ((0x41, 0x5A),)), intersection(ranges, ((0x61, 0x7A),))
-        return union([*ranges, *((a + 32, b + 32) for a, b in upper), *((a - 32, b - 32) for a, b in lower)])
-
-    def _set(self, ranges: Ranges) -> str:
-        found = character_set(self._cased(ranges), self._every_way)
-        self._left -= len(found)
-        if self._left < 0:
-            raise ConstraintError(explain("too many expressions"))
-        return found
-
-
-@functools.lru_cache(maxsize=64)
-def _category(name: str) -> Ranges:
-    """Return the characters of a Unicode general category."""
-    name = _LONG_NAMES.get(name.removeprefix("General_Category=").removeprefix("gc="), name)
-    codes = [code for first, last in ALL for code in range(first, last + 1)]
-    found = union((code, code) for code in codes if unicodedata.category(chr(code)).startswith(name)) if name else ()
-    if not found:
-        raise UnsupportedPatternError(f"\\p{{{name}}}")
-    return found

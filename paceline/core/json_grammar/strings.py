@@ -8,23 +8,16 @@ ASCII, and for those that some encoders escape. An escape for another character 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
-Ranges = tuple[tuple[int, int], ...]
-"""A set of characters: ranges of code points, first and last, sorted and apart from each other."""
+from paceline.core.json_grammar.ranges import ALL, LAST, SURROGATES, Ranges, contains, intersection
 
-_LAST = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)
 _BEYOND = 0x10000
-ALL: Ranges = ((0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _LAST))
-"""All characters."""
-
-_RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, _LAST))
+_RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, SURROGATES[0] - 1), (SURROGATES[1] + 1, LAST))
 _SHORT = {'"': '"', "\\": r"\\", "/": r"\/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
 """Characters with a short escape, and the escape's letter in a regular expression."""
 
 _ESCAPED_BY_ENCODERS: Ranges = ((0, 0x1F), (0x22, 0x22), (0x26, 0x27), (0x2F, 0x2F), (0x3C, 0x3C), (0x3E, 0x3E))
-_ESCAPED_BY_ENCODERS += ((0x5C, 0x5C), (0x7F, _LAST))
+_ESCAPED_BY_ENCODERS += ((0x5C, 0x5C), (0x7F, LAST))
 
 _MANY_RANGES = 64
 """A set of more ranges, such as all letters, has only the characters themselves: the escapes would fill a page."""
@@ -76,39 +69,6 @@ def character_set(ranges: Ranges, every_way: bool = False) -> str:
 
 NOTHING = r"[^\s\S]"
 """A regular expression that matches no text."""
-
-
-def contains(ranges: Ranges, code: int) -> bool:
-    return any(first <= code <= last for first, last in ranges)
-
-
-def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges in any order as a set."""
-    found: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
-        else:
-            found.append((first, last))
-    return tuple(found)
-
-
-def complement(ranges: Ranges) -> Ranges:
-    """Return all characters that are not in a set."""
-    found, begin = [], 0
-    for first, last in ranges:
-        if begin < first:
-            found.append((begin, first - 1))
-        begin = last + 1
-    if begin <= _LAST:
-        found.append((begin, _LAST))
-    return intersection(tuple(found), ALL)
-
-
-def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """Return the characters that are in both sets."""
-    both = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
-    return union((first, last) for first, last in both if first <= last)
 
 
 def _class(ranges: Ranges) -> str:

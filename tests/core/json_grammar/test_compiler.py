@@ -220,6 +220,8 @@ def test_the_letter_of_json_schema_on_demand() -> None:
         ({"type": "string", "pattern": r"(a)\1"}, ["pattern"]),
         ({"contains": {}, "maxContains": 1, "type": "array"}, ["contains"]),
         ({"if": {"minimum": 3}, "then": {"maximum": 9}, "type": "number"}, ["if"]),
+        ({"type": "object", "minProperties": 2}, ["minProperties"]),
+        ({"type": "object", "minProperties": 2, "required": ["a"], "additionalProperties": True}, []),
         ({"title": "T", "examples": [1], "default": 2, "deprecated": True, "x-own": 3, "$comment": ""}, []),
     ],
 )

@@ -16,7 +16,7 @@ TOKENIZER = Path("~/.cache/paceline/smollm2-135m-instruct/tokenizer.json").expan
 @pytest.mark.model
 @pytest.mark.parametrize("schemas", [25, pytest.param(2000, marks=pytest.mark.thorough)])
 def test_no_walk_ends_in_a_dead_end(schemas: int) -> None:
-    assert complaints(TOKENIZER, schemas, 5 if schemas > 100 else 2) == []
+    assert list(complaints(TOKENIZER, schemas, 5 if schemas > 100 else 2)) == []
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConstraintError
+from paceline.core.grammar import unenforced
+from paceline.core.types import ConstraintKind
 from tests.core.json_grammar.matching import accepts
 
 _BOUNDS = st.none() | st.integers(-120, 1200) | st.decimals(-20, 20, places=3).map(float) | st.sampled_from([0, 1e-7])
@@ -64,6 +67,35 @@ def test_multiples() -> None:
     both = {"allOf": [{"multipleOf": 4}, {"multipleOf": 6}], "type": "integer", "maximum": 50}
     assert accepts(both, "12", "8", "18", "60") == [True, False, False, False]
     assert accepts({"type": "integer", "multipleOf": 1.5}, "3", "1", "2") == [True, False, False]
+
+
+def test_multiples_may_leave_out_zeros_at_the_end() -> None:
+    assert accepts({"multipleOf": 0.25}, "1.50", "1.5", "1", "-0.5", "0", "1.25", "1.2", "1.255") == [
+        *([True] * 6),
+        False,
+        False,
+    ]
+    assert accepts({"multipleOf": 0.25, "minimum": 1.1, "maximum": 1.4}, "1.25", "1.5", "1") == [True, False, False]
+
+
+@example(7, 2, 3)
+@example(29, 2, 10)
+@example(11, 1, -1)
+@given(st.integers(1, 999), st.integers(0, 4), st.integers(-9999, 9999))
+def test_every_multiple_is_allowed_as_json_writes_it(coefficient: int, places: int, count: int) -> None:
+    step = Decimal(coefficient).scaleb(-places)
+    schema = {"type": "number", "multipleOf": float(step)}
+    other = step * count + Decimal(1).scaleb(-places)
+    is_enforced = not unenforced(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    assert is_enforced or float(step) not in (0.07, 0.29, 1.1, 0.01, 0.05)
+    texts = [format(each.normalize(), "f") for each in (step * count, other)]
+    assert accepts(schema, *texts) == [True, coefficient == 1 or not is_enforced]
+
+
+def test_a_multiple_that_the_library_cannot_read_is_said() -> None:
+    schema = {"type": "number", "multipleOf": 0.53}
+    assert accepts(schema, "1.06", "0.5") == [True, True]
+    assert [each.keyword for each in unenforced(ConstraintKind.JSON_SCHEMA, json.dumps(schema))] == ["multipleOf"]
 
 
 def test_numbers_that_are_excluded() -> None:

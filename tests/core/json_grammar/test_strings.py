@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from paceline.core.json_grammar.patterns import PatternError, UnsupportedPatternError, translated
+from paceline.core.json_grammar.pattern_characters import PatternError, UnsupportedPatternError
+from paceline.core.json_grammar.patterns import translated
 from tests.core.json_grammar.matching import accepts, allows, matcher_of
 
 _SHORT = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}

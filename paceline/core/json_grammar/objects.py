@@ -1,0 +1,213 @@
+"""Grammars of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from paceline.core.json_grammar.builder import STRING, Builder, list_of, literal, spellings, values_of
+from paceline.core.json_grammar.conjunctions import Facts
+from paceline.core.json_grammar.facts import combined, least_and_most, pattern_terminals
+from paceline.core.json_grammar.fitting import fits, fits_facts
+from paceline.core.json_grammar.languages import is_possible
+from paceline.core.json_grammar.members import Members
+from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Repeat, Rule
+from paceline.core.json_grammar.scalars import scalar_expressions
+
+_MAX_COUNTED = 200
+"""Most properties of an object whose members are counted, for `minProperties` and `maxProperties`."""
+_MAX_COUNT = 50
+"""Largest limit on the number of properties that is enforced by counting."""
+_OVERLAPPING = 3
+"""Most patterns for names that may overlap: each set of them is a case of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """Members that are not listed, and how many there may be."""
+
+    member: Element
+    low: int
+    high: int | None
+
+
+def object_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
+    """Return alternatives for the objects that fit facts."""
+    members = Members(facts, builder.conjunctions, closes=builder.closes)
+    low, high = least_and_most(facts, "Properties", builder.conjunctions)
+    if high is not None and low > high:
+        builder.impossible(f"minProperties ({low}) is greater than maxProperties ({high})")
+        return []
+    listed = _listed_names(builder, facts)
+    names_fit = [schema["propertyNames"] for schema in facts if "propertyNames" in schema]
+    names = members.names if listed is None else list(dict.fromkeys([*members.names, *listed]))
+    required = frozenset(members.required)
+    wanted: list[tuple[Sequence[Element], bool]] = []
+    for name in names:
+        value: Element = IMPOSSIBLE
+        if all(fits(name, [each], builder.conjunctions) for each in names_fit):
+            value = builder.value(members.schemas(name, members.fitting(name) if members.patterns else frozenset()))
+        is_required = name in required
+        if is_required and isinstance(value, Impossible):
+            builder.impossible(f"the required property {name!r} is impossible")
+        wanted.append(((builder.name(name), '":"', value), is_required))
+    other = None if listed is not None else _other_members(builder, facts, members)
+    needed = sum(is_required for _, is_required in wanted)
+    if other is not None and low > needed + 1:
+        builder.miss(facts, "minProperties")  # no grammar can tell that two free names differ
+    if (low <= needed and high is None) or needed == len(wanted):
+        tail = () if other is None else (_Tail(other, max(0, low - needed), None if high is None else high - needed),)
+        if (tail and tail[0].high is not None and tail[0].high < 0) or (not tail and low > needed):
+            builder.impossible("no number of properties is possible")
+            return []
+        return [['"{"', *_some(builder, [*wanted, *tail]), '"}"']]
+    if len(wanted) > _MAX_COUNTED or max(low, high or 0) > _MAX_COUNT:
+        builder.miss(facts, "minProperties")
+        builder.miss(facts, "maxProperties")
+        return [['"{"', *_some(builder, [*wanted, *(() if other is None else (_Tail(other, 0, None),))]), '"}"']]
+    return [['"{"', _counted(builder, wanted, other, low, high), '"}"']]
+
+
+def _some(builder: Builder, members: Sequence[Any]) -> Sequence[Element]:
+    """Return elements for members in their order, of which those that are not required may be left out."""
+    if not members:
+        return ()
+    _, first, may_be_empty = _range(builder, members, 0, len(members))
+    return (Repeat((first,), 0 if may_be_empty else 1, 1),)
+
+
+def _range(builder: Builder, members: Sequence[Any], begin: int, end: int) -> tuple[Element, Element, bool]:
+    """Return elements for a part of the members: with a comma before each; without a comma before the first, and at
+    least one; and whether all may be left out.
+
+    Halves of halves keep the number of rules small, and their depth, too.
+    """
+    if end - begin == 1:
+        return _one(members[begin])
+    middle = (begin + end) // 2
+    later_left, first_left, left_may_be_empty = _range(builder, members, begin, middle)
+    later_right, first_right, right_may_be_empty = _range(builder, members, middle, end)
+    later = builder.rules.add(builder.rules.new(), [later_left, later_right])
+    first = builder.rules.add(builder.rules.new(), [first_left, later_right])
+    if left_may_be_empty:
+        builder.rules.add(first, [first_right])
+    return later, first, left_may_be_empty and right_may_be_empty
+
+
+def _one(member: Any) -> tuple[Element, Element, bool]:
+    """Return the elements of `_range` for one member."""
+    if isinstance(member, _Tail):
+        most = None if member.high is None else max(0, member.high - 1)
+        if member.high == 0:
+            return Repeat(('","', member.member), 0, 0), IMPOSSIBLE, True
+        return (
+            Repeat(('","', member.member), member.low, member.high),
+            Repeat((member.member, Repeat(('","', member.member), max(0, member.low - 1), most)), 1, 1),
+            member.low == 0,
+        )
+    elements, is_required = member
+    return Repeat(('","', *elements), int(is_required), 1), Repeat(tuple(elements), 1, 1), not is_required
+
+
+def _counted(
+    builder: Builder,
+    wanted: Sequence[tuple[Sequence[Element], bool]],
+    other: Element | None,
+    low: int,
+    high: int | None,
+) -> Rule:
+    """Return a rule for members whose number has limits."""
+    cap = max(low, 1) if high is None else high
+    rules: dict[tuple[int, int], Rule] = {}
+    for count in range(cap + 1):
+        least, most = max(0, low - count), None if high is None else high - count
+        ways: list[Sequence[Element]] = []
+        if other is not None and most != 0:
+            members = (Repeat(('","', other), least, most),) if count else (list_of((other,), least, most),)
+            ways = [members]
+        elif least == 0:
+            ways = [[]]
+        rules[len(wanted), count] = builder.rules.add(builder.rules.new(), *ways)
+    for index in range(len(wanted) - 1, -1, -1):
+        member, is_required = wanted[index]
+        for count in range(min(index, cap) + 1):
+            rule = rules[index, count] = builder.rules.new()
+            if high is None or count < high:
+                after = rules[index + 1, min(count + 1, cap)]
+                builder.rules.add(rule, [*(['","'] if count else []), *member, after])
+            if not is_required:
+                builder.rules.add(rule, [rules[index + 1, count]])
+    builder.conjunctions.spend(len(rules))
+    return rules[0, 0]
+
+
+def _listed_names(builder: Builder, facts: Facts) -> list[str] | None:
+    """Return the only names that members may have by `propertyNames`; None if they are not listed."""
+    found: list[str] | None = None
+    for schema in facts:
+        if "propertyNames" not in schema:
+            continue
+        ways = builder.conjunctions.alternatives([schema["propertyNames"]])
+        values = [values_of(way) for way in ways]
+        if any(each is None for each in values):
+            continue
+        own = [
+            value
+            for way, each in zip(ways, values)
+            for value in each or ()
+            if isinstance(value, str) and fits_facts(value, way, builder.conjunctions)
+        ]
+        found = own if found is None else [name for name in found if name in own]
+    return found
+
+
+def _other_members(builder: Builder, facts: Facts, members: Members) -> Element | None:
+    """Return an element for a member that is not listed; None if there can be none."""
+    restricted: list[tuple[str, bool]] = []
+    for schema in facts:
+        if "propertyNames" in schema:
+            expressions = []
+            for way in builder.conjunctions.alternatives([schema["propertyNames"]]):
+                values = values_of(way)
+                expressions += (
+                    [text for text in scalar_expressions(builder, way, frozenset({"string"})) if isinstance(text, str)]
+                    if values is None
+                    else [literal(value) for value in values if isinstance(value, str)]
+                )
+            if not expressions:
+                return None
+            restricted.append((f"({' | '.join(expressions)})", True))
+    if members.names:
+        restricted.append((spellings(members.names), False))
+    patterns = [pattern for pattern, terminals in members.patterns.items() if terminals]
+    sizes = range(len(patterns) + 1) if len(patterns) <= _OVERLAPPING else (0, 1)
+    ways: list[Sequence[Element]] = []
+    for fitting in (frozenset(each) for size in sizes for each in combinations(patterns, size)):
+        schemas = members.schemas(None, fitting)
+        if any(schema is False for schema in schemas):
+            continue
+        name = _other_name(builder, facts, restricted, patterns, fitting)
+        if name is not None:
+            ways.append((name, '":"', builder.value(schemas)))
+    return builder.rules.add(builder.rules.new(), *ways) if ways else None
+
+
+def _other_name(
+    builder: Builder, facts: Facts, restricted: list[tuple[str, bool]], patterns: list[str], fitting: frozenset[str]
+) -> str | None:
+    """Return a terminal for a name that fits these patterns and no others; None if there is no such name."""
+    terminals = list(restricted)
+    builder.conjunctions.spend(5 * len(patterns) ** 2)  # the library compares each with all others
+    for pattern in patterns:
+        own = pattern_terminals(facts[0], "patternProperties", pattern, builder.conjunctions)
+        if pattern in fitting:
+            terminals += own
+        else:
+            every_way = pattern_terminals(facts[0], "patternProperties", pattern, builder.conjunctions, every_way=True)
+            terminals.append((f"({combined(every_way, STRING)})", False))
+    if not terminals:
+        return builder.rules.terminal(STRING)
+    expression = combined(terminals, STRING)
+    return builder.rules.terminal(expression) if is_possible(expression) else None

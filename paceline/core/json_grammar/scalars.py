@@ -1,0 +1,162 @@
+"""Grammars of null, booleans, numbers and texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from math import isfinite, lcm, nextafter
+from typing import Any
+
+from paceline.core.json_grammar.builder import STRING, Builder, spellings
+from paceline.core.json_grammar.conjunctions import EXCLUDED, Facts
+from paceline.core.json_grammar.facts import bounds, combined, least_and_most, patterns_of, steps
+from paceline.core.json_grammar.languages import is_possible, is_readable_step
+from paceline.core.json_grammar.numbers import Bound, fraction, has_multiple, number
+from paceline.core.json_grammar.rules import Element
+from paceline.core.json_grammar.strings import string_of
+
+MAX_MULTIPLE = 10_000
+"""Largest `multipleOf` without its point. The library makes a state for each remainder: large primes take minutes."""
+_BOUND = Fraction(10**15)
+"""Numbers with `multipleOf` are at most this."""
+_MAX_DECIMALS = 20
+_NEIGHBOURS = 4
+
+
+def scalar_expressions(builder: Builder, facts: Facts, types: frozenset[str]) -> list[str | Element]:
+    """Return expressions of terminals, or other elements, for null, booleans, numbers and texts."""
+    excluded = [value for schema in facts for value in schema.get(EXCLUDED, ())]
+    found: list[str | Element] = []
+    if "null" in types and None not in excluded:
+        found.append('"null"')
+    if "boolean" in types:
+        found += [f'"{word}"' for word, value in (("true", True), ("false", False)) if not _has(excluded, value)]
+    if types & {"number", "integer"}:
+        numbers = [fraction(each) for each in excluded if _is_number(each)]
+        found += _numbers(builder, facts, numbers, is_integer="number" not in types)
+    if "string" in types:
+        found += _strings(builder, facts, [value for value in excluded if isinstance(value, str)])
+    return found
+
+
+def _numbers(builder: Builder, facts: Facts, excluded: Sequence[Fraction], *, is_integer: bool) -> list[str | Element]:
+    """Return an expression for numbers; none if there is no number."""
+    low, high = bounds(facts, builder.conjunctions)
+    step = _step(builder, facts)
+    if step is not None and not is_integer and _for_library(step) is None:
+        builder.miss(facts, "multipleOf")
+        step = None
+    if step is None or (is_integer and step.numerator == 1):
+        expression = number(low, high, is_integer=is_integer, excluded=excluded)
+        if expression is None or (excluded and not is_possible(expression)):
+            builder.impossible(_interval(low, high))
+            return []
+        return [f"({expression})"]
+    if is_integer:
+        step = Fraction(step.numerator)  # of a fraction in its lowest terms, the whole multiples
+    if not has_multiple(low, high, step):
+        builder.impossible("no multiple is within its bounds")
+        return []
+    if excluded:
+        builder.miss(facts, EXCLUDED, "not")
+    limits: dict[str, Any] = {"type": "integer" if is_integer else "number"}
+    for bound, closed, opened in ((low, "minimum", "exclusiveMinimum"), (high, "maximum", "exclusiveMaximum")):
+        value, is_outside = bound or ((-_BOUND if closed == "minimum" else _BOUND), False)
+        limits[opened if is_outside else closed] = _plain(value)
+    each_step = [_for_library(each) for each in _by_decimals(step) if has_multiple(low, high, each)]
+    ways = [{**limits, "multipleOf": each} for each in each_step if each is not None]
+    return [builder.rules.add(builder.rules.new(), *([f"%json {json.dumps(way)}"] for way in ways))]
+
+
+def _by_decimals(step: Fraction) -> list[Fraction]:
+    """Return the numbers of which the multiples of a number are multiples if they have fewer decimals than it.
+
+    The library reads a multiple only if it has no decimals, or as many as `multipleOf`: with 0.25 it takes 1.50 alone,
+    and with 0.5 it takes 1.5.
+    """
+    found = {step: None}
+    for decimals in range(_MAX_DECIMALS):
+        if (step * 10**decimals).denominator == 1:
+            break
+        found[_common_multiple(step, Fraction(1, 10**decimals))] = None
+    return list(found)
+
+
+def _for_library(step: Fraction) -> int | float | None:
+    """Return a number that the library reads as this one; None if there is none.
+
+    The library multiplies a number by ten until no decimals are left. Because of rounding, 0.07 and 1.1 get too many
+    digits then. Often a neighbour of the number becomes what is wanted.
+    """
+    if step.denominator == 1:
+        return step.numerator
+    below = above = float(step)
+    for _ in range(_NEIGHBOURS):
+        for each in (below, above):
+            if is_readable_step(each):
+                return each
+        below, above = nextafter(below, 0), nextafter(above, 1e308)
+    return None
+
+
+def _step(builder: Builder, facts: Facts) -> Fraction | None:
+    """Return the number of which a number must be a multiple; None if there is none."""
+    step: Fraction | None = None
+    for schema, own in steps(facts, builder.conjunctions):
+        both = own if step is None else _common_multiple(step, own)
+        if _coefficient(both) > MAX_MULTIPLE:
+            reason = f"multipleOf {schema['multipleOf']} takes too long to enforce; it can be at most {MAX_MULTIPLE}"
+            builder.conjunctions.refuse(schema, "multipleOf", reason)
+        else:
+            step = both
+    return step
+
+
+def _strings(builder: Builder, facts: Facts, excluded: Sequence[str]) -> list[str | Element]:
+    """Return an expression for texts; none if there is no text."""
+    low, high = least_and_most(facts, "Length", builder.conjunctions)
+    if high is not None and low > high:
+        builder.impossible(f"minLength ({low}) is greater than maxLength ({high})")
+        return []
+    patterns = patterns_of(facts, builder.conjunctions)
+    plain = string_of(low, high)
+    terminals = [*patterns, *([(spellings(excluded), False)] if excluded else [])]
+    if not terminals:
+        return [plain]
+    needs_plain = plain != STRING or not any(is_wanted for _, is_wanted in patterns)
+    expression = combined(terminals, *([plain] if needs_plain else []))
+    if not is_possible(expression):
+        builder.impossible("no text fits pattern, format and length together")
+        return []
+    return [f"({expression})"]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _has(values: Sequence[Any], value: bool) -> bool:
+    return any(each is value for each in values)
+
+
+def _interval(low: Bound | None, high: Bound | None) -> str:
+    return (
+        f"the minimum ({_plain(low[0]) if low else ''}) is greater than the maximum ({_plain(high[0]) if high else ''})"
+    )
+
+
+def _plain(value: Fraction) -> int | float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    denominator = lcm(one.denominator, other.denominator)
+    return Fraction(lcm(int(one * denominator), int(other * denominator)), denominator)
+
+
+def _coefficient(value: Fraction) -> int:
+    """Return a decimal fraction without its point: 25 for 0.25, but 1000 for 1000."""
+    while value.denominator > 1 and value.numerator < MAX_MULTIPLE**2:
+        value *= 10
+    return value.numerator
