@@ -6,6 +6,7 @@ import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from paceline.core.json_grammar.conjunctions import Conjunctions, Facts
@@ -32,6 +33,8 @@ class Builder(ABC):
         self.closes = closes
         self.reasons: list[str] = []
         """Why parts of the schema are impossible."""
+        self.steps: dict[Fraction, float | None] = {}
+        """What the library reads as a `multipleOf` with decimals; None if it cannot read it."""
         self._anything: Rule | None = None
 
     @abstractmethod

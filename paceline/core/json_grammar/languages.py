@@ -53,7 +53,6 @@ def matches(matcher: LLMatcher, text: str) -> bool:
     return own.try_consume_tokens(tokens) == len(tokens) and own.is_accepting()
 
 
-@functools.lru_cache(maxsize=256)
 def is_readable_step(step: float) -> bool:
     """Return whether the library can enforce this `multipleOf`. It refuses numbers of more than about nine digits."""
     schema = json.dumps({"type": "number", "multipleOf": step})

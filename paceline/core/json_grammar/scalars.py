@@ -21,7 +21,8 @@ MAX_MULTIPLE = 10_000
 _BOUND = Fraction(10**15)
 """Numbers with `multipleOf` are at most this."""
 _MAX_DECIMALS = 20
-_NEIGHBOURS = 4
+_STEP_STEPS = 500
+"""Steps of `Conjunctions.spend` to ask the library whether it can read a `multipleOf`."""
 
 
 def scalar_expressions(builder: Builder, facts: Facts, types: frozenset[str]) -> list[str | Element]:
@@ -44,7 +45,7 @@ def _numbers(builder: Builder, facts: Facts, excluded: Sequence[Fraction], *, is
     """Return an expression for numbers; none if there is no number."""
     low, high = bounds(facts, builder.conjunctions)
     step = _step(builder, facts)
-    if step is not None and not is_integer and _for_library(step) is None:
+    if step is not None and not is_integer and _for_library(builder, step) is None:
         builder.miss(facts, "multipleOf")
         step = None
     if step is None or (is_integer and step.numerator == 1):
@@ -64,7 +65,7 @@ def _numbers(builder: Builder, facts: Facts, excluded: Sequence[Fraction], *, is
     for bound, closed, opened in ((low, "minimum", "exclusiveMinimum"), (high, "maximum", "exclusiveMaximum")):
         value, is_outside = bound or ((-_BOUND if closed == "minimum" else _BOUND), False)
         limits[opened if is_outside else closed] = _plain(value)
-    each_step = [_for_library(each) for each in _by_decimals(step) if has_multiple(low, high, each)]
+    each_step = [_for_library(builder, each) for each in _by_decimals(step) if has_multiple(low, high, each)]
     ways = [{**limits, "multipleOf": each} for each in each_step if each is not None]
     return [builder.rules.add(builder.rules.new(), *([f"%json {json.dumps(way)}"] for way in ways))]
 
@@ -83,7 +84,7 @@ def _by_decimals(step: Fraction) -> list[Fraction]:
     return list(found)
 
 
-def _for_library(step: Fraction) -> int | float | None:
+def _for_library(builder: Builder, step: Fraction) -> int | float | None:
     """Return a number that the library reads as this one; None if there is none.
 
     The library multiplies a number by ten until no decimals are left. Because of rounding, 0.07 and 1.1 get too many
@@ -91,13 +92,15 @@ def _for_library(step: Fraction) -> int | float | None:
     """
     if step.denominator == 1:
         return step.numerator
-    below = above = float(step)
-    for _ in range(_NEIGHBOURS):
-        for each in (below, above):
+    if step not in builder.steps:
+        builder.steps[step] = None
+        exact = float(step)
+        for each in (exact, nextafter(exact, 0), nextafter(exact, 1e308)):
+            builder.conjunctions.spend(_STEP_STEPS)
             if is_readable_step(each):
-                return each
-        below, above = nextafter(below, 0), nextafter(above, 1e308)
-    return None
+                builder.steps[step] = each
+                break
+    return builder.steps[step]
 
 
 def _step(builder: Builder, facts: Facts) -> Fraction | None:
