@@ -59,7 +59,7 @@ def object_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
         builder.miss(facts, "minProperties")  # no grammar can tell that two free names differ
     if (low <= needed and high is None) or needed == len(wanted):
         tail = () if other is None else (_Tail(other, max(0, low - needed), None if high is None else high - needed),)
-        if (tail and tail[0].high is not None and tail[0].high < 0) or (not tail and low > needed):
+        if (high is not None and needed > high) or (not tail and low > needed):
             builder.impossible("no number of properties is possible")
             return []
         return [['"{"', *_some(builder, [*wanted, *tail]), '"}"']]

@@ -243,6 +243,7 @@ def test_what_is_not_enforced_is_said(schema: Any, paths: list[str]) -> None:
         ({"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6}, "no multiple"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "needs itself without an end"),
         ({"type": "object", "minProperties": 2, "properties": {"a": {}}, "required": ["a"]}, "no number of properties"),
+        ({"properties": {}, "maxProperties": 0, "required": ["a"]}, "no number of properties"),
     ],
 )
 def test_a_schema_that_nothing_fits_is_refused(schema: Any, reason: str) -> None:
