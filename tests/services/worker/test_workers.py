@@ -131,6 +131,7 @@ async def test_short_turns_of_a_hybrid_compute_only_what_is_new(
             # The prompt's tokens without those that were cached, and one less than the answer's.
             computed.append(sum(own.computed_tokens for own in stats) - before)
             assert outcome.cached_tokens == (ends[-1] if ends else 0)
+            await host.all_blocks_back()  # the end of the context is kept after the last token was sent
             answers += range(len(context), len(context) + 12)
             context = [*context, *outcome.tokens]
             ends.append(len(context) - 1)
@@ -144,6 +145,7 @@ async def test_short_turns_of_a_hybrid_compute_only_what_is_new(
         # One token is sampled by the prefill worker, which keeps the end of the prompt.
         await host.all_blocks_back()
         assert (await host.generate(context, 1, tails=ends)).cached_tokens == ends[-1]
+        await host.all_blocks_back()
         assert (await host.generate([*context, 7], 1, tails=[len(context)])).cached_tokens == len(context)
         new = len(context) - len(prompts(1, 30, 40)[0]) - 12
         assert await host.all_blocks_back()
@@ -297,10 +299,11 @@ async def test_impossible_work_is_refused(change: dict[str, object], said: str, 
 async def test_who_waits_its_turn_is_said_to_be_alive(start_llama: StartHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.services.worker.event_stream.ALIVE_SECONDS", 0.02)
     async with start_llama(max_batched_tokens=16) as host:
-        first = asyncio.create_task(host.generate(prompts(1, 2000, 2100)[0], 1))
+        one, longer = prompts(1, 1000, 1100)[0], prompts(1, 2000, 2100)[0]
+        first = asyncio.create_task(host.generate(one, 1))
         while host.prefill.worker.engine.stats.steps == 0:
             await asyncio.sleep(0.001)
-        second = await host.generate([5, 6, 7], 1)
+        second = await host.generate(longer, 1)  # which goes after all of the first one
         assert second.alive
         assert len((await first).tokens) == len(second.tokens) == 1
 
