@@ -14,8 +14,8 @@ that is overtaken keeps its KV, so changing to another prompt costs nothing but 
 
 A step under way cannot be interrupted, and a first token is known only at its end. So after a prompt's last tokens, a
 step gets more only until it is half full. It also gets only half of a prompt that takes several steps if another prompt
-will probably come meanwhile. Half a step costs hardly more for each token than a whole one. Less would read the weights
-too often.
+that would go before it will probably come meanwhile. A token costs somewhat more in half a step than in a whole one.
+Less would read the weights too often.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ AGING = 4
 """Tokens of later prompts that may be computed before a prompt, for each token that is left of it."""
 
 RECENT_STEPS = 8
-"""Another prompt will probably come soon if the last one came within the latest tokens, as many as this number of whole
-steps have."""
+"""A prompt will probably come soon if one like it came within the latest tokens, as many as this number of whole steps
+have."""
 
+_REMEMBERED = 32
+"""Most arrivals that are remembered."""
 
 LONG_SECONDS = 0.02
 """Time of a step from which on the step after it is not planned before it ends. Planning takes about a millisecond, and
@@ -45,6 +47,8 @@ class Arrival(NamedTuple):
     """Prompts that arrived before it."""
     clock: int
     """Prompt tokens that were planned before it arrived."""
+    tokens: int = 0
+    """Its tokens that had to be computed."""
     slack: float = math.inf
     """Prompt tokens that may be computed before this prompt so that its objective is met; infinite without one."""
 
@@ -86,7 +90,7 @@ class PromptOrder:
     def __init__(self, step_tokens: int) -> None:
         self._recent = RECENT_STEPS * step_tokens
         self._clock = self._arrivals = 0
-        self._newest: deque[Arrival] = deque(maxlen=2)
+        self._newest: deque[Arrival] = deque(maxlen=_REMEMBERED)
 
     def share(self, prompts: Iterable[P], room: int, tokens_per_second: float, take: Callable[[P, int], int]) -> None:
         """Share the tokens of one step.
@@ -115,7 +119,7 @@ class PromptOrder:
         self._clock += used
 
     def _arrive(self, prompt: Prompt, tokens_per_second: float) -> Arrival:
-        arrival, wanted = Arrival(self._arrivals, self._clock), prompt.ttft_seconds
+        arrival, wanted = Arrival(self._arrivals, self._clock, prompt.left_len), prompt.ttft_seconds
         if wanted is not None and (tokens_per_second > 0 or wanted == 0):
             arrival = arrival._replace(slack=max(0.0, wanted * tokens_per_second - prompt.left_len))
         self._arrivals += 1
@@ -123,9 +127,15 @@ class PromptOrder:
         return arrival
 
     def _expects_others(self, prompt: Prompt) -> bool:
-        """Return whether other prompts have arrived lately."""
-        others = [arrival.clock for arrival in self._newest if arrival is not prompt.prompt_arrival]
-        return bool(others) and self._clock - others[-1] < self._recent
+        """Return whether a prompt arrived lately that would go before this one if it arrived now."""
+        arrival = prompt.prompt_arrival
+        assert arrival is not None
+        alike = (
+            other._replace(clock=self._clock)
+            for other in self._newest
+            if other is not arrival and self._clock - other.clock < self._recent
+        )
+        return any(other.due(other.tokens) < arrival.due(prompt.left_len) for other in alike)
 
 
 def is_long(tokens: int, tokens_per_second: float) -> bool:

@@ -148,6 +148,15 @@ def test_a_step_is_half_filled_by_a_prompt_if_another_one_came_lately() -> None:
     assert worker.step() == [("long", 32)]
 
 
+def test_prompts_that_would_wait_for_this_one_get_no_part_of_its_steps() -> None:
+    """Half steps would only make all of them later."""
+    worker = Worker()
+    worker.add(*(Waiting(name, 256) for name in "abc"))
+    assert [worker.step() for _ in range(5)] == [[("a", 64)]] * 4 + [[("b", 64)]]
+    worker.add(Waiting("longer", 300))
+    assert worker.step() == [("b", 64)]
+
+
 def test_a_prompt_that_fits_into_a_step_is_not_cut() -> None:
     worker = Worker()
     worker.add(Waiting("a", 60), Waiting("b", 60))
