@@ -12,7 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 
@@ -104,12 +104,13 @@ class GatewayClient:
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request and hold its answer open. Raises the errors of `send`, also for those of reading it."""
         url = self.url
-        handlers: list[urllib.request.BaseHandler] = []
+        handlers: list[urllib.request.BaseHandler] = [_Redirects()]
         if url.startswith("https://"):
-            handlers = [urllib.request.HTTPSHandler(context=self._tls())]
+            handlers.append(urllib.request.HTTPSHandler(context=self._tls()))
         elif url.startswith("unix:"):
             no_proxy = urllib.request.ProxyHandler({})
-            handlers, url = [_UnixHandler(url.removeprefix("unix:")), no_proxy], "http://localhost"
+            handlers += [_UnixHandler(url.removeprefix("unix:")), no_proxy]
+            url = "http://localhost"
         try:
             if not url.startswith(("http://", "https://")):
                 raise ValueError("not an http URL")
@@ -135,6 +136,28 @@ class GatewayClient:
             return ssl.create_default_context(cafile=self.ca_certs or None)
         except OSError as error:
             raise ConfigError(f"--ssl-ca-certs {self.ca_certs} holds no PEM certificates: {error}") from error
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """A handler that follows redirects only within the gateway's origin, because the API key goes with the request."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        if _origin(newurl) != _origin(req.full_url):
+            raise urllib.error.URLError(f"it redirects to {_origin(newurl)}, which would get the API key")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _origin(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 class _UnixHandler(urllib.request.HTTPHandler):

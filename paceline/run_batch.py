@@ -150,13 +150,13 @@ class Output:
     def store(self) -> Iterator[Path]:
         """Yield the path of the store of the command's own stack. It is removed unless there is an error."""
         if not self._is_plain:
-            with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-                yield Path(folder) / "store.db"
+            with tempfile.TemporaryDirectory(prefix="paceline-") as temporary:
+                yield Path(temporary) / "store.db"
             return
-        store = self._file.with_name(f".{self._file.name}.store.db")
-        yield store
-        for suffix in ("", "-wal", "-shm"):
-            store.with_name(store.name + suffix).unlink(missing_ok=True)
+        folder = self._file.with_name(f".{self._file.name}.paceline")
+        self._make_private(folder)
+        yield folder / "store.db"
+        shutil.rmtree(folder, ignore_errors=True)
 
     def write(self, lines: Iterable[bytes]) -> None:
         """Write lines."""
@@ -182,16 +182,38 @@ class Output:
         except OSError:
             return False
 
+    def _make_private(self, folder: Path) -> None:
+        """Make a folder that only this user can read, or check that it is one, because an earlier run has made it.
+
+        The output may be in a folder to which others write, too.
+        """
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ConfigError(
+                    f"{folder}, which keeps what is answered, is no folder that only you can read; remove it, or give "
+                    "another output file"
+                ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._target}: {error}") from error
+
     def _replace(self, content: bytes) -> None:
-        new = self._file.with_name(f".{self._file.name}.new")
-        new.unlink(missing_ok=True)  # in a shared folder, another user may have put a link there
-        with new.open("xb") as file:
-            if self._status is not None:
-                shutil.copymode(self._file, new)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._file)
+        """Write the file anew. Only this user can read a file that did not exist."""
+        handle, name = tempfile.mkstemp(prefix=f".{self._file.name}.", dir=self._file.parent)
+        new = Path(name)
+        try:
+            with open(handle, "wb") as file:
+                if self._status is not None:
+                    shutil.copymode(self._file, new)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._file)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
 
 
 class Server:

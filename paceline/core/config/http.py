@@ -51,7 +51,8 @@ class HttpOptions(Options):
     admin_key: str = option(
         "",
         "keys of admins, separated by commas; default: $PACELINE_ADMIN_KEY. Without any key of an admin, the fleet, "
-        "scaling and requests of others are for processes of this machine only",
+        "scaling and requests of others are for processes of this machine only, and for nobody if clients need keys "
+        "and --host is no loopback address",
         "network",
         is_secret=True,
     )

@@ -12,10 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 import paceline
 from paceline.core import env
 from paceline.core.config import GatewayConfig
-from paceline.core.options import parse_bytes
+from paceline.core.options import listed, parse_bytes
+from paceline.services.common.rpc import is_loopback
 from paceline.services.gateway.access.cors import cors_options
 from paceline.services.gateway.access.decisions import DECISIONS, check_decided
-from paceline.services.gateway.access.guard import Guard
+from paceline.services.gateway.access.guard import Guard, warn_without_admins
 from paceline.services.gateway.api import add_api
 from paceline.services.gateway.api_schema import ERRORS, add_referenced
 from paceline.services.gateway.batch_api.routes import make_batches
@@ -92,8 +93,16 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_console(app.router, gateway)
     app.include_router(make_batches(gateway, store, app))
     check_decided(app.routes)
+    is_exposed = not config.uds and not is_loopback(config.host)
+    warn_without_admins(gateway.keys, is_exposed)
     # The middleware that is added last sees a request first.
-    app.add_middleware(Guard, book=gateway.keys, limiter=gateway.limiter)
+    app.add_middleware(
+        Guard,
+        book=gateway.keys,
+        limiter=gateway.limiter,
+        origins=listed(config.allowed_origins),
+        is_exposed=is_exposed,
+    )
     app.add_middleware(
         BodyMiddleware, max_bytes=config.max_body_bytes, max_upload_bytes=parse_bytes(config.max_file_size)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from paceline.core.config import GatewayConfig
@@ -26,8 +27,8 @@ def cors_options(config: GatewayConfig) -> dict[str, Any] | None:
     if not origins:
         return None
     for origin in origins:
-        scheme, separator, host = origin.partition("://")
-        if origin != "*" and (scheme not in ("http", "https") or not separator or not host or set(host) & set('/"')):
+        # Desktop applications have pages of schemes of their own, such as app://NAME.
+        if origin != "*" and re.fullmatch(r'[A-Za-z][A-Za-z0-9+.-]*://[^/"\s]+', origin) is None:
             raise ConfigError(
                 f"--allowed-origins: {origin!r} is no origin; write https://chat.example.com, several with commas, or *"
             )

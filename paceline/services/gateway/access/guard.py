@@ -6,7 +6,7 @@ import base64
 import binascii
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,13 +28,22 @@ class Guard:
 
     The request's state gets `caller`, who sent it, and `admission`, what its key is charged. A request that the gateway
     makes itself has a `caller` in its state already, and is let in.
+
+    Args:
+        origins: origins whose web pages may call the API (`--allowed-origins`).
+        is_exposed: whether the gateway listens at an address that other machines reach.
     """
 
-    def __init__(self, app: ASGIApp, book: AccessBook, limiter: Limiter) -> None:
+    def __init__(
+        self, app: ASGIApp, book: AccessBook, limiter: Limiter, origins: Sequence[str] = (), is_exposed: bool = False
+    ) -> None:
         self._app = app
         self._book = book
         self._limiter = limiter
-        self._has_warned = False
+        self._origins = frozenset(origin.lower() for origin in origins)
+        self._is_exposed = is_exposed
+        self._has_proxy = False
+        """Whether a proxy has forwarded a request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,28 +86,58 @@ class Guard:
         caller, is_from_browser = self._caller(headers)
         if (access is Access.ADMIN or is_from_browser) and is_foreign_page(scope, headers):
             raise ApiError(403, "a page of another site may not call this path; open the gateway's own address")
-        self._warn_of_proxy(headers)
-        is_admin = caller.is_admin
-        if not self._book.has_admins and is_local(scope, headers) and not is_rebound(scope, headers):
-            is_admin = not is_foreign_page(scope, headers)
-        caller = dataclasses.replace(caller, is_admin=is_admin)
         if self._book.has_clients and not caller.owner:
             raise self._no_key(access)
+        self._note_proxy(headers)
+        if access is not Access.ADMIN and not caller.owner:
+            self._check_page(scope, headers)
+        is_admin = caller.is_admin
+        if self._trusts_processes and is_local(scope, headers) and not is_rebound(scope, headers):
+            is_admin = not is_foreign_page(scope, headers)
+        caller = dataclasses.replace(caller, is_admin=is_admin)
         if access is Access.ADMIN and not is_admin:
             raise self._no_admin(scope, headers, caller)
         if access is None:
             raise ApiError(404, f"no such path: {scope['method']} {path}")
         return caller
 
-    def _warn_of_proxy(self, headers: Headers) -> None:
-        """Log once that there is a proxy and no admin key: its clients may pass for processes of this machine."""
-        if not self._has_warned and not self._book.has_admins and is_forwarded(headers):
-            self._has_warned = True
-            log.warning(
-                "requests come through a proxy, and there is no admin key: if the proxy is on this machine and sends a "
-                "request without a header such as X-Forwarded-For, its client may scale the fleet; set "
-                "PACELINE_ADMIN_KEY"
+    def _check_page(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError if a browser sends a request without a key for a page that nobody has allowed."""
+        host, origin = headers.get("host", ""), headers.get("origin", "").lower()
+        if "*" in self._origins:
+            return
+        if is_foreign_page(scope, headers) and origin not in self._origins:
+            raise ApiError(
+                403,
+                f"a page of another site may not call this path without a key: send one, or start the gateway with "
+                f"--allowed-origins {origin or 'ORIGIN'}",
             )
+        names = {allowed.partition("://")[2] for allowed in self._origins}
+        if is_local(scope, headers) and is_rebound(scope, headers) and host.lower() not in names:
+            raise ApiError(
+                403,
+                f"{host!r} in Host may be a trick of a web page: open the gateway as localhost or 127.0.0.1, send a "
+                f"key, or start the gateway with --allowed-origins http://{host}",
+            )
+
+    @property
+    def _trusts_processes(self) -> bool:
+        """Whether processes of this machine are admins.
+
+        Where clients need keys, they are not if others reach the gateway, too, because a client's request may then come
+        from a process of this machine, such as a proxy.
+        """
+        return not self._book.has_admins and not self._has_proxy and not (self._book.has_clients and self._is_exposed)
+
+    def _note_proxy(self, headers: Headers) -> None:
+        """Note that there is a proxy: its clients may pass for processes of this machine."""
+        if not self._has_proxy and is_forwarded(headers):
+            self._has_proxy = True
+            if not self._book.has_admins:
+                log.warning(
+                    "requests come through a proxy, whose clients may pass for processes of this machine. So nobody is "
+                    "an admin from now on; set PACELINE_ADMIN_KEY to scale the fleet or to open the console"
+                )
 
     def _caller(self, headers: Headers) -> tuple[Caller, bool]:
         """Return who sends these headers, and whether a browser may have added the key by itself."""
@@ -111,6 +150,11 @@ class Guard:
             if not caller.owner:
                 return self._no_key(Access.ADMIN)
             message = f"the key {caller.name!r} is a client's and this path is for admins: send an admin key"
+        elif not self._trusts_processes:
+            message = (
+                "this path is for admins, and the gateway has no admin key. Others reach it, too, so processes of this "
+                "machine are not trusted: start it with PACELINE_ADMIN_KEY or --api-keys-file, and send that key"
+            )
         elif is_local(scope, headers):
             message = "open the gateway as localhost or 127.0.0.1: other names in Host may be a trick of a web page"
         else:
@@ -127,6 +171,17 @@ class Guard:
         # With this header a browser asks its user for the key, which it then sends as a password.
         error.headers["WWW-Authenticate"] = 'Basic realm="Paceline"' if access is Access.ADMIN else "Bearer"
         return error
+
+
+def warn_without_admins(book: AccessBook, is_exposed: bool) -> None:
+    """Log who is an admin if clients need keys and there is no admin key.
+
+    Args:
+        is_exposed: see `Guard`.
+    """
+    if book.has_clients and not book.has_admins:
+        who = "nobody" if is_exposed else "every client that runs on this machine"
+        log.warning("there is no admin key, so %s is an admin; set PACELINE_ADMIN_KEY, or a key with role = admin", who)
 
 
 def path_of(scope: Scope) -> str:

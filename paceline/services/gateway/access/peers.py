@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 _FORWARDING = ("forwarded", "via", "x-real-ip")
+_CONTAINER_NAMES = ("host.docker.internal", "gateway.docker.internal", "host.containers.internal")
+"""Names that containers have for the machine on which they run."""
 
 
 def is_forwarded(headers: Headers) -> bool:
@@ -39,7 +42,8 @@ def is_foreign_page(scope: Scope, headers: Headers) -> bool:
 def is_rebound(scope: Scope, headers: Headers) -> bool:
     """Return whether a request over loopback names another host, as if a foreign name had been made to point here.
 
-    The page with this name counts as one of our own for the browser.
+    For the browser, a page of such a name is one of our own. Names of this machine are `localhost`, its host name, also
+    with `.local`, and what containers call it.
     """
     host = headers.get("host")
     if host is None or _is_unix_socket(scope):
@@ -48,7 +52,9 @@ def is_rebound(scope: Scope, headers: Headers) -> bool:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return True
-    return not (name == "localhost" or name.endswith(".localhost") or _is_loopback(name))
+    own = socket.gethostname().lower()
+    known = name in ("localhost", own, f"{own}.local", *_CONTAINER_NAMES) or name.endswith(".localhost")
+    return not (known or _is_loopback(name))
 
 
 def _is_unix_socket(scope: Scope) -> bool:

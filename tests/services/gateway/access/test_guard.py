@@ -6,6 +6,7 @@ import base64
 import contextlib
 import logging
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +222,7 @@ async def test_pages_of_allowed_origins_ask_before_they_send_a_key(make_gate: Ma
         ({"allowed_origins": "chat.example.com"}, "is no origin; write https://"),
         ({"allowed_origins": '["*"]'}, "is no origin"),
         ({"allowed_origins": "https://a.example/path"}, "is no origin"),
+        ({"allowed_origins": "1://a"}, "is no origin"),
         ({"allowed_origins": "*", "allow_credentials": True}, "--allow-credentials needs named origins"),
     ],
 )
@@ -244,6 +246,97 @@ async def test_a_request_of_the_gateway_itself_is_its_caller_s(make_gate: MakeGa
         await app(scope, receive, send)
         assert statuses[0] == expected
         statuses.clear()
+
+
+PAGES = [
+    {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors"},
+    {"sec_fetch_site": "same-site", "origin": "http://localhost:3000"},
+    {"origin": "https://evil.example"},
+    {"origin": "null"},
+]
+"""Headers that browsers send for pages of others, the older ones without Sec-Fetch-Site."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/files"), ("POST", "/v1/completions"), ("POST", "/tokenize")])
+async def test_pages_of_others_need_a_key(make_gate: MakeGate, page: dict[str, str], method: str, path: str) -> None:
+    gate = make_gate()
+    for client in (HERE, ELSEWHERE):
+        answer = await gate.ask(path, client, method, **page)
+        assert answer.status_code == 403
+        assert "start the gateway with --allowed-origins" in answer.text
+    assert (await gate.ask(path, HERE, method)).status_code not in (401, 403)
+    assert (await gate.ask("/ping", HERE, **page)).status_code != 403
+    keyed = make_gate(**OPTIONS["client keys"])
+    assert (await keyed.ask("/v1/models", ELSEWHERE, authorization="Bearer key-of-alice", **page)).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "app://obsidian.md", "vscode-webview://abc", "*"])
+async def test_pages_of_configured_origins_need_none(make_gate: MakeGate, origin: str) -> None:
+    sent = "http://anywhere.example" if origin == "*" else origin
+    gate = make_gate(allowed_origins=origin)
+    page = {"sec_fetch_site": "cross-site", "origin": sent}
+    assert (await gate.ask("/v1/models", HERE, **page)).status_code == 200
+    assert (await gate.ask("/fleet", HERE, **page)).status_code == 403
+    other = await gate.ask("/v1/models", HERE, sec_fetch_site="cross-site", origin="http://other.example")
+    assert other.status_code == (200 if origin == "*" else 403)
+
+
+async def test_a_foreign_name_that_points_here_needs_a_key(make_gate: MakeGate) -> None:
+    """For the browser, a page of such a name and the gateway have one origin (DNS rebinding)."""
+    page, gate = {"sec_fetch_site": "same-origin"}, make_gate()
+    refused = await gate.ask("/v1/files", HERE, host="evil.example", **page)
+    assert (refused.status_code, "'evil.example:8000' in Host may be a trick" in refused.text) == (403, True)
+    for host in (
+        "localhost",
+        "127.0.0.1",
+        socket.gethostname(),
+        f"{socket.gethostname()}.local",
+        "host.docker.internal",
+    ):
+        assert (await gate.ask("/v1/models", HERE, host=host, **page)).status_code == 200
+    # A name that others use, or that a proxy hands on, is none of ours to know.
+    assert (await gate.ask("/v1/models", ELSEWHERE, host="llm.example", **page)).status_code == 200
+    assert (await gate.ask("/v1/models", HERE, host="llm.example", x_forwarded_for="1.2.3.4")).status_code == 200
+    named = make_gate(allowed_origins="http://llm.example:8000")
+    assert (await named.ask("/v1/models", HERE, host="llm.example", **page)).status_code == 200
+    assert (await named.ask("/v1/models", HERE, host="evil.example", **page)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("options", "is_admin", "who"),
+    [
+        ({}, True, None),
+        ({"api_key": "key-of-alice"}, True, "every client that runs on this machine is an admin"),
+        ({"host": "0.0.0.0"}, True, None),
+        ({"host": "0.0.0.0", "api_key": "key-of-alice"}, False, "nobody is an admin"),
+        ({"host": "::", "api_key": "key-of-alice", "uds": "/run/paceline.sock"}, True, "every client"),
+        ({"host": "0.0.0.0", "api_key": "key-of-alice", "admin_key": "key-of-root"}, False, None),
+    ],
+)
+async def test_who_is_an_admin_without_a_key(
+    make_gate: MakeGate, caplog: pytest.LogCaptureFixture, options: dict[str, str], is_admin: bool, who: str | None
+) -> None:
+    with caplog.at_level(logging.WARNING, "paceline"):
+        gate = make_gate(**options)
+    assert [who in record.message for record in caplog.records if "admin" in record.message] == [True] * (
+        who is not None
+    )
+    answer = await gate.ask("/fleet", HERE, authorization="Bearer key-of-alice")
+    assert answer.status_code == (200 if is_admin else 403)
+    if not is_admin:
+        assert "PACELINE_ADMIN_KEY" in answer.text or "send an admin key" in answer.text
+        trace = await gate.ask("/v1/batches", HERE, authorization="Bearer key-of-alice")
+        assert trace.status_code != 403
+
+
+async def test_nobody_is_an_admin_after_a_proxy_was_seen(make_gate: MakeGate) -> None:
+    gate = make_gate(api_key="key-of-alice")
+    key = {"authorization": "Bearer key-of-alice"}
+    await gate.ask("/v1/models", x_forwarded_for="203.0.113.9")  # a stranger, who is refused
+    assert (await gate.ask("/fleet", **key)).status_code == 200
+    await gate.ask("/v1/models", x_forwarded_for="203.0.113.9", **key)
+    assert (await gate.ask("/fleet", **key)).status_code == 403
 
 
 async def test_a_proxy_without_an_admin_key_is_warned_of_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.client import GatewayClient
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, UnavailableError
 from paceline.run_batch import Output, run_batch
 from paceline.services.gateway.batch_api import routes
 from tests.services.gateway.batch_api.conftest import StartBatches, line
@@ -123,12 +124,48 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["link", "out.jsonl", "real"]
 
 
-def test_a_link_that_another_user_has_put_beside_the_output_is_not_followed(tmp_path: Path) -> None:
-    victim, target = tmp_path / "victim", tmp_path / "out.jsonl"
-    victim.write_text("kept")
-    (tmp_path / ".out.jsonl.new").symlink_to(victim)
-    Output(target).write([b"a"])
-    assert (victim.read_text(), target.read_bytes(), target.is_symlink()) == ("kept", b"a\n", False)
+def test_only_its_owner_reads_a_new_output(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    Output(target).write([b"secret"])
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    target.chmod(0o644)  # who has made the file decides
+    Output(target).write([b"more"])
+    assert (stat.S_IMODE(target.stat().st_mode), target.read_bytes()) == (0o644, b"more\n")
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("trap", ["link", "open folder", "file"])
+def test_what_another_user_has_put_beside_the_output_is_not_used(tmp_path: Path, trap: str) -> None:
+    beside, other = tmp_path / ".out.jsonl.paceline", tmp_path / "other"
+    other.mkdir(mode=0o700)
+    match trap:
+        case "link":
+            beside.symlink_to(other)
+        case "open folder":
+            beside.mkdir()
+            beside.chmod(0o777)
+        case _:
+            beside.touch()
+    with pytest.raises(ConfigError, match="remove it, or give another output"), Output(tmp_path / "out.jsonl").store():
+        pass
+    assert not list(other.iterdir())
+
+
+def test_the_store_beside_the_output_is_private_and_stays_until_the_answers_are_written(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out.jsonl")
+    kept = tmp_path / ".out.jsonl.paceline" / "store.db"
+
+    def fail() -> None:
+        with output.store() as store:
+            store.touch()
+            raise UnavailableError("ended")
+
+    with pytest.raises(UnavailableError):
+        fail()
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    with output.store() as again:
+        assert (again, again.exists()) == (kept, True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_pipes_are_written_to_as_devices_are(tmp_path: Path) -> None:
