@@ -64,7 +64,7 @@ class Pins:
         for role in ROLES:
             if (value := found.get(role.encode())) is None:
                 continue
-            if value.isdigit():
+            if value.isdigit() and len(value) < 7:  # a longer one is none of a gateway's
                 self.now[role] = int(value)
             else:
                 self.now.pop(role, None)

@@ -198,7 +198,8 @@ async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
     names = sorted(await cast(Awaitable[set[bytes]], client.smembers(names_key(cluster))))
     if not names:
         return []
-    keys = [member_key(cluster, name.decode()) for name in names]
+    # A name that is no text is none of ours. Under the replaced name there is no value, so it is taken off the list.
+    keys = [member_key(cluster, name.decode(errors="replace")) for name in names]
     values = cast(list[bytes | None], await client.mget(keys))
     if ended := [name for name, value in zip(names, values) if value is None]:
         await client.srem(names_key(cluster), *ended)

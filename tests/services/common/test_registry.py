@@ -118,6 +118,16 @@ async def listed_as(state: State, client: Redis, cluster: str) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_a_name_that_is_no_text_leaves_the_others_listed(redis_server: str) -> None:
+    """A planner that could not read the members would stop."""
+    cluster = uuid.uuid4().hex
+    async with contextlib.aclosing(connect(redis_server)) as client:
+        await registry.write_member(client, cluster, MEMBER)
+        await client.sadd(registry.names_key(cluster), b"\xff\xfe", b"")
+        assert await read_members(client, cluster) == [MEMBER]
+        assert await client.smembers(registry.names_key(cluster)) == {MEMBER.worker_id.encode()}
+
+
 async def test_redis_forgets_who_renews_no_more(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "TTL_SECONDS", 100.0)
     cluster = uuid.uuid4().hex
