@@ -145,7 +145,7 @@ async def test_json_after_reasoning_is_whole_in_one_verified_run(client: AsyncOp
 
 
 async def test_drafts_after_reasoning_keep_to_the_grammar(client: AsyncOpenAI) -> None:
-    """vLLM #44993, #55313: fences, doubled braces, or blanks without end, because drafts after reasoning were unchecked.
+    """vLLM #44993 and #55313: fences, doubled braces, or blanks without end, from drafts that nobody checked.
 
     The fault: the drafts of one step end the reasoning and go on with what the grammar forbids.
     """
