@@ -164,7 +164,10 @@ class ModelFleet:
         return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
 
     def waiting_requests(self) -> int:
-        """Return how many sequences wait for room on a worker, at all gateways. What others say is up to a second old."""
+        """Return how many sequences wait for a worker to have room, at all gateways.
+
+        What others say is up to a second old.
+        """
         others = (each for each in self.fleet.gateways if each.worker_id != self._shared.gateway_id)
         return len(self.runner.queue) + sum(other.load.waiting for other in others)
 
