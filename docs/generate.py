@@ -115,7 +115,8 @@ def _worker_metrics() -> Iterator[tuple[str, str, str, str]]:
 
 def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
     idle: Any = SimpleNamespace(
-        sequences=SimpleNamespace(count=0),
+        running=0,
+        waiting=0,
         queue=AdmissionQueue(1, 1.0),
         first_worker=(),
         starter=SimpleNamespace(),

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 END = "<|im_end|>"
-POSITIONS = 1280
+POSITIONS = 1536
 SPACE = 256
 """Positions for each script: its prompt ends where its place begins, so a prompt may have this many tokens."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +69,11 @@ async def complete(client: httpx.AsyncClient, model: str, prompt: str) -> httpx.
     return await client.post("/v1/completions", json={"model": model, **body})
 
 
+async def scale(client: httpx.AsyncClient, model: str, decode: int) -> None:
+    answer = await client.post("/fleet/scale", json={"model": model, "decode": decode})
+    assert answer.status_code == 200, answer.text
+
+
 async def check_tokens(client: httpx.AsyncClient, expected: Expected, *models: str) -> None:
     """Ask the models all prompts at the same time, and compare the tokens."""
     asked = [(model, index) for index in range(len(ASKED)) for model in models]
@@ -110,12 +117,38 @@ async def test_two_models_behind_one_gateway(stack: Stack, expected: Expected) -
         assert sizes == {"plain": 4, "org/hybrid": 6}
         assert [each["model_name"] for each in fleet["planners"]] == ["org/hybrid"]
 
-        # A fleet without a decode worker leaves the other one alone.
-        scaled = await client.post("/fleet/scale", json={"model": "plain", "decode": 0})
-        assert scaled.status_code == 200, scaled.text
+        # A fleet without a decode worker leaves the other one alone, and its requests wait for the next worker.
+        await scale(client, "plain", decode=0)
         async with asyncio.timeout(60):
             while (await client.get("/health", params={"model": "plain"})).is_success:
                 await asyncio.sleep(0.1)
-        assert (await complete(client, "plain", "x")).status_code == 503
+        waiting = asyncio.create_task(check_tokens(client, expected, "plain"))
         assert (await client.get("/health")).is_success
         await check_tokens(client, expected, "org/hybrid")
+        await scale(client, "plain", decode=1)
+        await check_tokens(client, expected, "plain")
+        await waiting
+
+
+async def test_no_request_fails_while_the_only_decode_worker_is_killed_or_another_one_is_started_in_vain(
+    stack: Stack, expected: Expected
+) -> None:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+        enough = asyncio.Event()
+
+        async def keep_asking() -> None:
+            while not enough.is_set():
+                await check_tokens(client, expected, "plain")
+
+        async with asyncio.TaskGroup() as asking:
+            for _ in range(2):
+                asking.create_task(keep_asking())
+            await check_tokens(client, expected, "plain")
+            # The one that serves stays, although it is older and has no more work.
+            await scale(client, "plain", decode=2)
+            await scale(client, "plain", decode=1)
+            await check_tokens(client, expected, "plain")
+            (pid,) = stack.living("plain/decode")
+            os.kill(pid, signal.SIGKILL)
+            await check_tokens(client, expected, "plain")
+            enough.set()

@@ -30,6 +30,7 @@ SCRIPTS = {
     "text and two calls": f"Sure.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>",
     "thinking and call": f"<think>\nI ask.\n</think>\n\nOk.\n<tool_call>\n{CALL}\n</tool_call>",
     "thinking and JSON": f"<think>\nShe was 36.\n</think>\n\n{DATA}",
+    "thinking and no JSON": "<think>\nHm.\n</think>\n\n```json\n{{" + 200 * " ",
 }
 TOOLS: list[Any] = [
     {
@@ -141,6 +142,17 @@ async def test_json_after_reasoning_is_whole_in_one_verified_run(client: AsyncOp
         while await accepted_drafts(scripted) < wanted:
             await asyncio.sleep(0.2)
     await scripted.settled()
+
+
+async def test_drafts_after_reasoning_keep_to_the_grammar(client: AsyncOpenAI) -> None:
+    """vLLM #44993 and #55313: fences, doubled braces, or blanks without end, from drafts that nobody checked.
+
+    The fault: the drafts of one step end the reasoning and go on with what the grammar forbids.
+    """
+    found = await asyncio.gather(*(read(client, "thinking and no JSON", response_format=FORMAT) for _ in range(4)))
+    for each in found:
+        assert each["reasoning"].strip() == "Hm."
+        assert re.match(r'\{\s{0,32}"name"\s{0,32}:\s{0,32}"', each["content"]), each["content"]
 
 
 async def test_whole_answers_have_the_escapes_of_the_model(client: AsyncOpenAI) -> None:

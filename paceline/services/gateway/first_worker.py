@@ -1,9 +1,9 @@
-"""Requests that wait until a fleet without ready decode workers has its first one, which loads the model or which a
-planner starts for them."""
+"""Requests that wait while no worker is ready that could begin their work."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from paceline.core.errors import UnavailableError
@@ -13,17 +13,21 @@ from paceline.services.gateway.queueing.shedding import RefusedError
 
 
 class FirstWorker:
-    """The place where requests wait while no worker serves that could begin their work.
+    """The place where requests wait while no worker is ready for them.
 
-    They are not in the queue, whose limits are times that a worker which runs already may need.
+    A worker may load the model, or be about to start: a process that imports its libraries, a pod that is scheduled and
+    a worker that is started again after a crash are not known to Redis yet. So requests wait whatever the reason. They
+    are not in the queue, whose limits are times that a worker which runs already may need.
 
     Args:
         max_waiting: most requests that wait here.
+        queue_seconds: the longest wait of a request that no worker has begun.
     """
 
-    def __init__(self, fleet: Fleet, max_waiting: int) -> None:
+    def __init__(self, fleet: Fleet, max_waiting: int, queue_seconds: float) -> None:
         self._fleet = fleet
         self._max_waiting = max_waiting
+        self._queue_seconds = queue_seconds
         self._waiting = 0
         self._aborted = False
         self.on_wait: Callable[[], object] = lambda: None
@@ -38,33 +42,39 @@ class FirstWorker:
         self._aborted = True
 
     async def wait(self, seconds: float, decodes: bool = True, is_served: bool = False) -> None:
-        """Return when a worker is ready, or when none is starting and no planner is about to start one.
+        """Return when a worker is ready.
 
         Args:
-            seconds: the longest wait.
+            seconds: the longest wait if the client has a part of its answer, or if a planner starts a worker for the
+                request. Otherwise the wait also ends after `queue_seconds`.
             decodes: whether the work needs a decode worker.
             is_served: whether the client has a part of its answer. Then it waits however many others do.
 
         Raises:
             RefusedError: too many requests wait.
-            UnavailableError: the wait was longer than `seconds`.
+            UnavailableError: no worker was ready in time.
             LeavingError: the gateway ends.
         """
-        if not self._fleet.awaits_first_worker(decodes):
+        if self._fleet.has_worker(decodes):
             return
         if self._waiting >= self._max_waiting and not is_served:
-            message = "no worker runs yet and as many requests as may wait for the first one; try again later"
+            message = "no worker is ready and as many requests as may wait for one do so; try again later"
             raise RefusedError(message, "queue_full")
         self._waiting += 1
         if self._waiting == 1:
             self.on_wait()
+        begun = time.monotonic()
         try:
-            async with asyncio.timeout(seconds):
-                while self._fleet.awaits_first_worker(decodes):
-                    await self._fleet.refreshed()
-                    if self._aborted:
-                        raise LeavingError
-        except TimeoutError:
-            raise UnavailableError(f"no worker has started within {seconds:g} seconds; try again later") from None
+            while not self._fleet.has_worker(decodes):
+                is_patient = is_served or self._fleet.may_be_empty
+                most = seconds if is_patient else min(seconds, self._queue_seconds)
+                try:
+                    async with asyncio.timeout(begun + most - time.monotonic()):
+                        await self._fleet.refreshed()
+                except TimeoutError:
+                    message = f"no worker was ready within {most:.3g} seconds; try again later"
+                    raise UnavailableError(message) from None
+                if self._aborted:
+                    raise LeavingError
         finally:
             self._waiting -= 1

@@ -26,7 +26,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.candidate_table import CandidateTable
 from paceline.services.gateway.candidates import Link
 from paceline.services.gateway.ends import Ends
-from paceline.services.gateway.fleet_summary import FleetSummary, serves
+from paceline.services.gateway.fleet_summary import FleetSummary
 from paceline.services.gateway.members import Members
 from paceline.services.gateway.remote_worker import RemoteWorker
 from paceline.services.gateway.worker_calls import RECENT_SECONDS
@@ -44,12 +44,9 @@ class Fleet:
     Args:
         model: this gateway's model. Workers with another model are shown, but get no requests.
         credentials: what this gateway shows to the members, and wants to see of them.
-        return_seconds: time in which a decode worker that failed may come back.
     """
 
-    def __init__(
-        self, redis: Redis, cluster: str, model: ModelFiles, credentials: Credentials, return_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, redis: Redis, cluster: str, model: ModelFiles, credentials: Credentials) -> None:
         self.model = model.digest
         self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
         self._members = Members(
@@ -59,7 +56,7 @@ class Fleet:
             credentials,
             on_figures=self._note_change,
             on_standing=self._note_standing,
-            on_failure=self._note_failure,
+            on_failure=lambda worker: self.ends.note(worker.member.worker_id),
         )
         self._workers = self._members.workers
         self._tasks: set[asyncio.Task[None]] = set()
@@ -79,9 +76,6 @@ class Fleet:
         self._refreshed = asyncio.Event()
         self._longest = 0
         """The longest context of workers that were ready, for a time when none is."""
-        self._return_seconds = return_seconds
-        self._failed: dict[str, float] = {}
-        """Decode workers that failed and have not come back: the time of the failure by id, on time.monotonic()."""
 
     async def start(self) -> None:
         """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
@@ -147,27 +141,23 @@ class Fleet:
         return self._summary
 
     def max_model_len(self, decodes: bool = True) -> int:
-        """Return the longest context that a worker takes; 0 if no worker is ready and none is expected to be soon.
+        """Return the longest context that a worker takes; 0 if no worker was ever ready.
 
-        Workers set aside count, too. If none is left, the last known length is returned while workers may come back.
+        Workers set aside count, too. If none is left, the last known length is returned, because others may come.
 
         Args:
             decodes: whether the work needs a decode worker. If no prefill worker is ready, all work does.
         """
         found = self.summary.max_model_len if decodes else self.summary.max_computing_len
-        if found:
-            self._longest = found
-        is_expected = self.may_be_empty or self.is_starting or self._may_return
-        return found or (self._longest if is_expected else 0)
+        return found or self._longest
 
-    def awaits_first_worker(self, decodes: bool) -> bool:
-        """Return whether no worker is ready for some work, and one is starting, or a planner starts one for requests.
+    def has_worker(self, decodes: bool) -> bool:
+        """Return whether a worker is ready for some work.
 
         Args:
             decodes: see `max_model_len`.
         """
-        is_served = self.has_decode_worker or (not decodes and self.summary.max_computing_len > 0)
-        return not is_served and (self.may_be_empty or self.is_starting)
+        return self.summary.has_decode_worker or (not decodes and self.summary.has_prefill_worker)
 
     @property
     def has_decode_worker(self) -> bool:
@@ -183,16 +173,6 @@ class Fleet:
     def may_be_empty(self) -> bool:
         """Whether a planner scales this fleet that starts decode workers when requests come, and may leave none."""
         return self.summary.may_be_empty
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether a worker is loading the model."""
-        return self.summary.is_starting
-
-    @property
-    def _may_return(self) -> bool:
-        """Whether a decode worker that failed lately may come back. One that drained does not."""
-        return time.monotonic() < max(self._failed.values(), default=float("-inf")) + self._return_seconds
 
     async def refreshed(self) -> None:
         """Wait until the members have been read again."""
@@ -262,18 +242,9 @@ class Fleet:
     def _see(self) -> None:
         """Take up what a part of the news has changed."""
         self.snapshot()
-        if not self.has_served.is_set() and (self.summary.max_model_len or self.summary.max_computing_len):
+        if longest := self.summary.max_model_len or self.summary.max_computing_len:
+            self._longest = longest
             self.has_served.set()
-
-    def _note_failure(self, worker: RemoteWorker) -> None:
-        """Record that a worker has failed, before it is set aside or replaced."""
-        self.ends.note(worker.member.worker_id)
-        # A worker that ends in order takes itself off the list first.
-        is_decoding = worker.member.role == "decode" and worker.available and serves(worker, self.model)
-        if worker.listed and is_decoding:
-            now = time.monotonic()
-            lately = {name: at for name, at in self._failed.items() if at > now - self._return_seconds}
-            self._failed = {**lately, worker.member.worker_id: now}
 
     def _note_change(self, worker: RemoteWorker) -> None:
         self._changed.add(worker)
@@ -282,8 +253,6 @@ class Fleet:
 
     def _note_standing(self, worker: RemoteWorker) -> None:
         """Note that what the whole fleet can do may have changed with a worker, or that the worker has gone."""
-        if worker.available and not worker.gone and serves(worker, self.model):
-            self._failed.pop(worker.member.worker_id, None)  # it is back
         self._changed.add(worker)
         self._summary = None
         self._close_when_idle(worker)

@@ -17,10 +17,10 @@ class FleetSummary:
     """The longest context that a ready decode worker takes, even if it is set aside; 0 if none is ready."""
     max_computing_len: int
     """The same for work that needs no decoding: of prefill workers, or of decode workers without a prefill worker."""
-    is_starting: bool
-    """Whether a worker is loading the model."""
+    has_prefill_worker: bool
+    """Whether a prefill worker is ready and not set aside."""
     has_decode_worker: bool
-    """Whether a decode worker is ready and not set aside."""
+    """The same for a decode worker."""
     has_planner: bool
     """Whether a planner scales this fleet, or shows how it would."""
     may_be_empty: bool
@@ -34,32 +34,32 @@ class FleetSummary:
             model: the digest of the gateway's model.
         """
         longest = {"prefill": 0, "decode": 0}
-        is_starting = has_decode_worker = has_planner = may_be_empty = False
+        available: set[str] = set()
+        has_planner = may_be_empty = False
         for worker in members:
             member = worker.member
             if serves(worker, model):
                 longest[member.role] = max(longest[member.role], member.max_model_len)
-                has_decode_worker |= member.role == "decode" and worker.available
-            elif serves(worker, model, "starting"):
-                is_starting = True
+                if worker.available:
+                    available.add(member.role)
             elif member.role == "planner" and worker.available:
                 has_planner, plan = True, member.plan
                 may_be_empty |= plan.leads and not plan.advisory and "decode" in plan.may_be_empty
         return FleetSummary(
             max_model_len=longest["decode"],
             max_computing_len=longest["prefill"] or longest["decode"],
-            is_starting=is_starting,
-            has_decode_worker=has_decode_worker,
+            has_prefill_worker="prefill" in available,
+            has_decode_worker="decode" in available,
             has_planner=has_planner,
             may_be_empty=may_be_empty,
         )
 
 
-def serves(worker: RemoteWorker, model: str, state: str = "ready") -> bool:
-    """Return whether this is a prefill or decode worker of a model, in a state, and not shut out."""
+def serves(worker: RemoteWorker, model: str) -> bool:
+    """Return whether this is a prefill or decode worker of a model that is ready and not shut out."""
     member = worker.member
     has_role = member.role == "decode" or member.role == "prefill"
-    return has_role and member.model == model and member.state == state and not worker.is_shut_out
+    return has_role and member.model == model and member.state == "ready" and not worker.is_shut_out
 
 
 def facts_of(member: Member) -> tuple[object, ...]:

@@ -70,12 +70,10 @@ class Metrics:
             return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
 
         running = gauge("num_requests_running", "Sequences that are being generated")
-        running.set_function(lambda: runner.sequences.count - len(runner.queue))
-        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(
-            lambda: len(runner.queue) + len(runner.first_worker)
-        )
+        running.set_function(lambda: runner.running)
+        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: runner.waiting)
         help = (
-            "Waiting sequences. capacity: no worker has room. no_worker: the fleet has none yet. deferred: they wait "
+            "Waiting sequences. capacity: no worker has room. no_worker: no worker is ready. deferred: they wait "
             "for other sequences of their request"
         )
         by_reason = Gauge(

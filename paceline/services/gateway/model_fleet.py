@@ -88,7 +88,7 @@ class ModelFleet:
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False
-        self.fleet = Fleet(shared.redis, config.cluster, tokenizer.files, shared.credentials, config.queue_seconds)
+        self.fleet = Fleet(shared.redis, config.cluster, tokenizer.files, shared.credentials)
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)
@@ -164,7 +164,10 @@ class ModelFleet:
         return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
 
     def waiting_requests(self) -> int:
-        """Return how many sequences wait for a worker, at all gateways. What others say is up to a second old."""
+        """Return how many sequences wait for a worker to have room, at all gateways.
+
+        What others say is up to a second old.
+        """
         others = (each for each in self.fleet.gateways if each.worker_id != self._shared.gateway_id)
         return len(self.runner.queue) + sum(other.load.waiting for other in others)
 
@@ -183,21 +186,18 @@ class ModelFleet:
             raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
 
     async def _wait_for_workers(self, decodes: bool) -> None:
-        """Wait while no worker serves and one loads the model, but no longer than a request may wait for a worker.
+        """Wait while no worker is ready, but no longer than a request may wait for one.
 
         Args:
             decodes: whether the work needs a decode worker.
 
-        Raises BusyError or UnavailableError if no worker has started in time.
+        Raises BusyError or UnavailableError if no worker was ready in time.
         """
-        if self.fleet.awaits_first_worker(decodes):
-            # A planner sees the request and starts a worker for it, and only then does the worker load the model.
-            seconds = self.config.request_seconds if self.fleet.may_be_empty else self.config.queue_seconds
+        if not self.fleet.has_worker(decodes):
             with self.runner.traffic.early():
-                await self.runner.first_worker.wait(seconds, decodes)
+                await self.runner.first_worker.wait(self.config.request_seconds, decodes)
 
     def _describe(self) -> Member:
-        waiting = len(self.runner.queue)
         return Member(
             worker_id=self._shared.gateway_id,
             role="gateway",
@@ -205,7 +205,7 @@ class ModelFleet:
             address=self._shared.address,
             host_id="",
             state="draining" if self._draining else "ready",
-            load=LoadReport(running=self.runner.sequences.count - waiting, waiting=waiting),
+            load=LoadReport(running=self.runner.running, waiting=len(self.runner.queue)),
             keys=self._shared.key_uses(),
             traffic=self.runner.traffic.report(),
         )

@@ -89,7 +89,7 @@ def add_operations(router: APIRouter, gateway: Gateway) -> None:
         fleets = await asyncio.gather(*(_describe_fleet(each, leases) for each in models))
         return {
             **{part: [entry for fleet in fleets for entry in fleet[part]] for part in ("workers", "hosts", "planners")},
-            "waiting": sum(len(each.runner.queue) for each in models),
+            "waiting": sum(each.runner.waiting for each in models),
         }
 
     @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))

@@ -63,7 +63,7 @@ class SequenceRunner:
         self._placements = placements
         self.hints = HintSender(fleet.host)
         self.traffic = TrafficBook()
-        self.first_worker = FirstWorker(fleet, config.max_waiting)
+        self.first_worker = FirstWorker(fleet, config.max_waiting, config.queue_seconds)
         self.sequences = InUse()
         """Sequences that wait or run."""
         self._background = 0
@@ -77,6 +77,16 @@ class SequenceRunner:
     def client_sequences(self) -> int:
         """Number of sequences of clients that wait or run."""
         return self.sequences.count - self._background
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences, and of requests that are not planned yet, that wait for a worker."""
+        return len(self.queue) + len(self.first_worker)
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that do not wait for a worker."""
+        return self.sequences.count - (self.waiting - self.traffic.early_requests)
 
     def abort(self) -> None:
         """End all attempts. Each sequence fails with UnavailableError."""

@@ -118,6 +118,11 @@ class TrafficBook:
         finally:
             del self._early[token]
 
+    @property
+    def early_requests(self) -> int:
+        """Number of requests that wait before they can be planned."""
+        return len(self._early)
+
     def report(self) -> TrafficReport:
         """Return all totals, and how many sequences wait now."""
         now = time.monotonic()

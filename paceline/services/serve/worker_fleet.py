@@ -33,6 +33,8 @@ class Worker:
     process: ManagedProcess = field(init=False)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     """Tasks that must be cancelled before the process is stopped."""
+    waits: bool = False
+    """Whether it is to drain and goes on to serve until another worker of its role is ready."""
 
 
 class WorkerFleet:
@@ -162,15 +164,22 @@ class WorkerFleet:
     def give_up(self, process: ManagedProcess) -> bool:
         """Forget a worker whose process keeps ending, unless it is the only prefill or decode worker.
 
+        If a worker was to drain as soon as the forgotten one is ready, it stays in its place.
+
         Returns whether the process was a worker's and is forgotten.
         """
-        for role, workers in self._workers.items():
-            for worker in workers:
-                if worker.process is process and (len(workers) > 1 or role == "encode"):
-                    workers.remove(worker)
-                    self._given_up[role] += 1
-                    return True
-        return False
+        worker = next((each for each in itertools.chain(*self._workers.values()) if each.process is process), None)
+        if worker is None:
+            return False
+        role, workers = worker.role, self._workers[worker.role]
+        if len(workers) == 1:
+            if (waiting := next((each for each in self._draining[role] if each.waits), None)) is not None:
+                self._stay(waiting)
+            elif role != "encode":
+                return False
+        workers.remove(worker)
+        self._given_up[role] += 1
+        return True
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return the tasks that have to be cancelled before `stop`."""
@@ -216,12 +225,24 @@ class WorkerFleet:
     def _begin_drain(self, worker: Worker) -> None:
         self._workers[worker.role].remove(worker)
         self._draining[worker.role].add(worker)
+        worker.waits = True
         for task in worker.tasks:
             task.cancel()
         worker.tasks = [asyncio.create_task(self._end(worker), name=f"drain {worker.name}")]
 
+    def _stay(self, worker: Worker) -> None:
+        """Keep a worker that waits for another one to be ready before it drains."""
+        for task in worker.tasks:
+            task.cancel()
+        worker.waits = False
+        self._draining[worker.role].discard(worker)
+        self._workers[worker.role].insert(0, worker)
+        worker.tasks = [self._supervise(worker.process)]
+        self._tell(f"  {worker.name:<12} goes on, because no other worker of its role can be started")
+
     async def _end(self, worker: Worker) -> None:
         await self._replaced(worker)
+        worker.waits = False
         self._tell(f"  {worker.name:<12} drains")
         await self._drain(worker.process)
         self._draining[worker.role].discard(worker)

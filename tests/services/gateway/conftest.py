@@ -48,7 +48,7 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 class Cluster:
     """A gateway's view of the fleet, and the toy workers in it."""
 
-    def __init__(self, redis_url: str, credentials: Credentials, return_seconds: float = 0.0) -> None:
+    def __init__(self, redis_url: str, credentials: Credentials) -> None:
         self.redis = connect(redis_url)
         self.name = uuid.uuid4().hex
         self.fleet = Fleet(
@@ -56,7 +56,6 @@ class Cluster:
             self.name,
             ModelFiles("", {"config.json": "same", "tokenizer.json": "own"}),
             credentials,
-            return_seconds,
         )
         self._redis_url = redis_url
         self._workers: list[ToyWorker] = []

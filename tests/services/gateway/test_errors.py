@@ -289,7 +289,7 @@ async def test_a_model_that_is_not_served(stack: Stack) -> None:
 
 
 async def test_no_worker(start_stack: StartStack) -> None:
-    stack = await start_stack(prefill=1, decode=0)
+    stack = await start_stack(prefill=1, decode=0, queue_seconds=0.2)
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
         response = await stack.post(path, **body, stream=True)
         assert error_of(response, 503)["code"] == "service_unavailable"

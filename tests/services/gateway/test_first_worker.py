@@ -70,12 +70,12 @@ async def test_a_planner_that_keeps_a_worker_makes_no_request_wait(start_stack: 
 async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
     planner = ToyPlanner("decode")
     await planner.start(cluster._redis_url, cluster.name)
-    await eventually(lambda: cluster.fleet.awaits_first_worker(decodes=True))
-    place, told = FirstWorker(cluster.fleet, max_waiting=1), asyncio.Event()
+    await eventually(lambda: cluster.fleet.may_be_empty)
+    place, told = FirstWorker(cluster.fleet, max_waiting=1, queue_seconds=0.0), asyncio.Event()
     place.on_wait = told.set
     first = asyncio.create_task(place.wait(20))
     await told.wait()
-    with pytest.raises(BusyError, match="no worker runs yet"):
+    with pytest.raises(BusyError, match="no worker is ready"):
         await place.wait(20)
     await cluster.add("d")
     await first
@@ -86,8 +86,8 @@ async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
 async def test_requests_end_with_the_gateway(cluster: Cluster) -> None:
     planner = ToyPlanner("decode")
     await planner.start(cluster._redis_url, cluster.name)
-    await eventually(lambda: cluster.fleet.awaits_first_worker(decodes=True))
-    place = FirstWorker(cluster.fleet, max_waiting=1)
+    await eventually(lambda: cluster.fleet.may_be_empty)
+    place = FirstWorker(cluster.fleet, max_waiting=1, queue_seconds=0.0)
     waiting = asyncio.create_task(place.wait(20))
     place.abort()
     with pytest.raises(LeavingError):

@@ -46,11 +46,12 @@ def test_who_takes_no_requests_does_not_count(other: dict[str, object]) -> None:
 def test_who_is_set_aside_may_come_back() -> None:
     found = summary(worker("decode", set_aside=True))
     assert (found.max_model_len, found.has_decode_worker) == (512, False)
+    found = summary(worker("prefill", set_aside=True), worker("decode"))
+    assert (found.has_prefill_worker, found.has_decode_worker) == (False, True)
 
 
 def test_a_starting_worker_is_not_ready() -> None:
-    found = summary(worker("prefill", state="starting"))
-    assert (found.is_starting, found.max_computing_len) == (True, 0)
+    assert summary(worker("prefill", state="starting"), worker("decode", state="starting")) == NOTHING
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,11 @@ async def test_a_fleet_without_workers_leaves_the_others_alone(models: Models) -
     await lost.stop()
     await eventually(lambda: models.is_gone(TWO))
     assert (await models.http.get("/health")).status_code == 200
-    assert (await models.complete(TWO)).status_code == 503
+    waiting = asyncio.create_task(models.complete(TWO))
     assert await models.text(ONE) == "11111"
+    assert not waiting.done()
+    await models.add(TWO)
+    assert (await waiting).status_code == 200
 
 
 async def test_a_full_fleet_leaves_the_others_alone(models: Models) -> None:

@@ -210,7 +210,7 @@ async def test_workers_that_refuse_cost_no_attempt(start_stack: StartStack) -> N
 
 
 async def test_workers_of_another_model_get_nothing(start_stack: StartStack) -> None:
-    stack = await start_stack(decode=0, prefill=0)
+    stack = await start_stack(decode=0, prefill=0, queue_seconds=0.2)
     stranger = ToyWorker("decode", "stranger")
     stranger.model = "another"
     stack.workers["stranger"] = await stranger.start(stack.redis_url, stack.cluster)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
+from paceline.services.common.registry import Role
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
@@ -21,6 +23,17 @@ def drain(worker: ToyWorker) -> None:
 async def is_draining(stack: Stack, worker: ToyWorker) -> bool:
     workers = (await stack.http.get("/fleet")).json()["workers"]
     return [each["state"] for each in workers if each["worker_id"] == worker.worker_id] == ["draining"]
+
+
+async def counts(stack: Stack, running: int, waiting: int) -> bool:
+    """Return whether metrics and fleet say that so many requests run and wait."""
+    metrics = (await stack.http.get("/metrics")).text
+    found = (
+        re.search(rf"^paceline:num_requests_{state}{{.*}} (.*)$", metrics, re.MULTILINE)
+        for state in ("running", "waiting")
+    )
+    told = (await stack.http.get("/fleet")).json()["waiting"]
+    return [told, *(float(each[1]) for each in found if each)] == [waiting, running, waiting]
 
 
 async def test_a_stream_goes_on_elsewhere_and_no_attempt_is_spent(start_stack: StartStack) -> None:
@@ -88,6 +101,22 @@ async def test_a_request_waits_for_a_worker_that_starts_although_others_have_ser
     assert (await asking).status_code == 200
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_request_waits_although_no_worker_is_known_to_start(role: Role, start_stack: StartStack) -> None:
+    """A process that imports its libraries, or that is started again after a crash, is not registered yet."""
+    scoring = {"max_tokens": 0, "echo": True, "logprobs": 1} if role == "prefill" else {"max_tokens": 3}
+    stack = await start_stack(prefill=int(role == "prefill"), decode=int(role == "decode"))
+    assert (await stack.post("/v1/completions", prompt="abc", **scoring)).status_code == 200
+    await stack.workers.pop(f"{role}-0").stop()
+    await eventually(stack.sees_all)
+    asking = asyncio.create_task(stack.post("/v1/completions", prompt="abc", **scoring))
+    await eventually(lambda: counts(stack, running=0, waiting=1))
+    assert not asking.done()
+    await stack.add(role, "new")
+    assert (await asking).status_code == 200
+    await eventually(lambda: counts(stack, running=0, waiting=0))
+
+
 async def test_scores_do_not_wait_for_a_decode_worker(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=1, decode=0)
     await stack.add("decode", "loading", state="starting")
@@ -109,7 +138,7 @@ async def test_answers_that_have_begun_wait_for_a_worker_that_starts_however_man
     await eventually(stack.sees_all)
     await stack.workers.pop("decode-0").stop()
     await eventually(stack.sees_all)
-    await asyncio.sleep(0.5)
+    await eventually(lambda: counts(stack, running=0, waiting=3))
     assert not any(each.done() for each in asking)
     worker.state = "ready"
     assert [(await each).status_code for each in asking] == [200, 200, 200]

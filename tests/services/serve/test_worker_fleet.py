@@ -28,6 +28,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.drained: list[str] = []
+        self.supervised: list[str] = []
         self.starts_at_once = True
         self.processes: dict[str, ToyProcess] = {}
         self.flipped: list[tuple[str, Role]] = []
@@ -35,7 +36,7 @@ class Fleet:
         self.during_flip: Callable[[Worker, Role], Awaitable[None]] = lambda worker, role: asyncio.sleep(0)
         self.workers = WorkerFleet(
             self._make,
-            lambda process: asyncio.create_task(asyncio.sleep(0)),
+            self._supervise,
             self._drain,
             self._flip,
             lambda added: None,
@@ -45,6 +46,10 @@ class Fleet:
     def _make(self, worker: Worker) -> ManagedProcess:
         self.processes[worker.name] = ToyProcess(worker, self.starts_at_once)
         return cast(ManagedProcess, self.processes[worker.name])
+
+    def _supervise(self, process: ManagedProcess) -> asyncio.Task[None]:
+        self.supervised.append(cast(Any, process).worker.name)
+        return asyncio.create_task(asyncio.sleep(0))
 
     async def _drain(self, process: ManagedProcess) -> None:
         self.drained.append(cast(Any, process).worker.name)
@@ -113,6 +118,34 @@ async def test_the_last_worker_that_serves_drains_when_another_one_serves(
     async with asyncio.timeout(10.0):
         while "decode-0" not in own.drained:
             await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "encode"])
+async def test_a_worker_that_waits_to_drain_stays_if_its_replacement_is_given_up(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_fleet, "LOOK_SECONDS", 0.001)
+    own = await fleet(**{role: 1})
+    own.starts_at_once = False
+    await own.workers.scale({role: 3})
+    await own.workers.drain([f"{role}-0"])
+    for name in (f"{role}-1", f"{role}-2"):
+        assert own.workers.give_up(cast(ManagedProcess, own.processes[name]))
+    await asyncio.sleep(0.02)
+    assert own.drained == []
+    assert own.workers.state()[role] == {"wanted": 1, "ready": 1, "draining": 0, "given_up": 2}
+    assert own.supervised[-1] == f"{role}-0"
+    await own.workers.scale({role: 0})
+    await asyncio.sleep(0.02)
+    assert own.drained == [f"{role}-0"]
+
+
+async def test_the_only_worker_is_not_given_up() -> None:
+    own = await fleet(prefill=1, decode=2)
+    await own.workers.drain(["decode-0"])
+    await asyncio.sleep(0)  # decode-1 is ready, so decode-0 drains
+    assert not any(own.workers.give_up(cast(ManagedProcess, own.processes[name])) for name in own.processes)
+    assert own.wanted() == {"prefill": 1, "decode": 1}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

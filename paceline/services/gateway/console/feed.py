@@ -100,8 +100,8 @@ class Feed:
         """Add a sample to the history in each bin."""
         while True:
             with _logged_errors():
-                members, queue = self._fleet.workers(), self._runner.queue
-                levels = levels_of(members, self._runner.sequences.count - len(queue), len(queue))
+                members = self._fleet.workers()
+                levels = levels_of(members, self._runner.running, self._runner.waiting)
                 counters: dict[Service, Counters] = {}
                 for start in range(0, len(members), _PART):
                     counters |= counters_of(members[start : start + _PART])
@@ -125,11 +125,10 @@ class Feed:
                 self._watched.clear()
 
     async def _snapshot(self) -> Json:
-        waiting = len(self._runner.queue)
         return {
             "at": round(self._epoch + time.monotonic(), 1),
-            "running": self._runner.sequences.count - waiting,
-            "waiting": waiting,
+            "running": self._runner.running,
+            "waiting": self._runner.waiting,
             **await describe_fleet(self._fleet.workers()),
         }
 

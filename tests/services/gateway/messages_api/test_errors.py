@@ -131,7 +131,7 @@ async def test_a_conversation_that_is_too_long(desk: Desk) -> None:
 
 
 async def test_no_room_and_no_worker(desk: Desk, start_stack: StartStack) -> None:
-    stack = await start_stack(prefill=0, decode=0)
+    stack = await start_stack(prefill=0, decode=0, queue_seconds=0.2)
     body = {"max_tokens": 5, "messages": [USER]}
     for stream in (False, True):
         response = await stack.post("/v1/messages", **body, stream=stream)
