@@ -19,6 +19,7 @@ from paceline.core.errors import ConstraintError
 from paceline.core.grammar_errors import explain
 from paceline.core.json_grammar.compiler import Compiled, Options, compile_schema
 from paceline.core.json_grammar.conjunctions import Unenforced
+from paceline.core.json_grammar.notations import notation_of
 from paceline.core.types import ConstraintKind
 
 MAX_TEXT_BYTES = 128 << 10
@@ -154,7 +155,7 @@ def _options(schema: dict[str, Any] | bool) -> Options:
     """Return the options of a schema, and remove them from it. Raises ConstraintError if they are not the gateway's."""
     given = schema.pop(OPTIONS, {}) if isinstance(schema, dict) else {}
     options = Options()
-    known = {"whitespace_flexible", "whitespace_pattern", "closed", "tolerant"}
+    known = {"whitespace_flexible", "whitespace_pattern", "closed", "tolerant", "notation"}
     white_space = given.get("whitespace_pattern", options.white_space) if isinstance(given, dict) else 0
     if not isinstance(white_space, str | None) or not given.keys() <= known:
         raise ConstraintError(f"{OPTIONS} is not supported; leave it out")
@@ -162,6 +163,7 @@ def _options(schema: dict[str, Any] | bool) -> Options:
         white_space=white_space if given.get("whitespace_flexible", True) else None,
         closes=given.get("closed", True),
         is_lenient=given.get("tolerant", False),
+        notation=notation_of(given.get("notation")),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.json_grammar.builder import Builder, list_of
+from paceline.core.json_grammar.builder import Builder
 from paceline.core.json_grammar.conjunctions import Facts
 from paceline.core.json_grammar.facts import item_schemas, least_and_most, prefix_length
 from paceline.core.json_grammar.rules import Element, Repeat
@@ -27,13 +27,14 @@ def array_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
     most = None if high is None else high - count
     least = max(0, low - count)
     if count == 0:
-        return [['"["', list_of((rest,), least, most), '"]"']]
-    tail: list[Element] = [Repeat(('","', rest), least, most)]
+        return [builder.list_of((rest,), least, most)]
+    notation = builder.notation
+    tail: list[Element] = [Repeat((notation.comma, rest), least, most)]
     for index in range(count - 1, -1, -1):
         item = builder.value(item_schemas(facts, index))
-        elements = [item, *tail] if index == 0 else ['","', item, *tail]
+        elements = [item, *tail] if index == 0 else [notation.comma, item, *tail]
         tail = elements if index < low else [builder.rules.add(builder.rules.new(), elements, [])]
-    return [['"["', *tail, '"]"']]
+    return [[notation.opening_list, *tail, notation.closing_list]]
 
 
 def _contained(builder: Builder, facts: Facts, rest: Element, low: int, high: int | None) -> list[list[Element]]:
@@ -49,6 +50,8 @@ def _contained(builder: Builder, facts: Facts, rest: Element, low: int, high: in
         builder.conjunctions.miss(given[0], "contains")
         return []
     found = builder.value([*item_schemas(facts, None), given[0]["contains"]])
-    others = Repeat((rest, '","'), 0, None)
-    again = Repeat(('","', others, found), count - 1, count - 1)
-    return [['"["', others, found, again, Repeat(('","', rest), 0, None), '"]"']]
+    notation = builder.notation
+    others = Repeat((rest, notation.comma), 0, None)
+    again = Repeat((notation.comma, others, found), count - 1, count - 1)
+    more = Repeat((notation.comma, rest), 0, None)
+    return [[notation.opening_list, others, found, again, more, notation.closing_list]]

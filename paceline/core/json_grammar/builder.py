@@ -2,48 +2,82 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from paceline.core.json_grammar.conjunctions import Conjunctions, Facts
 from paceline.core.json_grammar.facts import types_of
+from paceline.core.json_grammar.notations import Notation
 from paceline.core.json_grammar.numbers import NUMBER
 from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Repeat, Rule, Rules
-from paceline.core.json_grammar.strings import spelled, string_of
+from paceline.core.json_grammar.strings import Quoting
 
-STRING = string_of(0, None)
-"""A terminal for every text."""
-_SCALARS = f'{STRING} | /{NUMBER}/ | "true" | "false" | "null"'
+_MOST_SPELLED = 2_000
+"""Characters of given texts with all their spellings. Each takes up to 30 characters in the grammar."""
+
+
+@dataclass
+class Work:
+    """What all builders of one schema's grammar share."""
+
+    conjunctions: Conjunctions
+    closes: bool
+    """An object has only the members that its schema names, unless the schema speaks of others."""
+    rules: Rules = field(default_factory=Rules)
+    reasons: list[str] = field(default_factory=list)
+    """Why parts of the schema are impossible."""
+    spelled: int = 0
+    """Characters of given texts that have all their spellings in the grammar."""
+    steps: dict[Fraction, float | None] = field(default_factory=dict)
+    """What the library reads as a `multipleOf` with decimals; None if it cannot read it."""
+
+
+@dataclass
+class Scalars:
+    """Ways to write values that are neither arrays nor objects."""
+
+    plain: dict[str, None] = field(default_factory=dict)
+    """Expressions of terminals for values without quotes."""
+    texts: dict[Quoting, dict[str, None]] = field(default_factory=dict)
+    """Expressions of terminals for texts."""
+    rules: list[Rule] = field(default_factory=list)
+
+    def add_text(self, quoting: Quoting, expression: str) -> None:
+        self.texts.setdefault(quoting, {})[quoting.marked(expression)] = None
 
 
 class Builder(ABC):
-    """Rules under construction.
+    """Rules under construction for the values of one notation."""
 
-    Args:
-        closes: an object has only the members that its schema names, unless the schema speaks of others.
-    """
-
-    def __init__(self, conjunctions: Conjunctions, *, closes: bool) -> None:
-        self.conjunctions = conjunctions
-        self.rules = Rules()
-        self.closes = closes
-        self.reasons: list[str] = []
-        """Why parts of the schema are impossible."""
-        self.steps: dict[Fraction, float | None] = {}
-        """What the library reads as a `multipleOf` with decimals; None if it cannot read it."""
+    def __init__(self, work: Work, notation: Notation) -> None:
+        self.notation = notation
+        self._work = work
+        self.conjunctions = work.conjunctions
+        self.rules = work.rules
+        self.closes = work.closes
+        self.steps = work.steps
         self._anything: Rule | None = None
+
+    @property
+    @abstractmethod
+    def inside(self) -> Builder:
+        """The builder of arrays and objects."""
 
     @abstractmethod
     def value(self, schemas: Sequence[Any]) -> Element:
         """Return an element for the values that fit all schemas."""
 
+    @abstractmethod
+    def of_member(self, name: str | None) -> Builder:
+        """Return the builder of the values of an object's member; for a name that is not listed, None."""
+
     def impossible(self, reason: str) -> Impossible:
         """Note why a part of the schema is impossible. Return an element that no text matches."""
-        self.reasons.append(reason)
+        self._work.reasons.append(reason)
         return IMPOSSIBLE
 
     def miss(self, facts: Facts, keyword: str, name: str = "") -> None:
@@ -59,62 +93,108 @@ class Builder(ABC):
     def any(self) -> Rule:
         """Return a rule for every value."""
         if self._anything is None:
-            self._anything = anything = self.rules.new()
-            member = (self.rules.terminal(STRING), '":"', anything)
-            self.rules.add(anything, [self.rules.terminal(_SCALARS)])
-            self.rules.add(anything, ['"["', list_of((anything,), 0, None), '"]"'])
-            self.rules.add(anything, ['"{"', list_of(member, 0, None), '"}"'])
+            notation = self.notation
+            self._anything = self.rules.new()
+            scalars = Scalars()
+            if notation.any_value:
+                scalars.plain[notation.any_value] = None
+            else:
+                scalars.plain = dict.fromkeys([f"/{NUMBER}/", *notation.words.values()])
+                for quoting in notation.quotings:
+                    scalars.add_text(quoting, quoting.text())
+                names = Scalars()
+                for quoting in notation.names:
+                    names.add_text(quoting, quoting.text())
+                member = (self.one_of(names), notation.colon, self._anything)
+                self.rules.add(self._anything, self.list_of((self._anything,), 0, None))
+                self.rules.add(self._anything, [notation.opening, self.several(member, 0, None), notation.closing])
+            self.rules.add(self._anything, *self.ways_of(scalars))
         return self._anything
 
-    def constant(self, value: Any) -> list[Element]:
-        """Return elements for exactly this value."""
+    def ways_of(self, scalars: Scalars) -> list[Sequence[Element]]:
+        """Return the ways to write one of these scalars. One terminal has as many as possible.
+
+        A lexer takes the longest text that a terminal matches, so one of several terminals could hide another.
+        """
+        ways: list[Sequence[Element]] = [[rule, *self.end()] for rule in scalars.rules]
+        merged = list(scalars.plain)
+        for quoting, expressions in scalars.texts.items():
+            if quoting.token:
+                ways.append([quoting.token, self.rules.terminal(" | ".join(expressions)), quoting.token])
+            else:
+                merged += expressions
+        if merged:
+            expression, end = " | ".join(merged), self.notation.end
+            if end:
+                expression = f"({expression}) /{end}/"
+            ways.insert(0, [self.rules.terminal(expression)])
+        return ways
+
+    def end(self) -> list[Element]:
+        """Return elements for what stands after each value."""
+        return [self.rules.terminal(f"/{self.notation.end}/")] if self.notation.end else []
+
+    def constant(self, value: Any) -> Element:
+        """Return an element for exactly this value."""
+        if not isinstance(value, list | dict):
+            scalars = Scalars()
+            self.add_constant(scalars, value)
+            return self.one_of(scalars)
+        inside = self.inside
+        notation = inside.notation
         if isinstance(value, list):
-            inside = [self.constant(item) for item in value]
-            return ['"["', *_separated(inside), '"]"']
-        if isinstance(value, dict):
-            inside = [[self.name(name), '":"', *self.constant(item)] for name, item in value.items()]
-            return ['"{"', *_separated(inside), '"}"']
-        return [self.rules.terminal(literal(value))]
+            marks = notation.opening_list, notation.closing_list
+            items: list[list[Element]] = [[inside.constant(item)] for item in value]
+        else:
+            marks = notation.opening, notation.closing
+            items = [
+                [inside.name(name), notation.colon, inside.of_member(name).constant(item)]
+                for name, item in value.items()
+            ]
+        between = [
+            element for number, each in enumerate(items) for element in [*([notation.comma] if number else []), *each]
+        ]
+        return Repeat((marks[0], *between, marks[1], *self.end()), 1, 1)
 
-    def name(self, name: str) -> str:
-        """Return the terminal of a member's name."""
-        return self.rules.terminal(literal(name))
+    def add_constant(self, scalars: Scalars, value: Any) -> None:
+        """Add the ways to write a value that is neither an array nor an object."""
+        if isinstance(value, str):
+            for quoting in self._able(self.notation.quotings, value):
+                scalars.add_text(quoting, self._given(quoting, value))
+        else:
+            is_word = value is None or isinstance(value, bool)
+            scalars.plain[self.notation.words[value] if is_word else json.dumps(json.dumps(value))] = None
 
+    def name(self, name: str) -> Element:
+        """Return an element for a member's name; an impossible one if the notation cannot write it."""
+        scalars = Scalars()
+        for quoting in self._able(self.notation.names, name)[:1]:
+            scalars.add_text(quoting, self._given(quoting, name))
+        return self.one_of(scalars)
 
-def list_of(elements: tuple[Element, ...], low: int, high: int | None) -> Repeat:
-    """Return elements several times, with commas between them."""
-    most = None if high is None else max(0, high - 1)
-    several = (*elements, Repeat(('","', *elements), max(0, low - 1), most))
-    return Repeat(several, int(low > 0), 1 if high != 0 else 0)
+    def _given(self, quoting: Quoting, text: str) -> str:
+        """Return an expression for a given text, with all its spellings unless the schema has many such texts."""
+        self._work.spelled += len(text)
+        return quoting.constant(text, briefly=self._work.spelled > _MOST_SPELLED)
 
+    def _able(self, quotings: Iterable[Quoting], text: str) -> list[Quoting]:
+        """Return the ways to write a text."""
+        found = [quoting for quoting in quotings if quoting.can_write(text)]
+        return found or ([self.notation.fallback] if self.notation.fallback else [])
 
-def _separated(parts: Sequence[Sequence[Element]]) -> list[Element]:
-    return [element for index, part in enumerate(parts) for element in (*(['","'] if index else []), *part)]
+    def one_of(self, scalars: Scalars) -> Element:
+        """Return an element for one of these scalars; an impossible one if there are none."""
+        ways = self.ways_of(scalars)
+        if len(ways) == 1 and len(ways[0]) == 1:
+            return ways[0][0]
+        return self.rules.add(self.rules.new(), *ways) if ways else IMPOSSIBLE
 
+    def several(self, elements: tuple[Element, ...], low: int, high: int | None) -> Repeat:
+        """Return elements several times, with commas between them."""
+        most = None if high is None else max(0, high - 1)
+        more = Repeat((self.notation.comma, *elements), max(0, low - 1), most)
+        return Repeat((*elements, more), int(low > 0), 1 if high != 0 else 0)
 
-def values_of(facts: Facts) -> list[Any] | None:
-    """Return the values that `enum` or `const` lists; None if there is neither."""
-    for schema in facts:
-        if "const" in schema:
-            return [schema["const"]]
-        if isinstance(schema.get("enum"), list):
-            return schema["enum"]  # type: ignore[no-any-return]
-    return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _text(text: str) -> str:
-    plain, pattern = json.dumps(text, ensure_ascii=False), f'"{spelled(text)}"'
-    if plain.isascii() and plain[1:-1] == text and not set("/<>&'\x7f") & set(text):
-        return json.dumps(plain)
-    return f"/{pattern}/"
-
-
-def literal(value: Any) -> str:
-    """Return an expression for exactly this text, number, boolean or null."""
-    return _text(value) if isinstance(value, str) else json.dumps(json.dumps(value))
-
-
-def spellings(texts: Sequence[str]) -> str:
-    """Return an expression for all spellings of texts."""
-    return f'/"({"|".join(spelled(text, every_way=True) for text in texts)})"/'
+    def list_of(self, elements: tuple[Element, ...], low: int, high: int | None) -> list[Element]:
+        """Return elements for an array."""
+        return [self.notation.opening_list, self.several(elements, low, high), self.notation.closing_list]

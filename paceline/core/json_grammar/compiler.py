@@ -1,4 +1,4 @@
-"""Grammars of the JSON texts that fit a schema.
+"""Grammars of the texts in JSON, or in another notation, that fit a schema.
 
 A rule stands for a conjunction of schemas, which may refer to themselves. Conjunctions wait in a list until their rules
 are written, so that a deep schema needs no deep stack.
@@ -14,13 +14,16 @@ from llguidance import regex_to_lark
 
 from paceline.core.errors import ConstraintError
 from paceline.core.json_grammar.arrays import array_ways
-from paceline.core.json_grammar.builder import Builder, literal, values_of
+from paceline.core.json_grammar.builder import Builder, Scalars, Work
 from paceline.core.json_grammar.conjunctions import Conjunctions, Facts, Unenforced
 from paceline.core.json_grammar.document import Document
+from paceline.core.json_grammar.facts import values_of
 from paceline.core.json_grammar.fitting import fits_facts
+from paceline.core.json_grammar.notations import JSON_VALUES, Notation
 from paceline.core.json_grammar.objects import object_ways
+from paceline.core.json_grammar.parameters import ArgumentTypes
 from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Rule
-from paceline.core.json_grammar.scalars import scalar_expressions
+from paceline.core.json_grammar.scalars import add_scalars
 
 _WHITE_SPACE = r"[ \n\r\t]+"
 
@@ -36,6 +39,7 @@ class Options:
     Schema, there may be others."""
     is_lenient: bool = False
     """Treat a keyword with an impossible value as not enforced; otherwise it is an error."""
+    notation: Notation = JSON_VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,39 +59,78 @@ def compile_schema(schema: Any, options: Options) -> Compiled:
     return _Compiler(schema, options).compiled()
 
 
-class _Compiler(Builder):
+class _Compiler:
     def __init__(self, schema: Any, options: Options) -> None:
-        super().__init__(Conjunctions(Document(schema), options.is_lenient), closes=options.closes)
+        conjunctions = Conjunctions(Document(schema), options.is_lenient)
         self._schema = schema
         self._options = options
-        self._known: dict[tuple[object, ...], Element] = {}
-        self._kept: list[Any] = []
-        """Schemas by whose identity elements are known."""
-        self._left: list[tuple[Rule, list[Facts]]] = []
+        self.work = Work(conjunctions, options.closes)
+        self.arguments = ArgumentTypes(schema) if options.notation.of_member else None
+        self.left: list[tuple[Rule, Builder, list[Facts]]] = []
+        """Rules of arrays and objects that wait until they are written."""
+        self._builders: dict[Notation, _Values] = {}
+
+    def builder(self, notation: Notation, types: frozenset[str] = frozenset()) -> _Values:
+        """Return the builder of a notation's values.
+
+        Args:
+            types: the types as which values are read; any if there are none.
+        """
+        if notation not in self._builders:
+            limit = [{"type": sorted(types)}] if types and not self._options.closes else []
+            self._builders[notation] = _Values(self, notation, limit)
+        return self._builders[notation]
 
     def compiled(self) -> Compiled:
         """Return the grammar. Raises ConstraintError."""
-        start = self.value([self._schema])
-        while self._left:
-            rule, ways = self._left.pop()
+        notation = self._options.notation
+        start = self.builder(notation).value([self._schema, *([{"type": "object"}] if notation.of_member else [])])
+        while self.left:
+            rule, builder, ways = self.left.pop()
             for facts in ways:
-                types = self.types(facts)
+                types = builder.types(facts)
                 if "object" in types:
-                    self.rules.add(rule, *object_ways(self, facts))
-                if "array" in types:
-                    self.rules.add(rule, *array_ways(self, facts))
-        lines = self.rules.written(start)
+                    self.work.rules.add(rule, *object_ways(builder, facts))
+                if "array" in types and not builder.notation.of_member:
+                    self.work.rules.add(rule, *array_ways(builder, facts))
+        lines = self.work.rules.written(start)
         if lines is None:
-            reasons = "; ".join(dict.fromkeys(self.reasons[:3])) or "it needs itself without an end"
+            reasons = "; ".join(dict.fromkeys(self.work.reasons[:3])) or "it needs itself without an end"
             raise ConstraintError(f"no JSON fits the schema: {reasons}")
-        if self._options.white_space:
+        if notation is JSON_VALUES and self._options.white_space:
             space = regex_to_lark(self._options.white_space, use_ascii="")
             lines = ['%llguidance {"ignore_once": true}', f"%ignore /{space}/", *lines]
-        return Compiled("\n".join([*lines, ""]), tuple(self.conjunctions.unenforced))
+        return Compiled("\n".join([*lines, ""]), tuple(self.work.conjunctions.unenforced))
+
+
+class _Values(Builder):
+    """Builds the rules of values in one notation.
+
+    Args:
+        limit: schemas that all values have to fit.
+    """
+
+    def __init__(self, compiler: _Compiler, notation: Notation, limit: list[Any]) -> None:
+        super().__init__(compiler.work, notation)
+        self._compiler = compiler
+        self._limit = limit
+        self._known: dict[tuple[object, ...], Element] = {}
+        self._kept: list[Any] = []
+        """Schemas by whose identity elements are known."""
+
+    @property
+    def inside(self) -> Builder:
+        return self if self.notation.inside is None else self._compiler.builder(self.notation.inside)
+
+    def of_member(self, name: str | None) -> Builder:
+        notation, arguments = self.notation.of_member, self._compiler.arguments
+        if notation is None or arguments is None:
+            return self
+        types = arguments.of(name)
+        return self._compiler.builder(notation(types), types)
 
     def value(self, schemas: Sequence[Any]) -> Element:
-        """Return an element for the values that fit all schemas."""
-        schemas = [schema for schema in schemas if schema is not True and schema != {}]
+        schemas = [schema for schema in [*schemas, *self._limit] if schema is not True and schema != {}]
         if not schemas:
             return self.any()
         key = tuple(dict.fromkeys(schema if isinstance(schema, bool) else id(schema) for schema in schemas))
@@ -103,42 +146,48 @@ class _Compiler(Builder):
             return self.impossible("a schema is false")
         if () in found:
             return self.any()
-        scalars: dict[str, None] = {}
+        scalars = Scalars()
         others: list[Sequence[Element]] = []
         open_ways: list[Facts] = []
         for facts in found:
             values = values_of(facts)
             if values is not None:
-                fitting = [value for value in values if fits_facts(value, facts, self.conjunctions)]
-                if not fitting:
-                    self.impossible("no value in enum or const fits the other keywords")
-                for value in fitting:
-                    if isinstance(value, list | dict):
-                        others.append(self.constant(value))
-                    else:
-                        scalars[literal(value)] = None
+                self._add_constants(values, facts, scalars, others)
                 continue
             types = self.types(facts)
             if not types:
                 self.impossible("no type is left")
-            for expression in scalar_expressions(self, facts, types):
-                if isinstance(expression, str):
-                    scalars[expression] = None
-                else:
-                    others.append([expression])
+            add_scalars(self, facts, types, scalars)
             if types & {"object", "array"}:
                 open_ways.append(facts)
-        if scalars:
-            text = self.rules.terminal(" | ".join(scalars))
-            if not others and not open_ways:
-                return text
-            others.insert(0, [text])
+        ways_of_scalars = self.ways_of(scalars)
         if not others and not open_ways:
-            return IMPOSSIBLE
-        rule = self.rules.add(self.rules.new(), *others)
+            if len(ways_of_scalars) == 1 and len(ways_of_scalars[0]) == 1:
+                return ways_of_scalars[0][0]
+            if not ways_of_scalars:
+                return IMPOSSIBLE
+        rule = self.rules.add(self.rules.new(), *ways_of_scalars, *others)
         if open_ways:
-            self._left.append((rule, open_ways))
+            if end := self.end():
+                inside = self.rules.new()
+                self.rules.add(rule, [inside, *end])
+            else:
+                inside = rule
+            self._compiler.left.append((inside, self.inside, open_ways))
         return rule
+
+    def _add_constants(
+        self, values: Sequence[Any], facts: Facts, scalars: Scalars, others: list[Sequence[Element]]
+    ) -> None:
+        """Add the values of `enum` or `const` that fit all other keywords."""
+        fitting = [value for value in values if fits_facts(value, facts, self.conjunctions)]
+        if not fitting:
+            self.impossible("no value in enum or const fits the other keywords")
+        for value in fitting:
+            if isinstance(value, list | dict):
+                others.append([self.constant(value)])
+            else:
+                self.add_constant(scalars, value)
 
 
 class _Identical:

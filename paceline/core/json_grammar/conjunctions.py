@@ -114,6 +114,7 @@ class Conjunctions:
         self._steps = _MAX_STEPS
         self._opened: dict[int, tuple[Any, ...]] = {}
         self._matchers: dict[str, LLMatcher] = {}
+        self._scalars: dict[int, frozenset[tuple[bool, Any]]] = {}
 
     def spend(self, steps: int) -> None:
         """Count work. Raises ConstraintError if it is too much."""
@@ -128,6 +129,13 @@ class Conjunctions:
             self._matchers[terminal] = matcher_of(terminal)
         self.spend(_MATCH_STEPS + len(text) // _MATCH_CHARACTERS)
         return matches(self._matchers[terminal], text)
+
+    def scalars_of(self, values: list[Any]) -> frozenset[tuple[bool, Any]]:
+        """Return the keys of the scalars in a list of the document, see `key_of`."""
+        if id(values) not in self._scalars:
+            self.spend(len(values) // 8)
+            self._scalars[id(values)] = frozenset(key_of(each) for each in values if not isinstance(each, list | dict))
+        return self._scalars[id(values)]
 
     def miss(self, schema: object, keyword: str) -> None:
         """Note a keyword that is not enforced."""
@@ -323,6 +331,11 @@ class Conjunctions:
             if _are_distinct([_property(each, name) for each in schemas]):
                 return True
         return False
+
+
+def key_of(scalar: Any) -> tuple[bool, Any]:
+    """Return what is equal for equal scalars: 1 is 1.0 in JSON, but not true."""
+    return isinstance(scalar, bool), scalar
 
 
 def _are_names(value: object) -> bool:

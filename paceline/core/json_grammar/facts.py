@@ -12,6 +12,7 @@ from paceline.core.json_grammar.formats import FORMATS
 from paceline.core.json_grammar.numbers import Bound, fraction
 from paceline.core.json_grammar.pattern_characters import PatternError, UnsupportedPatternError
 from paceline.core.json_grammar.patterns import translated
+from paceline.core.json_grammar.strings import IN_JSON, Quoting
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _KINDS = {
@@ -53,6 +54,16 @@ def _types(schema: Mapping[str, Any], conjunctions: Conjunctions) -> frozenset[s
             conjunctions.refuse(schema, "type", reason)
             return TYPES
     return frozenset(names) | ({"integer"} if "number" in names else frozenset())
+
+
+def values_of(facts: Facts) -> list[Any] | None:
+    """Return the values that `enum` or `const` lists; None if there is neither."""
+    for schema in facts:
+        if "const" in schema:
+            return [schema["const"]]
+        if isinstance(schema.get("enum"), list):
+            return schema["enum"]  # type: ignore[no-any-return]
+    return None
 
 
 def value_of(schema: Mapping[str, Any], keyword: str, conjunctions: Conjunctions) -> int | float | None:
@@ -112,41 +123,42 @@ def steps(facts: Facts, conjunctions: Conjunctions) -> list[tuple[Mapping[str, A
     return found
 
 
-def patterns_of(facts: Facts, conjunctions: Conjunctions) -> list[tuple[str, bool]]:
-    """Return terminals for JSON strings, and whether a string must match it, from patterns and formats."""
+def patterns_of(facts: Facts, conjunctions: Conjunctions, quoting: Quoting = IN_JSON) -> list[tuple[str, bool]]:
+    """Return terminals for texts, and whether a text must match it, from patterns and formats."""
     found: list[tuple[str, bool]] = []
     for schema in facts:
         if "pattern" in schema:
-            found += pattern_terminals(schema, "pattern", schema["pattern"], conjunctions)
+            found += pattern_terminals(schema, "pattern", schema["pattern"], conjunctions, quoting)
         name = schema.get("format")
         if isinstance(name, str) and name in FORMATS:
-            found += pattern_terminals(schema, "format", FORMATS[name], conjunctions)
+            found += pattern_terminals(schema, "format", FORMATS[name], conjunctions, quoting)
         elif "format" in schema:
             conjunctions.miss(schema, "format")
     return list(dict.fromkeys(found))
 
 
 def pattern_terminals(
-    schema: object, keyword: str, pattern: object, conjunctions: Conjunctions, *, every_way: bool = False
+    schema: object,
+    keyword: str,
+    pattern: object,
+    conjunctions: Conjunctions,
+    quoting: Quoting = IN_JSON,
+    *,
+    every_way: bool = False,
 ) -> list[tuple[str, bool]]:
-    """Return terminals for a pattern, and whether a string must match; none if it cannot be enforced."""
+    """Return terminals for a pattern, and whether a text must match; none if it cannot be enforced."""
     try:
         if not isinstance(pattern, str):
             raise PatternError("it must be a string")
-        found = translated(pattern, every_way)
+        found = translated(pattern, every_way, quoting.escaping)
     except UnsupportedPatternError:
         conjunctions.miss(schema, keyword)
         return []
     except PatternError as error:
         conjunctions.refuse(schema, keyword, f"a regular expression cannot be read: {error}")
         return []
-    return [(f'/"{text}"/', True) for text in found.wanted] + [(f'/"{text}"/', False) for text in found.unwanted]
-
-
-def combined(terminals: Iterable[tuple[str, bool]], *first: str) -> str:
-    """Return a terminal for texts that match these terminals, or do not match them, as it is said."""
-    wanted = [*first, *(text for text, is_wanted in terminals if is_wanted)]
-    return " & ".join([*wanted, *(f"~{text}" for text, is_wanted in terminals if not is_wanted)])
+    wanted = [(quoting.whole(text), True) for text in found.wanted]
+    return wanted + [(quoting.whole(text), False) for text in found.unwanted]
 
 
 def fits_patterns(text: str, terminals: Iterable[tuple[str, bool]], conjunctions: Conjunctions) -> bool:

@@ -7,7 +7,7 @@ from itertools import combinations
 from math import isfinite
 from typing import Any
 
-from paceline.core.json_grammar.conjunctions import EXCLUDED, Conjunctions, Facts
+from paceline.core.json_grammar.conjunctions import EXCLUDED, Conjunctions, Facts, key_of
 from paceline.core.json_grammar.facts import (
     bounds,
     fits_patterns,
@@ -32,11 +32,12 @@ def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
     conjunctions.spend(1 + len(facts))
     types = types_of(facts, conjunctions, by_keywords=False)
     for schema in facts:
-        for keyword, is_allowed in (("const", True), ("enum", True), (EXCLUDED, False)):
-            if keyword in schema:
-                values = [schema["const"]] if keyword == "const" else schema[keyword]
-                if isinstance(values, list) and any(are_equal(value, each) for each in values) != is_allowed:
-                    return False
+        if "const" in schema and not are_equal(value, schema["const"]):
+            return False
+        for keyword, is_allowed in (("enum", True), (EXCLUDED, False)):
+            values = schema.get(keyword)
+            if isinstance(values, list) and _lists(values, value, conjunctions) != is_allowed:
+                return False
     match value:
         case None:
             return "null" in types
@@ -80,6 +81,14 @@ def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
         and (most is None or len(value) <= most)
         and all(fits(each, members.schemas(name, members.fitting(name)), conjunctions) for name, each in value.items())
     )
+
+
+def _lists(values: list[Any], value: Any, conjunctions: Conjunctions) -> bool:
+    """Return whether a value is in a list of a schema, which may have thousands of values."""
+    if isinstance(value, list | dict):
+        conjunctions.spend(len(values) // 8)
+        return any(are_equal(value, each) for each in values)
+    return key_of(value) in conjunctions.scalars_of(values)
 
 
 def _contains(schema: Mapping[str, Any], items: list[Any], conjunctions: Conjunctions) -> bool:

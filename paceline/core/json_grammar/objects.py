@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
-from paceline.core.json_grammar.builder import STRING, Builder, list_of, literal, spellings, values_of
+from paceline.core.json_grammar.builder import Builder, Scalars
 from paceline.core.json_grammar.conjunctions import Facts
-from paceline.core.json_grammar.facts import combined, least_and_most, pattern_terminals
+from paceline.core.json_grammar.facts import least_and_most, pattern_terminals, values_of
 from paceline.core.json_grammar.fitting import fits, fits_facts
-from paceline.core.json_grammar.languages import is_possible
 from paceline.core.json_grammar.members import Members
 from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Repeat, Rule
-from paceline.core.json_grammar.scalars import scalar_expressions
+from paceline.core.json_grammar.scalars import add_texts
+from paceline.core.json_grammar.strings import Quoting
 
 _MAX_COUNTED = 200
 """Most properties of an object whose members are counted, for `minProperties` and `maxProperties`."""
@@ -47,12 +48,14 @@ def object_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
     wanted: list[tuple[Sequence[Element], bool]] = []
     for name in names:
         value: Element = IMPOSSIBLE
-        if all(fits(name, [each], builder.conjunctions) for each in names_fit):
-            value = builder.value(members.schemas(name, members.fitting(name) if members.patterns else frozenset()))
+        written = builder.name(name)
+        if not isinstance(written, Impossible) and all(fits(name, [e], builder.conjunctions) for e in names_fit):
+            fitting = members.fitting(name) if members.patterns else frozenset()
+            value = builder.of_member(name).value(members.schemas(name, fitting))
         is_required = name in required
         if is_required and isinstance(value, Impossible):
             builder.impossible(f"the required property {name!r} is impossible")
-        wanted.append(((builder.name(name), '":"', value), is_required))
+        wanted.append(((written, builder.notation.colon, value), is_required))
     other = None if listed is not None else _other_members(builder, facts, members)
     needed = sum(is_required for _, is_required in wanted)
     if other is not None and low > needed + 1:
@@ -62,12 +65,16 @@ def object_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
         if (high is not None and needed > high) or (not tail and low > needed):
             builder.impossible("no number of properties is possible")
             return []
-        return [['"{"', *_some(builder, [*wanted, *tail]), '"}"']]
+        return [_object(builder, _some(builder, [*wanted, *tail]))]
     if len(wanted) > _MAX_COUNTED or max(low, high or 0) > _MAX_COUNT:
         builder.miss(facts, "minProperties")
         builder.miss(facts, "maxProperties")
-        return [['"{"', *_some(builder, [*wanted, *(() if other is None else (_Tail(other, 0, None),))]), '"}"']]
-    return [['"{"', _counted(builder, wanted, other, low, high), '"}"']]
+        return [_object(builder, _some(builder, [*wanted, *(() if other is None else (_Tail(other, 0, None),))]))]
+    return [_object(builder, [_counted(builder, wanted, other, low, high)])]
+
+
+def _object(builder: Builder, members: Sequence[Element]) -> list[Element]:
+    return [builder.notation.opening, *members, builder.notation.closing]
 
 
 def _some(builder: Builder, members: Sequence[Any]) -> Sequence[Element]:
@@ -85,7 +92,7 @@ def _range(builder: Builder, members: Sequence[Any], begin: int, end: int) -> tu
     Halves of halves keep the number of rules small, and their depth, too.
     """
     if end - begin == 1:
-        return _one(members[begin])
+        return _one(builder, members[begin])
     middle = (begin + end) // 2
     later_left, first_left, left_may_be_empty = _range(builder, members, begin, middle)
     later_right, first_right, right_may_be_empty = _range(builder, members, middle, end)
@@ -96,19 +103,20 @@ def _range(builder: Builder, members: Sequence[Any], begin: int, end: int) -> tu
     return later, first, left_may_be_empty and right_may_be_empty
 
 
-def _one(member: Any) -> tuple[Element, Element, bool]:
+def _one(builder: Builder, member: Any) -> tuple[Element, Element, bool]:
     """Return the elements of `_range` for one member."""
+    comma = builder.notation.comma
     if isinstance(member, _Tail):
         most = None if member.high is None else max(0, member.high - 1)
         if member.high == 0:
-            return Repeat(('","', member.member), 0, 0), IMPOSSIBLE, True
+            return Repeat((comma, member.member), 0, 0), IMPOSSIBLE, True
         return (
-            Repeat(('","', member.member), member.low, member.high),
-            Repeat((member.member, Repeat(('","', member.member), max(0, member.low - 1), most)), 1, 1),
+            Repeat((comma, member.member), member.low, member.high),
+            Repeat((member.member, Repeat((comma, member.member), max(0, member.low - 1), most)), 1, 1),
             member.low == 0,
         )
     elements, is_required = member
-    return Repeat(('","', *elements), int(is_required), 1), Repeat(tuple(elements), 1, 1), not is_required
+    return Repeat((comma, *elements), int(is_required), 1), Repeat(tuple(elements), 1, 1), not is_required
 
 
 def _counted(
@@ -119,14 +127,15 @@ def _counted(
     high: int | None,
 ) -> Rule:
     """Return a rule for members whose number has limits."""
+    comma = builder.notation.comma
     cap = max(low, 1) if high is None else high
     rules: dict[tuple[int, int], Rule] = {}
     for count in range(cap + 1):
         least, most = max(0, low - count), None if high is None else high - count
         ways: list[Sequence[Element]] = []
         if other is not None and most != 0:
-            members = (Repeat(('","', other), least, most),) if count else (list_of((other,), least, most),)
-            ways = [members]
+            more = Repeat((comma, other), least, most)
+            ways = [(more if count else builder.several((other,), least, most),)]
         elif least == 0:
             ways = [[]]
         rules[len(wanted), count] = builder.rules.add(builder.rules.new(), *ways)
@@ -136,7 +145,7 @@ def _counted(
             rule = rules[index, count] = builder.rules.new()
             if high is None or count < high:
                 after = rules[index + 1, min(count + 1, cap)]
-                builder.rules.add(rule, [*(['","'] if count else []), *member, after])
+                builder.rules.add(rule, [*([comma] if count else []), *member, after])
             if not is_required:
                 builder.rules.add(rule, [rules[index + 1, count]])
     builder.conjunctions.spend(len(rules))
@@ -165,22 +174,6 @@ def _listed_names(builder: Builder, facts: Facts) -> list[str] | None:
 
 def _other_members(builder: Builder, facts: Facts, members: Members) -> Element | None:
     """Return an element for a member that is not listed; None if there can be none."""
-    restricted: list[tuple[str, bool]] = []
-    for schema in facts:
-        if "propertyNames" in schema:
-            expressions = []
-            for way in builder.conjunctions.alternatives([schema["propertyNames"]]):
-                values = values_of(way)
-                expressions += (
-                    [text for text in scalar_expressions(builder, way, frozenset({"string"})) if isinstance(text, str)]
-                    if values is None
-                    else [literal(value) for value in values if isinstance(value, str)]
-                )
-            if not expressions:
-                return None
-            restricted.append((f"({' | '.join(expressions)})", True))
-    if members.names:
-        restricted.append((spellings(members.names), False))
     patterns = [pattern for pattern, terminals in members.patterns.items() if terminals]
     sizes = range(len(patterns) + 1) if len(patterns) <= _OVERLAPPING else (0, 1)
     ways: list[Sequence[Element]] = []
@@ -188,26 +181,41 @@ def _other_members(builder: Builder, facts: Facts, members: Members) -> Element 
         schemas = members.schemas(None, fitting)
         if any(schema is False for schema in schemas):
             continue
-        name = _other_name(builder, facts, restricted, patterns, fitting)
-        if name is not None:
-            ways.append((name, '":"', builder.value(schemas)))
+        name = _other_name(builder, facts, members.names, patterns, fitting)
+        if not isinstance(name, Impossible):
+            ways.append((name, builder.notation.colon, builder.of_member(None).value(schemas)))
     return builder.rules.add(builder.rules.new(), *ways) if ways else None
 
 
 def _other_name(
-    builder: Builder, facts: Facts, restricted: list[tuple[str, bool]], patterns: list[str], fitting: frozenset[str]
-) -> str | None:
-    """Return a terminal for a name that fits these patterns and no others; None if there is no such name."""
-    terminals = list(restricted)
-    builder.conjunctions.spend(5 * len(patterns) ** 2)  # the library compares each with all others
-    for pattern in patterns:
-        own = pattern_terminals(facts[0], "patternProperties", pattern, builder.conjunctions)
-        if pattern in fitting:
-            terminals += own
-        else:
-            every_way = pattern_terminals(facts[0], "patternProperties", pattern, builder.conjunctions, every_way=True)
-            terminals.append((f"({combined(every_way, STRING)})", False))
-    if not terminals:
-        return builder.rules.terminal(STRING)
-    expression = combined(terminals, STRING)
-    return builder.rules.terminal(expression) if is_possible(expression) else None
+    builder: Builder, facts: Facts, listed: list[str], patterns: list[str], fitting: frozenset[str]
+) -> Element:
+    """Return an element for a name that is not listed and fits these patterns and no others."""
+    conjunctions = builder.conjunctions
+    conjunctions.spend(5 * len(patterns) ** 2)  # the library compares each with all others
+
+    def own(quoting: Quoting) -> list[tuple[str, bool]]:
+        terminals = [quoting.excluded(listed)] if listed else []
+        for pattern in patterns:
+            if pattern in fitting:
+                terminals += pattern_terminals(facts[0], "patternProperties", pattern, conjunctions, quoting)
+            else:
+                every_way = pattern_terminals(
+                    facts[0], "patternProperties", pattern, conjunctions, quoting, every_way=True
+                )
+                terminals.append((quoting.text(every_way), False))
+        return terminals
+
+    def listed_of(texts: list[str], quoting: Quoting) -> list[tuple[str, bool]]:
+        return [*own(quoting), (f"({' | '.join(map(quoting.constant, texts))})", True)]
+
+    found = Scalars()
+    for way in conjunctions.alternatives([schema["propertyNames"] for schema in facts if "propertyNames" in schema]):
+        values = values_of(way)
+        if values is None:
+            add_texts(builder, way, builder.notation.names, found, own)
+            continue
+        texts = [each for each in values if isinstance(each, str) and fits_facts(each, way, conjunctions)]
+        if texts:
+            add_texts(builder, (), builder.notation.names, found, partial(listed_of, texts))
+    return builder.one_of(found)

@@ -8,7 +8,7 @@ import unicodedata
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar_errors import explain
 from paceline.core.json_grammar.ranges import ALL, Ranges, complement, intersection, union
-from paceline.core.json_grammar.strings import character_set
+from paceline.core.json_grammar.strings import Escaping, character_set
 
 _MAX_CHARACTERS = 500_000
 """Most characters of a translation. A set of two characters such as \\W becomes hundreds of them."""
@@ -36,10 +36,12 @@ class CharacterReader:
 
     Args:
         every_way: allow an escape for every character.
+        escaping: how the characters of the texts are written that the pattern is to match.
     """
 
-    def __init__(self, text: str, every_way: bool) -> None:
+    def __init__(self, text: str, every_way: bool, escaping: Escaping) -> None:
         self._text = text
+        self._escaping = escaping
         self._at = 0
         self._every_way = every_way
         self._ignores_case = False
@@ -150,7 +152,7 @@ class CharacterReader:
         return union([*ranges, *((a + 32, b + 32) for a, b in upper), *((a - 32, b - 32) for a, b in lower)])
 
     def _set(self, ranges: Ranges) -> str:
-        found = character_set(self._cased(ranges), self._every_way)
+        found = character_set(self._cased(ranges), self._every_way, self._escaping)
         self._left -= len(found)
         if self._left < 0:
             raise ConstraintError(explain("too many expressions"))

@@ -1,4 +1,4 @@
-"""Regular expressions of schemas, translated so that they match texts as JSON spells them.
+"""Regular expressions of schemas, translated so that they match texts as JSON or another notation spells them.
 
 The syntax is what ECMA-262, Python and Rust have in common. `\\d` and `\\w` mean ASCII. Look-ahead works where it
 begins the whole expression, as in `^(?!.*secret)(?=.*[0-9])`.
@@ -17,17 +17,16 @@ from paceline.core.json_grammar.pattern_characters import (
     PatternError,
     UnsupportedPatternError,
 )
-from paceline.core.json_grammar.strings import CHARACTER
+from paceline.core.json_grammar.strings import JSON, Escaping
 
 _MAX_DEPTH = 100
 _MAX_COUNT = 10_000
-_ANY = f"{CHARACTER}*"
 _FLAGS = re.compile(r"\(\?([imsu]*(?:-[imsu]+)?)\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A pattern as regular expressions for the inside of a JSON string. A text fits if it matches all expressions in
+    """A pattern as regular expressions for a text without its quotes. A text fits if it matches all expressions in
     `wanted` and none in `unwanted`."""
 
     wanted: tuple[str, ...]
@@ -35,25 +34,27 @@ class Pattern:
 
 
 @functools.lru_cache(maxsize=64)
-def translated(pattern: str, every_way: bool = False) -> Pattern:
+def translated(pattern: str, every_way: bool = False, escaping: Escaping = JSON) -> Pattern:
     """Return a schema's pattern, which may match anywhere within a text.
 
     Args:
         every_way: allow an escape for every character.
+        escaping: how the characters of the texts are written.
 
     Raises:
         PatternError: the pattern cannot be read.
         UnsupportedPatternError: the pattern cannot be enforced.
         ConstraintError: it is too large.
     """
-    reader = _Reader(pattern, every_way)
+    reader = _Reader(pattern, every_way, escaping)
     ways = reader.ways()
     if not reader.at_end():
         raise PatternError("unopened group")
     looks = [look for way in ways for look in way.looks]
     if looks and len(ways) > 1:
         raise UnsupportedPatternError("look-ahead in one of several alternatives")
-    expression = _joined(f"{'' if way.starts else _ANY}{way.text}{'' if way.ends else _ANY}" for way in ways)
+    any_ = f"{escaping.character}*"
+    expression = _joined(f"{'' if way.starts else any_}{way.text}{'' if way.ends else any_}" for way in ways)
     wanted = [text for text, is_wanted in looks if is_wanted]
     return Pattern((*wanted, expression), tuple(text for text, is_wanted in looks if not is_wanted))
 
@@ -78,8 +79,8 @@ def _joined(ways: Iterable[str]) -> str:
 class _Reader(CharacterReader):
     """Reads a pattern from left to right."""
 
-    def __init__(self, text: str, every_way: bool) -> None:
-        super().__init__(text, every_way)
+    def __init__(self, text: str, every_way: bool, escaping: Escaping) -> None:
+        super().__init__(text, every_way, escaping)
         self._depth = 0
 
     def ways(self) -> list[_Way]:
@@ -134,7 +135,8 @@ class _Reader(CharacterReader):
         self._close()
         if any(way.starts or way.looks for way in ways):
             raise UnsupportedPatternError("look-ahead within look-ahead")
-        return _joined(f"{way.text}{'' if way.ends else _ANY}" for way in ways), is_wanted
+        any_ = f"{self._escaping.character}*"
+        return _joined(f"{way.text}{'' if way.ends else any_}" for way in ways), is_wanted
 
     def _anchor(self, *spellings: str) -> bool:
         found = False

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from math import isfinite, lcm, nextafter
 from typing import Any
 
-from paceline.core.json_grammar.builder import STRING, Builder, spellings
+from paceline.core.json_grammar.builder import Builder, Scalars
 from paceline.core.json_grammar.conjunctions import EXCLUDED, Facts
-from paceline.core.json_grammar.facts import bounds, combined, least_and_most, patterns_of, steps
+from paceline.core.json_grammar.facts import bounds, least_and_most, patterns_of, steps
 from paceline.core.json_grammar.languages import is_possible, is_readable_step
 from paceline.core.json_grammar.numbers import Bound, fraction, has_multiple, number
-from paceline.core.json_grammar.rules import Element
-from paceline.core.json_grammar.strings import string_of
+from paceline.core.json_grammar.strings import Quoting
 
 MAX_MULTIPLE = 10_000
 """Largest `multipleOf` without its point. The library makes a state for each remainder: large primes take minutes."""
@@ -25,26 +24,33 @@ _STEP_STEPS = 500
 """Steps of `Conjunctions.spend` to ask the library whether it can read a `multipleOf`."""
 
 
-def scalar_expressions(builder: Builder, facts: Facts, types: frozenset[str]) -> list[str | Element]:
-    """Return expressions of terminals, or other elements, for null, booleans, numbers and texts."""
-    excluded = [value for schema in facts for value in schema.get(EXCLUDED, ())]
-    found: list[str | Element] = []
+def add_scalars(builder: Builder, facts: Facts, types: frozenset[str], found: Scalars) -> None:
+    """Add the ways to write null, booleans, numbers and texts that fit facts."""
+    excluded = _excluded(facts)
     if "null" in types and None not in excluded:
-        found.append('"null"')
+        found.plain[builder.notation.words[None]] = None
     if "boolean" in types:
-        found += [f'"{word}"' for word, value in (("true", True), ("false", False)) if not _has(excluded, value)]
+        for value in (True, False):
+            if not _has(excluded, value):
+                found.plain[builder.notation.words[value]] = None
     if types & {"number", "integer"}:
-        numbers = [fraction(each) for each in excluded if _is_number(each)]
-        found += _numbers(builder, facts, numbers, is_integer="number" not in types)
+        _add_numbers(builder, facts, types, found)
     if "string" in types:
-        found += _strings(builder, facts, [value for value in excluded if isinstance(value, str)])
-    return found
+        add_texts(builder, facts, builder.notation.quotings, found)
 
 
-def _numbers(builder: Builder, facts: Facts, excluded: Sequence[Fraction], *, is_integer: bool) -> list[str | Element]:
-    """Return an expression for numbers; none if there is no number."""
+def _excluded(facts: Facts) -> list[Any]:
+    return [value for schema in facts for value in schema.get(EXCLUDED, ())]
+
+
+def _add_numbers(builder: Builder, facts: Facts, types: frozenset[str], found: Scalars) -> None:
+    is_integer = "number" not in types
+    excluded = [fraction(each) for each in _excluded(facts) if _is_number(each)]
     low, high = bounds(facts, builder.conjunctions)
     step = _step(builder, facts)
+    if step is not None and builder.notation.hides_rules:
+        builder.miss(facts, "multipleOf")  # it needs a rule of its own
+        step = None
     if step is not None and not is_integer and _for_library(builder, step) is None:
         builder.miss(facts, "multipleOf")
         step = None
@@ -52,13 +58,14 @@ def _numbers(builder: Builder, facts: Facts, excluded: Sequence[Fraction], *, is
         expression = number(low, high, is_integer=is_integer, excluded=excluded)
         if expression is None or (excluded and not is_possible(expression)):
             builder.impossible(_interval(low, high))
-            return []
-        return [f"({expression})"]
+        else:
+            found.plain[f"({expression})"] = None
+        return
     if is_integer:
         step = Fraction(step.numerator)  # of a fraction in its lowest terms, the whole multiples
     if not has_multiple(low, high, step):
         builder.impossible("no multiple is within its bounds")
-        return []
+        return
     if excluded:
         builder.miss(facts, EXCLUDED, "not")
     limits: dict[str, Any] = {"type": "integer" if is_integer else "number"}
@@ -67,7 +74,7 @@ def _numbers(builder: Builder, facts: Facts, excluded: Sequence[Fraction], *, is
         limits[opened if is_outside else closed] = _plain(value)
     each_step = [_for_library(builder, each) for each in _by_decimals(step) if has_multiple(low, high, each)]
     ways = [{**limits, "multipleOf": each} for each in each_step if each is not None]
-    return [builder.rules.add(builder.rules.new(), *([f"%json {json.dumps(way)}"] for way in ways))]
+    found.rules.append(builder.rules.add(builder.rules.new(), *([f"%json {json.dumps(way)}"] for way in ways)))
 
 
 def _by_decimals(step: Fraction) -> list[Fraction]:
@@ -116,23 +123,31 @@ def _step(builder: Builder, facts: Facts) -> Fraction | None:
     return step
 
 
-def _strings(builder: Builder, facts: Facts, excluded: Sequence[str]) -> list[str | Element]:
-    """Return an expression for texts; none if there is no text."""
+def add_texts(
+    builder: Builder,
+    facts: Facts,
+    quotings: Iterable[Quoting],
+    found: Scalars,
+    others: Callable[[Quoting], list[tuple[str, bool]]] = lambda quoting: [],
+) -> None:
+    """Add the ways to write the texts that fit facts.
+
+    Args:
+        others: returns more terminals that a text must match, or must not match.
+    """
     low, high = least_and_most(facts, "Length", builder.conjunctions)
     if high is not None and low > high:
         builder.impossible(f"minLength ({low}) is greater than maxLength ({high})")
-        return []
-    patterns = patterns_of(facts, builder.conjunctions)
-    plain = string_of(low, high)
-    terminals = [*patterns, *([(spellings(excluded), False)] if excluded else [])]
-    if not terminals:
-        return [plain]
-    needs_plain = plain != STRING or not any(is_wanted for _, is_wanted in patterns)
-    expression = combined(terminals, *([plain] if needs_plain else []))
-    if not is_possible(expression):
-        builder.impossible("no text fits pattern, format and length together")
-        return []
-    return [f"({expression})"]
+        return
+    excluded = [value for value in _excluded(facts) if isinstance(value, str)]
+    for quoting in quotings:
+        terminals = [*patterns_of(facts, builder.conjunctions, quoting), *others(quoting)]
+        terminals += [quoting.excluded(excluded)] if excluded else []
+        expression = quoting.text(terminals, low, high)
+        if not terminals or is_possible(f'({expression}) "."'):  # it may match the empty text
+            found.add_text(quoting, expression)
+        else:
+            builder.impossible("no text fits pattern, format and length together")
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""JSON strings as regular expressions, with every spelling that RFC 8259 allows.
+"""Texts as regular expressions: JSON strings with every spelling that RFC 8259 allows, and texts of other notations.
 
 Escapes of surrogates come only in pairs, because half a pair is no character. Characters of a text that is given, such
 as a name or a constant, are spelled as encoders of JSON spell them: an escape is possible for a character outside
@@ -8,8 +8,11 @@ ASCII, and for those that some encoders escape. An escape for another character 
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-from paceline.core.json_grammar.ranges import ALL, LAST, SURROGATES, Ranges, contains, intersection
+from paceline.core.json_grammar.ranges import ALL, LAST, SURROGATES, Ranges, contains, intersection, union
 
 _BEYOND = 0x10000
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, SURROGATES[0] - 1), (SURROGATES[1] + 1, LAST))
@@ -24,45 +27,163 @@ _MANY_RANGES = 64
 
 _BMP_ESCAPE = r"[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
 _PAIR_ESCAPE = r"[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-CHARACTER = rf'([^"\\\x00-\x1F]|\\(["\\\/bfnrt]|u({_BMP_ESCAPE}|{_PAIR_ESCAPE})))'
-"""A regular expression for one character in any spelling."""
+_CODE = f"u({_BMP_ESCAPE}|{_PAIR_ESCAPE})"
 
 
-CHARACTER_RULE = f"CHARACTER: /{CHARACTER}/"
-"""The terminal of which the texts of `string_of` are made. A grammar with such texts must have it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Escaping:
+    """How the characters of a text are written."""
+
+    character: str
+    """A regular expression for one character in any spelling."""
+    raw: Ranges
+    """Characters that may stand for themselves."""
+    short: Mapping[str, str]
+    """Characters with an escape of one letter, and this letter in a regular expression."""
+    has_codes: bool
+    """Whether all characters may be written by their code."""
 
 
-def string_of(low: int, high: int | None) -> str:
-    """Return a terminal for JSON strings by their number of characters."""
-    times = "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
-    return rf'"\"" CHARACTER{times} "\""' if high != 0 else r'"\"\""'
+JSON = Escaping(rf'([^"\\\x00-\x1F]|\\(["\\\/bfnrt]|{_CODE}))', _RAW, _SHORT, has_codes=True)
+IN_SINGLE_QUOTES = Escaping(
+    rf"([^'\\\x00-\x1F]|\\(['\\bfnrt]|{_CODE}))",
+    union([(0x22, 0x22), *intersection(_RAW, ((0, 0x26), (0x28, LAST)))]),
+    {"'": "'", **{character: letter for character, letter in _SHORT.items() if character not in '"/'}},
+    has_codes=True,
+)
+"""As in JSON, for a text between single quotes."""
+PLAIN = Escaping(r"(.|\n)", ALL, {}, has_codes=False)
+"""All characters stand for themselves."""
+
+CHARACTER_RULE = f"CHARACTER: /{JSON.character}/"
+"""A terminal for a character of a JSON string. A grammar with texts of `Quoting.text` must have it."""
 
 
-def spelled(text: str, every_way: bool = False) -> str:
-    """Return a regular expression for a text within a JSON string.
+@dataclass(frozen=True, slots=True, eq=False)
+class Quoting:
+    """How a text is written: its characters, and what stands around them."""
 
-    Args:
-        every_way: allow an escape for every character, to exclude all spellings of the text.
-    """
-    return "".join(character_set(((ord(each), ord(each)),), every_way) for each in text)
+    escaping: Escaping
+    before: str = ""
+    """A regular expression for what stands before the text, to which terminals refer, too."""
+    after: str = ""
+    mark: str = ""
+    """A regular expression for what stands before and after the text; see `marked`."""
+    token: str = ""
+    """A token of the vocabulary before and after the text, as an element of a grammar."""
+    shapes: tuple[str, ...] = ()
+    """Regular expressions that a text must match."""
+    loose: str = ""
+    """A terminal for all texts, if it has more spellings than a text with limits has; "" if not."""
+    unlike: tuple[str, ...] = ()
+    """Regular expressions that a text may not match. None has a part for any text, which takes the library long."""
+    can_write: Callable[[str], bool] = lambda text: True
+    """Returns whether a text can be written in this way."""
+
+    def whole(self, inside: str) -> str:
+        """Return a terminal for texts that match a regular expression."""
+        expression = f"{self.before}{inside}{self.after}"
+        return f"/{expression}/" if expression else '""'
+
+    def length(self, low: int, high: int | None) -> str:
+        """Return a terminal for texts by their number of characters."""
+        times = "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
+        character = "CHARACTER" if self.escaping is JSON else f"/{self.escaping.character}/"
+        parts = [f"/{self.before}/" if self.before else "", f"{character}{times}" if high != 0 else ""]
+        return " ".join(filter(None, [*parts, f"/{self.after}/" if self.after else ""])) or '""'
+
+    def text(self, terminals: Iterable[tuple[str, bool]] = (), low: int = 0, high: int | None = None) -> str:
+        """Return an expression of a terminal for texts.
+
+        Args:
+            terminals: terminals that a text must match, or must not match, as it is said.
+            low: the least number of characters.
+            high: the largest number of characters; None if there is no limit.
+        """
+        given, has_limits = list(terminals), (low, high) != (0, None)
+        if self.loose and not given and not has_limits:
+            return self.loose
+        all_ = [*given, *((self.whole(each), True) for each in self.shapes)]
+        all_ += [(f"/{each}/", False) for each in self.unlike]
+        if not all_:
+            return self.length(low, high)
+        wanted = [text for text, is_wanted in all_ if is_wanted]
+        if has_limits or not wanted:
+            wanted.insert(0, self.length(low, high))
+        return f"({' & '.join([*wanted, *(f'~{text}' for text, is_wanted in all_ if not is_wanted)])})"
+
+    def marked(self, expression: str) -> str:
+        """Return an expression of a terminal with its marks, which all others lack.
+
+        They stay out of intersections, in which the library would look long for the end of a text.
+        """
+        return f"/{self.mark}/ ({expression}) /{self.mark}/" if self.mark else expression
+
+    def spelled(self, text: str, every_way: bool = False) -> str:
+        """Return a regular expression for a given text, without what stands around it.
+
+        Args:
+            every_way: allow an escape for every character, to exclude all spellings of the text.
+        """
+        return "".join(character_set(((ord(each), ord(each)),), every_way, self.escaping) for each in text)
+
+    def constant(self, text: str, *, briefly: bool = False) -> str:
+        """Return an expression of a terminal for exactly this text.
+
+        Args:
+            briefly: allow only the text itself and its spelling with escapes of all characters outside ASCII.
+        """
+        return _briefly(self, text) if briefly else _constant(self, text)
+
+    def excluded(self, texts: Iterable[str]) -> tuple[str, bool]:
+        """Return a terminal for all spellings of texts, which a text must not match."""
+        return self.whole(f"({'|'.join(self.spelled(text, every_way=True) for text in texts)})"), False
+
+
+IN_JSON = Quoting(JSON, '"', '"')
 
 
 @functools.lru_cache(maxsize=4096)
-def character_set(ranges: Ranges, every_way: bool = False) -> str:
-    """Return a regular expression for one character of a set within a JSON string; one that matches nothing if empty.
+def _constant(quoting: Quoting, text: str) -> str:
+    if quoting is IN_JSON:
+        plain = json.dumps(text, ensure_ascii=False)
+        if plain.isascii() and plain[1:-1] == text and not set("/<>&'\x7f") & set(text):
+            return json.dumps(plain)
+    return quoting.whole(quoting.spelled(text))
+
+
+def _briefly(quoting: Quoting, text: str) -> str:
+    if quoting.escaping is PLAIN:
+        before, after = ([f"/{each}/"] if each else [] for each in (quoting.before, quoting.after))
+        return " ".join([*before, _literal(text), *after])
+    spellings = {json.dumps(text, ensure_ascii=False): None, json.dumps(text): None}
+    if quoting.escaping is IN_SINGLE_QUOTES:
+        inside = (each[1:-1].replace(r"\"", '"').replace("'", r"\'") for each in spellings)
+        spellings = {f"'{each}'": None for each in inside}
+    return " | ".join(map(_literal, spellings))
+
+
+def _literal(text: str) -> str:
+    """Return a terminal for exactly this text, of which the library makes no regular expression."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # it refuses this one character
+
+
+@functools.lru_cache(maxsize=4096)
+def character_set(ranges: Ranges, every_way: bool = False, escaping: Escaping = JSON) -> str:
+    """Return a regular expression for one character of a set within a text; one that matches nothing if empty.
 
     A set that goes beyond ASCII allows every spelling of its members, because it is free text.
     """
     if intersection(ranges, ALL) == ALL:
-        return CHARACTER
+        return escaping.character
     ways = []
-    if raw := intersection(ranges, _RAW):
+    if raw := intersection(ranges, escaping.raw):
         ways.append(_class(raw))
-    if short := [letter for character, letter in _SHORT.items() if contains(ranges, ord(character))]:
+    if short := [letter for character, letter in escaping.short.items() if contains(ranges, ord(character))]:
         ways.append(rf"\\[{''.join(short)}]")
     if not every_way and (not ranges or ranges[-1][1] - ranges[-1][0] < 256):
         ranges = intersection(ranges, _ESCAPED_BY_ENCODERS)
-    if len(ranges) <= _MANY_RANGES and (codes := _codes(intersection(ranges, ALL))):
+    if escaping.has_codes and len(ranges) <= _MANY_RANGES and (codes := _codes(intersection(ranges, ALL))):
         ways.append(rf"\\u({'|'.join(codes)})")
     return ways[0] if len(ways) == 1 else f"({'|'.join(ways)})" if ways else NOTHING
 

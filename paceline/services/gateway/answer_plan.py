@@ -84,6 +84,8 @@ def answer_constraint(
         thought = form = None  # the header of the message is in the prompt, so the rest of the answer is content
     wanted = request.structured_outputs
     options = SPACED if wanted is None or not wanted.allow_additional_properties else {**SPACED, "closed": False}
+    if form is not None:
+        options = {**options, **form.notation(tokenizer.vocabulary.spelling)}
     schemas = [_parameters(index, function, options) for index, function in functions]
     grammar = answer_grammar(
         tokenizer.vocabulary.spelling,

@@ -66,6 +66,8 @@ class AttemptTrace:
     effort: worker_pb2.Effort | None = None
     token_times: list[float] = field(default_factory=list)
     """When each message with tokens came; after `close` only the first two and the last."""
+    token_counts: list[int] = field(default_factory=list)
+    """Number of tokens in each message, until `close`."""
     tokens: int = 0
     scores: int = 0
     """Prompt tokens whose logprobs came."""
@@ -156,3 +158,4 @@ class AttemptTrace:
         self.gaps = gaps_of(self.decode_times)
         if len(self.token_times) > 3:
             self.token_times = [*self.token_times[:2], self.token_times[-1]]
+        self.token_counts = []

@@ -1,4 +1,8 @@
-"""Token ids that POST /inference/v1/generate has returned, as an answer to a chat or a completion. Pure functions."""
+"""Token ids that POST /inference/v1/generate has returned, as an answer to a chat or a completion. Pure functions.
+
+A streamed answer comes one event a call. The client carries the tokens of all events before, which are read again with
+each call, so any gateway can take the next one.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,16 @@ from paceline.services.gateway.chat_format import ChatFormat
 from paceline.services.gateway.choice import Choice, Delta
 from paceline.services.gateway.completion_format import CompletionFormat
 from paceline.services.gateway.plan import Plan, PromptPlan
+from paceline.services.gateway.response_format import ResponseFormat, TextChunk
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import (
     ChosenLogprob,
     DerenderChatRequest,
+    DerenderChatStream,
     DerenderCompletionRequest,
+    DerenderCompletionStream,
+    DerenderStream,
+    StreamState,
     TokenLogprob,
     TokensAnswer,
     TokensChoice,
@@ -72,6 +81,107 @@ def derender_completion(
     return whole
 
 
+def derender_chat_event(
+    body: DerenderChatStream, plan: Plan | None, response_id: str, model: str, tokenizer: Tokenizer
+) -> Json:
+    """Return the chunk of a chat completion for one event, and the state for the next call; see `derender_chat`."""
+    request = body.chat_request or ChatRequest.model_validate({"messages": [{"role": "user"}]})
+    stream = _Stream(body, plan, tokenizer)
+    return stream.read(ChatFormat(request, stream.plan, response_id, model, tokenizer))
+
+
+def derender_completion_event(
+    body: DerenderCompletionStream, plan: Plan | None, response_id: str, model: str, tokenizer: Tokenizer
+) -> Json:
+    """Return the chunk of a completion for one event, and the state for the next call; see `derender_completion`."""
+    request = body.completion_request or CompletionRequest.model_validate({"prompt": ""})
+    stream = _Stream(body, plan, tokenizer)
+    return stream.read(CompletionFormat(request, stream.plan, response_id, model, tokenizer))
+
+
+class _Stream:
+    """One event of a choice, and the events before."""
+
+    def __init__(self, body: DerenderStream, plan: Plan | None, tokenizer: Tokenizer) -> None:
+        self._body = body
+        self._state = body.stream_state or StreamState()
+        self._tokenizer = tokenizer
+        self._call_ids: list[str] = []
+        event = body.generate_chunk
+        prompt_ids = body.prompt_token_ids or event.prompt_token_ids or []
+        plan = plan or _bare_plan([prompt_ids], [event], tokenizer)
+        prompt = plan.prompts[0]
+        if prompt.answer is not None:
+            answer = prompt.answer
+            self._new_call_id = answer.new_call_id
+            answer = dataclasses.replace(answer, new_call_id=self._call_id)
+            prompt = dataclasses.replace(prompt, answer=answer)
+        self.plan = dataclasses.replace(plan, prompts=[_without_missing_logprobs(prompt, [event])], n=1)
+
+    def read(self, format_: ResponseFormat) -> Json:
+        """Return the event's chunk and the next state."""
+        event, state = self._body.generate_chunk, self._state
+        if not event.choices:
+            chunk = format_.usage_chunk(self._usage() or {})
+            return {"chunk": chunk, "stream_state": state.model_dump()}
+        reader, at = Choice(0, self.plan, self._tokenizer), 0
+        if state.role_sent:
+            list(format_.chunks(Delta(0)))
+        for count in state.output_chunk_lens:
+            ids, at = state.output_token_ids[at : at + count], at + count
+            if not reader.has_ended and (delta := reader.take(Generated([_unscored(each) for each in ids]))):
+                list(format_.chunks(delta))
+        (choice,) = event.choices
+        chunks = list(format_.chunks(_read_choice(choice, reader, is_last=choice.finish_reason is not None)))
+        bodies = [format_.text_chunk(*each) if isinstance(each, TextChunk) else each for each in chunks]
+        chunk = _joined(bodies) or format_.empty_chunk()
+        for own in chunk["choices"]:
+            own["index"] = choice.index
+        if (usage := self._usage()) is not None:
+            chunk["usage"] = usage
+        after = StreamState(
+            output_token_ids=[*state.output_token_ids, *choice.token_ids],
+            output_chunk_lens=[*state.output_chunk_lens, *filter(None, [len(choice.token_ids)])],
+            last_tool_call_ids=self._call_ids,
+            role_sent=state.role_sent or bool(bodies),
+        )
+        return {"chunk": chunk, "stream_state": after.model_dump()}
+
+    def _call_id(self) -> str:
+        """Return the id of the next call, which is the same each time that its event is read."""
+        known, number = self._state.last_tool_call_ids, len(self._call_ids)
+        self._call_ids.append(known[number] if number < len(known) else self._new_call_id())
+        return self._call_ids[-1]
+
+    def _usage(self) -> Json | None:
+        usage = self._body.generate_chunk.usage
+        if usage is None or self._body.prompt_tokens is None:
+            return usage
+        prompt_tokens, generated = self._body.prompt_tokens, usage.get("completion_tokens", 0)
+        return usage | {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + generated}
+
+
+def _unscored(token_id: int) -> Token:
+    """Return a token that is read again, with a logprob that nobody sees."""
+    return Token(token_id, (Logprob(token_id, 0.0, 1),))
+
+
+def _joined(chunks: Sequence[Json]) -> Json | None:
+    """Return several chunks of a choice as one; None if there are none."""
+    if not chunks:
+        return None
+    (first,) = chunks[0]["choices"]
+    for (later,) in (chunk["choices"] for chunk in chunks[1:]):
+        delta = later.pop("delta", {})
+        for name, value in delta.items():
+            own = first["delta"]
+            own[name] = own[name] + value if own.get(name) and name != "role" else value
+        if "text" in first:
+            later["text"] = first["text"] + later["text"]
+        first |= later
+    return chunks[0]
+
+
 def _bare_plan(prompts: Sequence[list[int]], answers: Iterable[TokensAnswer], tokenizer: Tokenizer) -> Plan:
     """Return a plan for answers to unknown requests: they are text up to a token that ends an answer."""
     sampling = SamplingParams(stop_token_ids=tokenizer.eos_token_ids, logprobs=_shown_logprobs(answers))
@@ -80,13 +190,21 @@ def _bare_plan(prompts: Sequence[list[int]], answers: Iterable[TokensAnswer], to
 
 
 def _plan(plan: Plan, answers: Sequence[TokensAnswer]) -> Plan:
-    """Return a plan with a prompt for each choice of the answers. Logprobs of prompts are not in answers."""
+    """Return a plan with a prompt for each choice of the answers, without logprobs that are not in the answers."""
     prompts = [
-        dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, prompt_logprobs=None))
+        _without_missing_logprobs(prompt, answers)
         for prompt, answer in zip(plan.prompts, answers, strict=True)
         for _ in answer.choices
     ]
     return dataclasses.replace(plan, prompts=prompts, n=1)
+
+
+def _without_missing_logprobs(prompt: PromptPlan, answers: Sequence[TokensAnswer]) -> PromptPlan:
+    """Return a prompt's plan without logprobs of the prompt, and of tokens if the answers have none."""
+    shown = prompt.sampling.logprobs if _shown_logprobs(answers) is not None else None
+    return dataclasses.replace(
+        prompt, sampling=dataclasses.replace(prompt.sampling, prompt_logprobs=None, logprobs=shown)
+    )
 
 
 def _read(answers: Iterable[TokensAnswer], plan: Plan, tokenizer: Tokenizer) -> list[Delta]:
@@ -95,13 +213,13 @@ def _read(answers: Iterable[TokensAnswer], plan: Plan, tokenizer: Tokenizer) -> 
     return [_read_choice(choice, Choice(index, plan, tokenizer)) for index, choice in enumerate(choices)]
 
 
-def _read_choice(choice: TokensChoice, reader: Choice) -> Delta:
+def _read_choice(choice: TokensChoice, reader: Choice, *, is_last: bool = True) -> Delta:
     scores: Sequence[ChosenLogprob | None] = (choice.logprobs and choice.logprobs.content) or ()
     scores = scores if len(scores) == len(choice.token_ids) else [None] * len(choice.token_ids)
     tokens = [Token(token_id, _logprobs(score)) for token_id, score in zip(choice.token_ids, scores)]
-    delta = reader.take(Generated(tokens))
+    delta = Delta(0) if reader.has_ended else reader.take(Generated(tokens))
     assert delta is not None
-    if not reader.has_ended:
+    if is_last and not reader.has_ended:
         delta.add(reader.end(choice.finish_reason or "stop"))
     delta.finish_reason = choice.finish_reason
     if choice.stop_reason is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -108,7 +108,8 @@ class Metrics:
         help = "Times that a sequence lost its blocks and had to compute them again"
         self._preemptions = histogram("request_num_preemptions", help, _PREEMPTIONS)
         self._ttft = seconds("time_to_first_token", "From arrival to the first token", _FIRST)
-        self._itl = seconds("inter_token_latency", "Between messages with tokens", _SHORT)
+        help = "Between two tokens. Tokens that come in one message share the time since the message before"
+        self._itl = seconds("inter_token_latency", help, _SHORT)
         help = "From the first token to the last one, divided by the tokens after the first"
         self._per_token = seconds("request_time_per_output_token", help, _SHORT)
         self._e2e = seconds("e2e_request_latency", "From arrival to the end", _LONG)
@@ -168,8 +169,8 @@ class Metrics:
         self._decode.observe(now - times[0])
         if generated_tokens > 1:
             self._per_token.observe((times[-1] - times[0]) / (generated_tokens - 1))
-        for earlier, later in itertools.pairwise(times):
-            self._itl.observe(later - earlier)
+        for gap in token_gaps(times, record.token_counts, generated_tokens):
+            self._itl.observe(gap)
         if record.handed_over is not None and record.attempts == 1:
             self._handoff_time.observe(record.handed_over - times[0])
             if len(times) > 1:
@@ -178,6 +179,22 @@ class Metrics:
     def set_kv_usage(self, kv_usage: Mapping[str, float]) -> None:
         """Set the shares of KV blocks that are in use now, by host. Reported ones can be a second old."""
         self._fleet.kv_usage = kv_usage
+
+
+def token_gaps(times: Sequence[float], counts: Sequence[int], tokens: int) -> Iterator[float]:
+    """Yield the time between each token and the next one, in seconds.
+
+    Args:
+        times: when each message with tokens came.
+        counts: number of tokens in each message.
+        tokens: number of tokens of the answer. Tokens that came after its end, such as after a stop string, are not in
+            it.
+    """
+    before, left = times[0], tokens - 1
+    for number, (time_, count) in enumerate(zip(times, counts)):
+        gaps = min(left, count - (number == 0))
+        yield from itertools.repeat((time_ - before) / max(1, gaps), gaps)
+        before, left = time_, left - gaps
 
 
 def figures(families: Iterable[MetricFamily]) -> dict[str, float]:

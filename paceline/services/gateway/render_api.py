@@ -12,7 +12,12 @@ from fastapi import APIRouter, Request
 
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_prompt import media_of
-from paceline.services.gateway.derender import derender_chat, derender_completion
+from paceline.services.gateway.derender import (
+    derender_chat,
+    derender_chat_event,
+    derender_completion,
+    derender_completion_event,
+)
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.media.expansion import NOTHING
@@ -21,8 +26,20 @@ from paceline.services.gateway.planning import plan_chat, plan_completion
 from paceline.services.gateway.render import render
 from paceline.services.gateway.respond import choose_id
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
-from paceline.services.gateway.token_schemas import DerenderChatRequest, DerenderCompletionRequest
-from paceline.services.gateway.vllm_bodies import DerenderedChat, DerenderedCompletion, RenderedRequest
+from paceline.services.gateway.token_schemas import (
+    DerenderChat,
+    DerenderChatStream,
+    DerenderCompletion,
+    DerenderCompletionStream,
+    DerenderStream,
+)
+from paceline.services.gateway.vllm_bodies import (
+    DerenderedChat,
+    DerenderedChatEvent,
+    DerenderedCompletion,
+    DerenderedCompletionEvent,
+    RenderedRequest,
+)
 
 
 def check_no_media(chat: ChatRequest, model: ModelFleet) -> None:
@@ -52,24 +69,44 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         plan = await model.plan(lambda served: plan_chat(body, served))
         return render(body, plan, request_id, model.name)[0]
 
-    @router.post("/v1/completions/derender", response_model=None, responses=answers(DerenderedCompletion))
-    async def completion(body: DerenderCompletionRequest, request: Request) -> dict[str, Any]:
+    @router.post(
+        "/v1/completions/derender",
+        response_model=None,
+        responses=answers(DerenderedCompletion | DerenderedCompletionEvent),
+    )
+    async def completion(body: DerenderCompletion, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
-        for index, answer in enumerate(body.generate_responses):
-            answer.check_ids(model.tokenizer.vocab_size, f"generate_responses[{index}]")
-        request_id = body.generate_responses[0].request_id or request.state.request_id
+        if isinstance(body, DerenderStream):
+            body.check_ids(model.tokenizer.vocab_size)
+            own_id = body.generate_chunk.request_id
+        else:
+            for index, answer in enumerate(body.generate_responses):
+                answer.check_ids(model.tokenizer.vocab_size, f"generate_responses[{index}]")
+            own_id = body.generate_responses[0].request_id
         plan = None
         if (completion_request := body.completion_request) is not None:
             plan = await model.plan(lambda served: plan_completion(completion_request, served))
-        return await asyncio.to_thread(derender_completion, body, plan, request_id, model.name, model.tokenizer)
+        about = plan, own_id or request.state.request_id, model.name, model.tokenizer
+        if isinstance(body, DerenderCompletionStream):
+            return await asyncio.to_thread(derender_completion_event, body, *about)
+        return await asyncio.to_thread(derender_completion, body, *about)
 
-    @router.post("/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat))
-    async def chat(body: DerenderChatRequest, request: Request) -> dict[str, Any]:
+    @router.post(
+        "/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat | DerenderedChatEvent)
+    )
+    async def chat(body: DerenderChat, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
-        body.generate_response.check_ids(model.tokenizer.vocab_size, "generate_response")
-        request_id = body.generate_response.request_id or request.state.request_id
+        if isinstance(body, DerenderStream):
+            body.check_ids(model.tokenizer.vocab_size)
+            own_id = body.generate_chunk.request_id
+        else:
+            body.generate_response.check_ids(model.tokenizer.vocab_size, "generate_response")
+            own_id = body.generate_response.request_id
         plan = None
         if (chat_request := body.chat_request) is not None:
             # Only how answers are read matters here, not the prompt.
             plan = await model.plan(lambda served: plan_chat(chat_request, served, NOTHING))
-        return await asyncio.to_thread(derender_chat, body, plan, request_id, model.name, model.tokenizer)
+        about = plan, own_id or request.state.request_id, model.name, model.tokenizer
+        if isinstance(body, DerenderChatStream):
+            return await asyncio.to_thread(derender_chat_event, body, *about)
+        return await asyncio.to_thread(derender_chat, body, *about)

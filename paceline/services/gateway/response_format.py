@@ -95,6 +95,10 @@ class ResponseFormat(ABC):
             return None
         return delta
 
+    def empty_chunk(self) -> Json:
+        """Return a chunk that tells nothing new."""
+        return self._chunk([])
+
     def usage_so_far(self, usage: Json) -> Json:
         """Return the `usage` of the latest chunk, from that of all generated tokens; some may not be sent yet."""
         sent = self._sent_tokens

@@ -167,6 +167,7 @@ class SequenceRun:
                 self.generated += token_ids
                 self.context.token_ids += token_ids
                 trace.token_times.append(time.monotonic())
+                trace.token_counts.append(len(tokens))
                 trace.tokens += len(tokens)
             case HandedOver():
                 trace.handed_over = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.errors import ApiError
@@ -132,16 +132,75 @@ class TokensAnswer(Body):
             check_ids(scored, vocab_size, f"{own}.logprobs")
 
 
-class DerenderRequest(NamedRequest):
-    """The fields that both routes for answers share."""
+class StreamChoice(TokensChoice):
+    """A choice of a streamed event of POST /inference/v1/generate."""
 
-    stream: Literal[False] = False
-    """Streams are not supported: ask /inference/v1/generate for the output mode "text" instead."""
+    token_ids: list[TokenId] = Field(default_factory=list)
+    finish_reason: str | None = None
 
 
-class DerenderChatRequest(DerenderRequest):
+class TokensEvent(TokensAnswer):
+    """A streamed event of POST /inference/v1/generate with the output mode "tokens": a choice, or the usage alone."""
+
+    choices: Annotated[list[StreamChoice], Field(max_length=1)]  # type: ignore[assignment]
+    usage: dict[str, Any] | None = None
+
+
+class StreamState(Body):
+    """What the server has to know about the events before; the client sends what the last answer had.
+
+    The names are vLLM's, whose state has more fields.
+    """
+
+    output_token_ids: list[TokenId] = Field(default_factory=list)
+    output_chunk_lens: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)
+    """Number of tokens in each event."""
+    last_tool_call_ids: list[str] = Field(default_factory=list)
+    role_sent: bool = False
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> StreamState:
+        if sum(self.output_chunk_lens) != len(self.output_token_ids):
+            name = "stream_state.output_chunk_lens"
+            raise ApiError(400, f"{name} must add up to the number of output_token_ids", param=name)
+        return self
+
+
+class DerenderStream(NamedRequest):
+    """The fields that both routes for streamed events share."""
+
+    stream: Literal[True]
+    generate_chunk: TokensEvent
+    stream_state: StreamState | None = None
+    """None with the first event of a choice."""
+    prompt_tokens: int | None = Field(None, ge=0)
+    """Default: what the event's usage says."""
+    prompt_token_ids: list[TokenId] | None = None
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError if a token is not in the vocabulary."""
+        self.generate_chunk.check_ids(vocab_size, "generate_chunk")
+        if self.stream_state is not None:
+            check_ids(self.stream_state.output_token_ids, vocab_size, "stream_state.output_token_ids")
+
+
+class DerenderChatStream(DerenderStream):
+    """The body of POST /v1/chat/completions/derender with `stream`: one event of the answer to a chat."""
+
+    chat_request: ChatRequest | None = None
+    """The request that was rendered, with each event. Without it, an answer is read as nothing but content."""
+
+
+class DerenderCompletionStream(DerenderStream):
+    """The body of POST /v1/completions/derender with `stream`: one event of the answer to a completion."""
+
+    completion_request: CompletionRequest | None = None
+
+
+class DerenderChatRequest(NamedRequest):
     """The body of POST /v1/chat/completions/derender."""
 
+    stream: Literal[False] = False
     generate_response: TokensAnswer
     prompt_tokens: int | None = Field(None, ge=0)
     """Default: the number of prompt ids, or 0 if there are none."""
@@ -150,9 +209,10 @@ class DerenderChatRequest(DerenderRequest):
     """The request that was rendered. Without it, an answer is read as nothing but content."""
 
 
-class DerenderCompletionRequest(DerenderRequest):
+class DerenderCompletionRequest(NamedRequest):
     """The body of POST /v1/completions/derender: one answer for each prompt."""
 
+    stream: Literal[False] = False
     generate_responses: Annotated[list[TokensAnswer], Field(min_length=1, max_length=MAX_CHOICES)]
     prompt_tokens: list[Annotated[int, Field(ge=0)]] | None = None
     prompt_token_ids: list[list[TokenId] | None] | None = None
@@ -165,3 +225,16 @@ class DerenderCompletionRequest(DerenderRequest):
             if given is not None and len(given) != len(self.generate_responses):
                 raise ApiError(400, f"{name} must have one entry for each of generate_responses", param=name)
         return self
+
+
+def _kind_of(body: Any) -> str:
+    return "stream" if isinstance(body, dict) and body.get("stream") is True else "whole"
+
+
+DerenderChat = Annotated[
+    Annotated[DerenderChatRequest, Tag("whole")] | Annotated[DerenderChatStream, Tag("stream")], Discriminator(_kind_of)
+]
+DerenderCompletion = Annotated[
+    Annotated[DerenderCompletionRequest, Tag("whole")] | Annotated[DerenderCompletionStream, Tag("stream")],
+    Discriminator(_kind_of),
+]

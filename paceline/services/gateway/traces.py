@@ -99,6 +99,11 @@ class SequenceTrace:
         return list(itertools.chain.from_iterable(attempt.token_times for attempt in self.tries))
 
     @property
+    def token_counts(self) -> list[int]:
+        """Number of tokens in each message with tokens."""
+        return list(itertools.chain.from_iterable(attempt.token_counts for attempt in self.tries))
+
+    @property
     def handed_over(self) -> float | None:
         """When a decode worker was last told that the blocks are filled."""
         told = (attempt.handed_over for attempt in reversed(self.tries))
@@ -136,7 +141,7 @@ class SequenceTrace:
             self.tries[-1].end(own, why or (_ABORTED if outcome == "abort" else ""))
 
     def end(self, outcome: str, why: str, generated_tokens: int) -> None:
-        """Record the end. Call this after everything that reads `token_times`, because it drops most of them."""
+        """Record the end. Call this after everything that reads `token_times` or `token_counts`, which it drops."""
         self.ended, self.outcome, self.why, self.generated_tokens = time.monotonic(), outcome, why, generated_tokens
         for attempt in self.tries:
             attempt.close()

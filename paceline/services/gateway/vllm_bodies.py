@@ -10,9 +10,11 @@ from paceline.services.gateway.answer_body import AnswerBody
 from paceline.services.gateway.api_bodies import (
     AboutPrompt,
     ChatChoice,
+    ChatChunk,
     ChatFinishReason,
     ChatLogprobs,
     CompletionChoice,
+    CompletionChunk,
     FinishReason,
     Head,
     Usage,
@@ -133,6 +135,23 @@ class DerenderedChat(Head, AboutPrompt):
     object: Literal["chat.completion"]
     choices: list[DerenderedChatChoice]
     usage: PlainUsage
+
+
+class DerenderState(AnswerBody):
+    output_token_ids: list[int]
+    output_chunk_lens: list[int]
+    last_tool_call_ids: list[str]
+    role_sent: bool
+
+
+class DerenderedCompletionEvent(AnswerBody):
+    chunk: CompletionChunk
+    stream_state: DerenderState
+
+
+class DerenderedChatEvent(AnswerBody):
+    chunk: ChatChunk
+    stream_state: DerenderState
 
 
 class Score(AnswerBody):

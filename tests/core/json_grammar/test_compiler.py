@@ -12,8 +12,10 @@ import pytest
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import OPTIONS, check_grammar, unenforced
 from paceline.core.json_grammar.compiler import Options, compile_schema
+from paceline.core.json_grammar.patterns import translated
+from paceline.core.json_grammar.rules import Rules
 from paceline.core.types import ConstraintKind
-from tests.core.json_grammar.matching import accepts
+from tests.core.json_grammar.matching import accepts, allows, matcher_of
 
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]}
 NULL: dict[str, Any] = {"type": "null"}
@@ -255,7 +257,6 @@ def hostile() -> list[Any]:
     """Return schemas that would take exponential or quadratic work if they were read naively."""
     two = {"anyOf": [{"minimum": 1}, {"maxLength": 1}]}
     refs = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(300)}
-    negated = {f"n{n}": {"anyOf": [{"$ref": f"#/$defs/n{n + 1}"}] * 2} for n in range(60)}
     names = {f"p{n}": {} for n in range(1500)}
     equal = {"properties": names, "required": list(names)}
     return [
@@ -266,7 +267,6 @@ def hostile() -> list[Any]:
         {"type": "object", "patternProperties": {f"^{n}a*": {} for n in range(200)}},
         {"type": "string", "pattern": "^(a+)+$", "enum": ["a" * 40 + "b", "aaa"]},
         {"type": "array", "items": {"type": "string"}, "minItems": 100_000},
-        {"not": {"$ref": "#/$defs/n0"}, "$defs": {**negated, "n60": {"type": "string"}}},
         {"oneOf": [{"$ref": "#/$defs/equal"}] * 3000, "$defs": {"equal": equal}},
         {"multipleOf": 9999.9999},
         {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}], "type": "integer"},
@@ -279,19 +279,52 @@ def test_hostile_schemas_take_little_work(schema: Any) -> None:
         check_grammar(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
 
 
+NEGATED = {f"n{n}": {"anyOf": [{"$ref": f"#/$defs/n{n + 1}"}] * 2} for n in range(17)}
+"""References that lead to one schema in 2^17 ways, which takes a second. In 2^60 ways it would never end."""
+
+
 @pytest.mark.parametrize(
     "schema",
     [
+        {"not": {"$ref": "#/$defs/n0"}, "$defs": {**NEGATED, "n17": {"minLength": 3}}},
         {"enum": [f"a{n}" for n in range(300)], "allOf": [{"pattern": f"^(a|{n})"} for n in range(200)]},
         {"enum": ["b"], "allOf": [{"pattern": f"^(b|{n})"} for n in range(1000)]},
         {"type": "string", "pattern": r"\D*\W[^a]" * 300},
         {"properties": {f"p{n}": {"pattern": f"^{n}" + r"\W" * 500} for n in range(8)}},
     ],
-    ids=["comparisons", "patterns", "one pattern", "all patterns"],
+    ids=["negations", "comparisons", "patterns", "one pattern", "all patterns"],
 )
 def test_what_takes_seconds_or_gigabytes_is_refused_at_once(schema: Any) -> None:
     with pytest.raises(ConstraintError, match="too large to be enforced"):
         compile_schema(schema, Options())
+
+
+def test_texts_of_patterns_and_of_all_terminals_have_limits() -> None:
+    # The library refuses such texts, too, but only after it has filled the memory.
+    with pytest.raises(ConstraintError, match="too large to be enforced"):
+        translated(r"\D*\W[^a]" * 300)
+    rules = Rules()
+    for number in range(4):
+        rules.terminal(str(number) + "x" * 450_000)
+    with pytest.raises(ConstraintError, match="too large to be enforced"):
+        rules.terminal("x" * 450_000)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [chr(0x4E00 + n % 9000) * 50 + str(n) for n in range(800)]},
+        {"enum": [f"{chr(0x4E00 + n)}{n}" for n in range(4000)]},
+        {"allOf": [{"enum": list(range(9000))}, {"enum": list(range(8999, -1, -1))}]},
+    ],
+    ids=["long", "many", "two lists"],
+)
+def test_large_enums_take_little_work(schema: Any) -> None:
+    matcher = matcher_of(json.dumps(schema, ensure_ascii=False))
+    values = schema.get("enum") or schema["allOf"][0]["enum"]
+    for value in (values[0], values[-1]):
+        assert [allows(matcher, json.dumps(value, ensure_ascii=each)) for each in (True, False)] == [True, True]
+    assert not allows(matcher, json.dumps("x"))
 
 
 def test_the_list_of_what_is_not_enforced_is_short() -> None:

@@ -175,8 +175,9 @@ def test_one_keyword_does_not_drop_the_schema_of_a_tool(tokenizer: Tokenizer) ->
     assert [allows(matcher, text) for text in (right, wrong)] == [True, False]
 
 
-def test_a_strict_tool_is_refused_for_what_cannot_be_enforced(tokenizer: Tokenizer) -> None:
-    forms = choose_forms("hermes", "none", "", {})
+@pytest.mark.parametrize("form", ["hermes", "pythonic", "gemma4", "qwen3_coder"])
+def test_a_strict_tool_is_refused_for_what_cannot_be_enforced(tokenizer: Tokenizer, form: str) -> None:
+    forms = choose_forms(form, "none", "", {})
     for value, is_refused in (({"uniqueItems": True}, True), ({"format": "path"}, False)):
         function = {"name": "f", "strict": True, "parameters": {"properties": {"a": value}}}
         request = chat(tools=[{"type": "function", "function": function}])
@@ -185,3 +186,14 @@ def test_a_strict_tool_is_refused_for_what_cannot_be_enforced(tokenizer: Tokeniz
                 answer_constraint(request, forms, tokenizer, "", None)
         else:
             assert answer_constraint(request, forms, tokenizer, "", None) is not None
+
+
+def test_what_one_notation_cannot_enforce_is_named(tokenizer: Tokenizer) -> None:
+    value = {"type": ["integer", "string"], "multipleOf": 5}
+    request = chat(
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": value, "b>c": {}}}}}]
+    )
+    for form, left in (("hermes", []), ("qwen3_coder", ["tools[0].function.parameters.properties.a.multipleOf"])):
+        constraint = answer_constraint(request, choose_forms(form, "none", "", {}), tokenizer, "", None)
+        assert constraint is not None
+        assert [*constraint.unenforced] == left

@@ -139,8 +139,123 @@ async def test_completions_from_tokens_are_numbered_over_all_prompts(stack: Stac
     assert [choice["text"] for choice in cut["choices"]] == ["pone", "pone", "qthree"]
 
 
+async def derendered(stack: Stack, path: str, events: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """Return the chunks of events that are sent one by one, each with the state after the one before."""
+    chunks, state = [], None
+    for event in events:
+        body = {"stream": True, "generate_chunk": event, "stream_state": state, **fields}
+        found = await stack.post(f"{path}/derender", **body)
+        assert found.status_code == 200, found.text
+        again = (await stack.post(f"{path}/derender", **body)).json()
+        before, state = state, found.json()["stream_state"]
+        known = before["last_tool_call_ids"] if before is not None else []
+        assert state["last_tool_call_ids"][: len(known)] == known
+        if (
+            not state["last_tool_call_ids"]
+            or state["last_tool_call_ids"] == again["stream_state"]["last_tool_call_ids"]
+        ):
+            assert again["chunk"]["choices"] == found.json()["chunk"]["choices"]
+        chunks.append(found.json()["chunk"])
+    return chunks
+
+
+def events_of(text: str, sizes: list[int], index: int = 0, finish_reason: str = "stop") -> list[dict[str, Any]]:
+    """Return the events of a streamed answer, with numbers of tokens in turn."""
+    ids, events = [*text.encode(), END], []
+    while ids:
+        count = sizes[len(events) % len(sizes)]
+        events.append({"request_id": "r", "choices": [{"index": index, "token_ids": ids[:count]}]})
+        ids = ids[count:]
+    events[-1]["choices"][0]["finish_reason"] = finish_reason
+    return events
+
+
+@pytest.mark.parametrize("sizes", [[1], [3, 1, 7], [500]], ids=str)
+async def test_a_streamed_chat_from_tokens_has_what_the_whole_one_has(
+    start_stack: StartStack, tmp_path: Path, sizes: list[int]
+) -> None:
+    stack = await start_stack(model=str(write_toy_model(tmp_path / "toy", chat_template=TOOLS_TEMPLATE)))
+    calls = [f'<tool_call>\n{{"name": "look", "arguments": {{"place": "{place}"}}}}\n</tool_call>' for place in "aé"]
+    text = f"<think>hé</think>wéll{''.join(calls)}"
+    about = {"chat_request": {"messages": HELLO, "tools": [TOOL]}, "prompt_tokens": 6}
+    whole = (await stack.post(f"{CHAT}/derender", generate_response=answer(text), **about)).json()["choices"][0]
+    usage = {
+        "request_id": "r",
+        "choices": [],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 9, "total_tokens": 10},
+    }
+    empty = {"request_id": "r", "choices": [{"index": 2}]}
+    *chunks, last = await derendered(stack, CHAT, [empty, *events_of(text, sizes, index=2), usage], **about)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    deltas = [choice["delta"] for choice in choices]
+    assert {choice["index"] for choice in choices} == {2}
+    assert [delta["role"] for delta in deltas if "role" in delta] == ["assistant"]
+    for name in ("content", "reasoning"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == whole["message"][name]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    assert len({part["id"] for part in parts if "id" in part}) == 2
+    for number, call in enumerate(whole["message"]["tool_calls"]):
+        own = [part["function"] for part in parts if part["index"] == number]
+        assert "".join(each.get("name", "") for each in own) == "look"
+        assert "".join(each["arguments"] for each in own) == call["function"]["arguments"]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+    assert (last["choices"], last["usage"]["prompt_tokens"], last["usage"]["total_tokens"]) == ([], 6, 15)
+    assert {chunk["id"] for chunk in chunks} == {"r"}
+
+
+async def test_a_streamed_completion_from_tokens(stack: Stack) -> None:
+    events = events_of("one, twö", [2])
+    events.append({"request_id": "r", "choices": [{"index": 0, "finish_reason": "stop"}]})
+    del events[-2]["choices"][0]["finish_reason"]  # vLLM may send it alone
+    chunks = await derendered(stack, "/v1/completions", events, completion_request={"prompt": "p", "echo": True})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "pone, twö"
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
+
+
+async def test_logprobs_of_a_streamed_completion_go_on_where_they_were(stack: Stack) -> None:
+    params = {"max_tokens": 3, "seed": 0, "logprobs": 2}
+    tokens = (await stack.post(GENERATE, token_ids=[1], sampling_params=params)).json()
+    (choice,) = tokens["choices"]
+    request = {"prompt": "p", "logprobs": 2, "max_tokens": 3}
+    body = {"generate_responses": [tokens], "completion_request": request}
+    whole = (await stack.post("/v1/completions/derender", **body)).json()["choices"][0]["logprobs"]
+    events = [
+        {"choices": [{"index": 0, "token_ids": [token], "logprobs": {"content": [score]}}]}
+        for token, score in zip(choice["token_ids"], choice["logprobs"]["content"])
+    ]
+    events[-1]["choices"][0]["finish_reason"] = "length"
+    chunks = await derendered(stack, "/v1/completions", events, completion_request=request)
+    found = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert [value for each in found for value in each[name]] == whole[name]
+    bare = answer("hi")  # a request for logprobs whose answer has none
+    assert (
+        await stack.post(f"{CHAT}/derender", generate_response=bare, chat_request={"messages": HELLO, "logprobs": True})
+    ).status_code == 200
+
+
+EVENT = events_of("a", [9])[0]
+
 REFUSED: list[tuple[str, dict[str, Any], int]] = [
     (f"{CHAT}/derender", {"stream": True}, 400),
+    (f"{CHAT}/derender", {"stream": True, "generate_chunk": {"choices": EVENT["choices"] * 2}}, 400),
+    (f"{CHAT}/derender", {"stream": True, "generate_chunk": {**EVENT, "output_mode": "text"}}, 400),
+    (f"{CHAT}/derender", {"stream": True, "generate_chunk": EVENT, "stream_state": {"output_token_ids": [1]}}, 400),
+    (
+        f"{CHAT}/derender",
+        {
+            "stream": True,
+            "generate_chunk": EVENT,
+            "stream_state": {"output_token_ids": [300], "output_chunk_lens": [1]},
+        },
+        400,
+    ),
+    (
+        "/v1/completions/derender",
+        {"stream": True, "generate_chunk": {"choices": [{"index": 0, "token_ids": [300]}]}},
+        400,
+    ),
     (f"{CHAT}/derender", {"generate_response": None}, 400),
     (f"{CHAT}/derender", {"generate_response": {"choices": []}}, 400),
     (f"{CHAT}/derender", {"generate_response": answer("", token_ids=[])}, 400),

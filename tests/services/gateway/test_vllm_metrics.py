@@ -109,6 +109,8 @@ async def test_who_has_the_end_of_an_answer_finds_all_its_tokens_counted(start_s
         generated += usage["completion_tokens"]
         found = {name: sum(one.value for one in seen[f"vllm:{name}"]) for name in COUNTED}
         assert found == dict(zip(COUNTED, (sequences, sequences, prompt_tokens, generated))), more
+        gaps = seen["vllm:inter_token_latency_seconds_count"][0].value
+        assert gaps == generated - sequences, more
 
 
 async def test_information_and_http_responses(start_stack: StartStack) -> None:

@@ -8,8 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.grammar import OPTIONS
+
 ANY_TEXT = r"(.|\n)*"
 """A regular expression for text. Special tokens are no text."""
+
+Notation = Mapping[str, Any]
+"""Options of a schema that name the notation of its grammar; see `core/json_grammar/notations.py`."""
+
+JSON: Notation = {}
 
 SPACE = r"[ \n\r\t]{0,8}"
 """A regular expression for white space between the parts of a call."""
@@ -70,9 +77,13 @@ def json_call(tool: Tool, name: str, arguments: str) -> str:
         name: name of the member with the tool's name.
         arguments: name of the member with the arguments.
     """
-    # Written out, so that references within the schema of the arguments still begin at its root.
-    pieces = ('"{"', _json(name), '":"', _json(tool.name), '","', _json(arguments), '":"', schema(tool), '"}"')
-    return "(" + " SPACE ".join(pieces) + ")"
+    return json_object((name, json_text(tool.name)), (arguments, schema(tool)))
+
+
+def json_object(*members: tuple[str, str]) -> str:
+    """Return an expression for a JSON object with these members, each a name and an expression for its value."""
+    pieces = [piece for name, value in members for piece in (json_text(name), '":"', value, '","')]
+    return "(" + " SPACE ".join(['"{"', *pieces[:-1], '"}"']) + ")"
 
 
 def json_list(calls: str, parallel: bool) -> str:
@@ -86,9 +97,16 @@ def json_list(calls: str, parallel: bool) -> str:
     return f'"[" SPACE form_call {more} SPACE "]"\nform_call: {calls}'
 
 
-def schema(tool: Tool) -> str:
-    """Return an expression for the JSON text of a tool's arguments."""
-    return f"%json {json.dumps(dict(tool.parameters), ensure_ascii=False)}"
+def schema(tool: Tool, notation: Notation = JSON) -> str:
+    """Return an expression for a tool's arguments in a notation."""
+    options = {**tool.parameters.get(OPTIONS, {}), **notation}
+    parameters = {**tool.parameters, OPTIONS: options} if options else dict(tool.parameters)
+    return f"%json {json.dumps(parameters, ensure_ascii=False)}"
+
+
+def escaped(text: str) -> str:
+    """Return a piece of a text as it is written within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def quoted(text: str) -> str:
@@ -97,5 +115,6 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-def _json(text: str) -> str:
+def json_text(text: str) -> str:
+    """Return the expression for a text as a JSON string without needless escapes."""
     return quoted(json.dumps(text, ensure_ascii=False))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.services.gateway.answers.answer import Answer, new_call_id
-from paceline.services.gateway.answers.expressions import Spelling, Tool
+from paceline.services.gateway.answers.expressions import JSON, Notation, Spelling, Tool
 from paceline.services.gateway.answers.reader import Reader, Steps
 
 
@@ -80,10 +80,14 @@ class ToolForm:
         """Return the calls of one answer, each a name and arguments, as the model writes them."""
         return "\n".join(self.write(name, arguments) for name, arguments in calls)
 
+    def notation(self, spelling: Spelling) -> Notation:
+        """Return the notation of a call's arguments."""
+        return JSON
+
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
         """Return an expression of a grammar for what comes after the trigger, or for the whole answer.
 
-        The form's own rules may follow it, each in a line of its own; see `Rules`.
+        The form's own rules may follow it, each in a line of its own.
 
         Args:
             tools: the tools that may be called.

@@ -45,7 +45,10 @@ def answer_grammar(
         between = f" {spelling.literal(form.between)}" if isinstance(form, ChannelForm) else ""
         triggers = form.triggers if form is not None else ()
         early_end = _early_end(spelling, thought, budget, triggers, may_call=choice != "none")
-        ended = f"(thinking{between} body{' | early_end' if early_end else ''})"
+        # Models write line breaks after their reasoning. The parser drops them.
+        is_text = isinstance(form, ChannelForm) or (content is None and choice != "required")
+        space = "" if is_text else " SPACE"
+        ended = f"(thinking{between}{space} body{' | early_end' if early_end else ''})"
         start = ended if is_open else f"thought_begin {ended} | body"
         rules.append(f"thought_begin: {spelling.literal(thought.opening)}")
         rules += [*_thinking(spelling, thought, budget, triggers), *early_end]

@@ -117,6 +117,44 @@ def test_content_in_a_format_excludes_no_calls(vocabulary: Vocabulary) -> None:
     ]
 
 
+def test_line_breaks_may_come_between_reasoning_and_what_has_a_form(vocabulary: Vocabulary) -> None:
+    contents = ('%json {"type": "integer"}', '"12"', "/1[0-9]/")
+    for content, choice in (*((each, "auto") for each in contents), (contents[0], "none"), (None, "required")):
+        grammar = answer(vocabulary, choice, content=content, thought=THINK)  # type: ignore[arg-type]
+        rest = CALL if content is None else "12"
+        allowed = [
+            vocabulary.allows(grammar, f"<think>a</think>{space}{rest}") for space in ("", "\n\n", " \n", "\n" * 9)
+        ]
+        assert allowed == [True, True, True, False], (content, choice)
+
+
+def test_the_arguments_of_a_call_may_come_before_its_name(vocabulary: Vocabulary) -> None:
+    call = '<tool_call>\n{"arguments": {"count": 12}, "name": "%s"}\n</tool_call>'
+    for choice in ("auto", "required"):
+        grammar = answer(vocabulary, choice)  # type: ignore[arg-type]
+        assert [vocabulary.allows(grammar, call % name) for name in ("find", "look")] == [True, False]
+        assert not vocabulary.allows(grammar, call.replace("12", '"a"') % "find")
+
+
+def test_the_end_of_a_call_may_stand_in_a_text_if_other_tokens_spell_it(vocabulary: Vocabulary) -> None:
+    tools = [Tool("say", {"type": "object", "properties": {"text": {"type": "string"}}})]
+    grammar = answer_grammar(
+        vocabulary.spelling,
+        thought=None,
+        is_open=False,
+        budget=None,
+        form=Hermes(),
+        tools=tools,
+        choice="required",
+        parallel=False,
+        content=None,
+    )
+    call = '<tool_call>\n{"name": "say", "arguments": {"text": "a %s b"}}\n</tool_call>'
+    assert vocabulary.allows(grammar, call % r"\u003c/tool_call>")
+    # The token of the marker is the end of the call alone, because it is no text for the library.
+    assert vocabulary.allows(grammar, call % "</tool_call>") is not vocabulary.spelling.is_token("</tool_call>")
+
+
 @pytest.mark.parametrize("choice", ["none", "auto", "required"])
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_reasoning_ends_within_its_budget(vocabulary: Vocabulary, budget: int, choice: Choice) -> None:

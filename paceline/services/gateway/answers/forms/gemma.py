@@ -10,18 +10,17 @@ import json
 import re
 from collections.abc import Sequence
 
+from paceline.core.json_grammar.parameters import PYTHON_WORDS, type_of_text
 from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import Spelling, Tool
+from paceline.services.gateway.answers.expressions import Notation, Spelling, Tool, escaped, schema
 from paceline.services.gateway.answers.form import ToolForm
-from paceline.services.gateway.answers.forms.gemma_values import GemmaValues, written
-from paceline.services.gateway.answers.forms.python_literals import PYTHON_WORDS
 from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
-from paceline.services.gateway.answers.schemas import escaped, type_of_text
 
 _FUNCTION = re.compile(r"[^\s{}<]*")
 _KEY = re.compile(r"[^:,{}\[\]<]*")
 _SCALAR = re.compile(r"[^,{}\[\]<]*")
 _CLOSING = {"{": "}", "[": "]"}
+_BARE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 class FunctionGemma(ToolForm):
@@ -48,15 +47,19 @@ class FunctionGemma(ToolForm):
 
     def write(self, name: str, arguments: str) -> str:
         try:
-            text = written(json.loads(arguments), self.quote)
+            text = _written(json.loads(arguments), self.quote)
         except (ValueError, RecursionError):
             text = arguments  # an answer that was cut off
         return f"{self.trigger}call:{name}{text}{self.end}"
 
+    def notation(self, spelling: Spelling) -> Notation:
+        token = spelling.literal(self.quote) if spelling.is_token(self.quote) else ""
+        return {"notation": ["gemma", self.quote, token]}
+
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        values = GemmaValues(spelling, self.quote)
-        calls = " | ".join(f"{spelling.literal(f'call:{tool.name}')} {values.arguments(tool)}" for tool in tools)
-        return values.rules.after(f"({calls}) {spelling.literal(self.end)}")
+        notation = self.notation(spelling)
+        calls = " | ".join(f"{spelling.literal(f'call:{tool.name}')} {schema(tool, notation)}" for tool in tools)
+        return f"({calls}) {spelling.literal(self.end)}"
 
     def _pass_object(self, reader: Reader, add: Sink) -> Steps[None]:
         """Pass an object after its first bracket as JSON. Text that is no such object ends it."""
@@ -142,3 +145,28 @@ class Gemma4(FunctionGemma):
     end = "<tool_call|>"
     quote = '<|"|>'
     markers = (trigger, end, quote)
+
+
+def _written(value: object, quote: str) -> str:
+    """Return a value in the notation.
+
+    Args:
+        quote: the marker before and after a text.
+    """
+    match value:
+        case str():
+            if quote not in value:
+                return f"{quote}{value}{quote}"
+            # A text with the marker in it is written as in JSON, in which the marker can be spelled differently.
+            return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
+        case list():
+            return f"[{','.join(_written(item, quote) for item in value)}]"
+        case dict():
+            members = (f"{_key_of(key, quote)}:{_written(each, quote)}" for key, each in value.items())
+            return f"{{{','.join(members)}}}"
+    return json.dumps(value)
+
+
+def _key_of(key: str, quote: str) -> str:
+    """Return a key in the notation: bare if it is a name."""
+    return key if _BARE_KEY.fullmatch(key) else _written(key, quote)

@@ -3,6 +3,8 @@
 <tool_call>
 {"name": "find", "arguments": {"text": "rain"}}
 </tool_call>
+
+Hermes 2 Pro and 3 were trained with the arguments before the name.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 from collections.abc import Sequence
 
 from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import Spelling, Tool, json_call
+from paceline.services.gateway.answers.expressions import Spelling, Tool, json_object, json_text, schema
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.forms.json_calls import read_calls
 from paceline.services.gateway.answers.reader import Steps
@@ -33,5 +35,9 @@ class Hermes(ToolForm):
         return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        calls = " | ".join(json_call(tool, "name", "arguments") for tool in tools)
-        return f'"\\n" ({calls}) "\\n" {spelling.literal("</tool_call>")}'
+        calls, rules = [], []
+        for number, tool in enumerate(tools):
+            members = ("name", json_text(tool.name)), ("arguments", f"arguments_{number}")
+            calls += [json_object(*members), json_object(*reversed(members))]
+            rules.append(f"arguments_{number}: {schema(tool)}")
+        return "\n".join([f'"\\n" ({" | ".join(calls)}) "\\n" {spelling.literal("</tool_call>")}', *rules])

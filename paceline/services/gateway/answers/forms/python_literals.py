@@ -9,14 +9,13 @@ import json
 import re
 from typing import Any
 
+from paceline.core.json_grammar.parameters import PYTHON_WORDS
+from paceline.services.gateway.answers.expressions import escaped
 from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
-from paceline.services.gateway.answers.schemas import escaped
 
 KEY = re.compile(r"[\w.$@/-]*")
 """The name of an argument without quotes. It may be no identifier of Python, because tools have such names."""
 
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's words and JSON's."""
 _WORDS = {**PYTHON_WORDS, **{word: word for word in PYTHON_WORDS.values()}}
 _WORD = re.compile(r"""[^\s,()\[\]{}:="']*""")
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -80,11 +79,6 @@ def write_literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(write_literal, value)) + "]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-
-
-def in_single_quotes(text: str) -> str:
-    """Return a text as a literal with the other quotes."""
-    return "'" + escaped(text).replace('\\"', '"').replace("'", "\\'") + "'"
 
 
 def write_key(name: str) -> str:

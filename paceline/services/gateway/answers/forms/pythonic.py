@@ -12,9 +12,8 @@ import re
 from collections.abc import Sequence
 
 from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import Spelling, Tool
+from paceline.services.gateway.answers.expressions import Notation, Spelling, Tool, quoted, schema
 from paceline.services.gateway.answers.form import ToolForm
-from paceline.services.gateway.answers.forms.python_grammar import PythonValues
 from paceline.services.gateway.answers.forms.python_literals import (
     KEY,
     pass_literal,
@@ -25,6 +24,7 @@ from paceline.services.gateway.answers.forms.python_literals import (
 from paceline.services.gateway.answers.reader import FormError, Reader, Sink, Steps
 
 _NAME = re.compile(r"[\w.-]*")
+_NOTATION: Notation = {"notation": ["python"]}
 
 
 class Pythonic(ToolForm):
@@ -65,12 +65,13 @@ class Pythonic(ToolForm):
     def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
         return f"{self.trigger}[{', '.join(_written(name, arguments) for name, arguments in calls)}]{self.end}"
 
+    def notation(self, spelling: Spelling) -> Notation:
+        return _NOTATION
+
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        values = PythonValues(spelling)
-        call = values.call(tools)
-        more = f'(SPACE "," SPACE {call})*' if parallel else ""
+        more = '(SPACE "," SPACE form_call)*' if parallel else ""
         end = f"(SPACE {spelling.literal(self.end)})?" if self.end else ""
-        return values.rules.after(f'"[" SPACE {call} {more} SPACE "]" {end}')
+        return f'"[" SPACE form_call {more} SPACE "]" {end}\n{_call_rule(tools)}'
 
 
 class Llama4Pythonic(Pythonic):
@@ -99,10 +100,14 @@ class Olmo3(Pythonic):
         return self.trigger + "\n".join(_written(name, arguments) for name, arguments in calls) + self.end
 
     def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
-        values = PythonValues(spelling)
-        call = values.call(tools)
-        more = f"(/\\n{{1,8}}/ {call})*" if parallel else ""
-        return values.rules.after(f"SPACE {call} {more} SPACE {spelling.literal(self.end)}")
+        more = r"(/\n{1,8}/ form_call)*" if parallel else ""
+        return f"SPACE form_call {more} SPACE {spelling.literal(self.end)}\n{_call_rule(tools)}"
+
+
+def _call_rule(tools: Sequence[Tool]) -> str:
+    """Return the rule for a call of one of these tools."""
+    calls = (f'{quoted(f"{tool.name}(")} {schema(tool, _NOTATION)} ")"' for tool in tools)
+    return f"form_call: {' | '.join(calls)}"
 
 
 def _read_call(answer: Answer) -> Steps[None]:

@@ -1,0 +1,223 @@
+"""The notations in which values are written: JSON, and those that models have for the arguments of calls.
+
+The options of a schema name the notation of its grammar; see `notation_of`. The forms in
+`services/gateway/answers/forms` read what these grammars allow.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from paceline.core.errors import ConstraintError
+from paceline.core.json_grammar.parameters import is_text
+from paceline.core.json_grammar.strings import IN_JSON, IN_SINGLE_QUOTES, PLAIN, Quoting
+
+_SPACE = r"[ \n\r\t]{0,32}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Notation:
+    """How values are written. Marks and words are expressions of terminals."""
+
+    quotings: tuple[Quoting, ...] = (IN_JSON,)
+    """Ways to write a text."""
+    names: tuple[Quoting, ...] = (IN_JSON,)
+    """Ways to write the name of a member. A given name is written in the first of them that can write it."""
+    fallback: Quoting | None = IN_JSON
+    """The way to write a given text or name that no other way can write; None if it cannot be written then."""
+    any_value: str = ""
+    """An expression for every value, if all values are read from their text; otherwise ""."""
+    words: Mapping[object, str] = field(default_factory=lambda: {True: '"true"', False: '"false"', None: '"null"'})
+    opening: str = '"{"'
+    closing: str = '"}"'
+    opening_list: str = '"["'
+    closing_list: str = '"]"'
+    comma: str = '","'
+    colon: str = '":"'
+    end: str = ""
+    """A regular expression for what stands after each value."""
+    hides_rules: bool = False
+    """Whether the terminal of scalars would hide other rules for scalars, because it is longer."""
+    inside: Notation | None = None
+    """The notation of arrays and objects if it is another one."""
+    of_member: Callable[[frozenset[str]], Notation] | None = None
+    """For a notation of arguments: returns the notation of an argument by the types as which it is read."""
+
+
+def _free_of(mark: str) -> str:
+    """Return a regular expression for texts without a mark whose first character it has only once.
+
+    A complement would do, but together with a limit of length it takes the library long to see where nothing follows.
+    """
+    first, *rest = (rf"\x{{{ord(character):X}}}" for character in mark)
+    after = ""
+    for character in reversed(rest):
+        ways = [rf"[^{first}{character}][^{first}]*", *([character + after] if after else [])]
+        after = f"({'|'.join(ways)})?"
+    return f"[^{first}]*({first}{after})*"
+
+
+JSON_VALUES = Notation()
+
+
+def _spaced(notation: Notation) -> Notation:
+    """Return a notation that allows white space around its marks.
+
+    None is allowed after an array or object, because a lexer would take what has to follow it there.
+    """
+    return replace(
+        notation,
+        opening=rf"/\{{{_SPACE}/",
+        closing=rf"/{_SPACE}\}}/",
+        opening_list=rf"/\[{_SPACE}/",
+        closing_list=rf"/{_SPACE}\]/",
+        comma=f"/{_SPACE},{_SPACE}/",
+        colon=f"/{_SPACE}:{_SPACE}/",
+    )
+
+
+_SPACED_JSON = _spaced(JSON_VALUES)
+
+
+# Python's calls: name="value", other=["value", None]. Their forms also understand JSON's words.
+
+_PYTHON_NAME = re.compile(r"[\w.$@/-]+")
+_PYTHON = _spaced(
+    Notation(
+        quotings=(
+            replace(IN_JSON, loose=r"""/"([^"\\\n]|\\(.|\n))*"/"""),
+            Quoting(IN_SINGLE_QUOTES, "'", "'", loose=r"/'([^'\\\n]|\\(.|\n))*'/"),
+        ),
+        words={True: "/True|true/", False: "/False|false/", None: "/None|null/"},
+    )
+)
+_PYTHON_ARGUMENTS = replace(
+    _PYTHON,
+    names=(
+        Quoting(
+            PLAIN,
+            shapes=(r"[A-Za-z_][A-Za-z0-9_.$@\/-]{0,63}",),
+            can_write=lambda name: _PYTHON_NAME.fullmatch(name) is not None,
+        ),
+        IN_JSON,
+    ),
+    opening='""',
+    closing='""',
+    colon='"="',
+    of_member=lambda types: _PYTHON,
+)
+
+
+# Gemma's calls: {name:<|"|>value<|"|>,other:[1,null]}
+
+_GEMMA_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+@functools.lru_cache(maxsize=16)
+def _gemma(quote: str, token: str) -> Notation:
+    """Return the notation of Gemma's calls, whose texts are between markers.
+
+    Args:
+        quote: the marker.
+        token: the marker as an element of a grammar if it is one token, else "".
+    """
+    mark = re.sub(r"([|/])", r"\\\1", quote)
+    quoting = Quoting(
+        PLAIN,
+        mark="" if token else mark,
+        token=token,
+        shapes=(_free_of(quote),),
+        can_write=lambda value: quote not in value,
+    )
+    name = Quoting(
+        PLAIN,
+        shapes=("[A-Za-z_][A-Za-z0-9_.-]{0,63}",),
+        can_write=lambda name: _GEMMA_NAME.fullmatch(name) is not None,
+    )
+    return Notation(quotings=(quoting,), names=(name, quoting))
+
+
+# Qwen3-Coder's calls: each argument is a tag with a text, or with JSON if its types say so.
+
+_PARAMETER_TAG = "</parameter>"
+_PARAMETER_END = r"\n<\/parameter>\n"
+_ANY_PARAMETER = Quoting(
+    PLAIN, unlike=(r"(.|\n)*(\n<\/parameter>|<\/parameter>\s*(<parameter=|<\/function>|<\/tool_call>))(.|\n)*",)
+).text()
+"""A text without limits may have the tag where no end of the value follows from it."""
+_READ_AS_JSON = {
+    "null": "null|None",
+    "boolean": "true|false|True|False",
+    "integer": r"-?(0|[1-9][0-9]*)",
+    "number": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?",
+}
+"""Texts that are read as JSON of a type."""
+_OPENING = {"array": r"\[", "object": r"\{"}
+"""Beginnings of texts that may be read as JSON of a type."""
+
+
+@functools.lru_cache(maxsize=64)
+def _parameter(types: frozenset[str]) -> Notation:
+    """Return the notation of an argument that is read as one of these types; any if there are none."""
+    words = [_READ_AS_JSON[each] for each in sorted(types & _READ_AS_JSON.keys())]
+    openings = "".join(_OPENING[each] for each in sorted(types & _OPENING.keys()))
+    quoting = Quoting(
+        PLAIN,
+        shapes=(
+            _free_of(_PARAMETER_TAG),
+            *([rf"[ \n\r\t]*([^ \n\r\t{openings}](.|\n)*)?"] if openings else []),
+        ),
+        unlike=(rf"[ \n\r\t]*({'|'.join(words)})[ \n\r\t]*",) if words else (),
+        loose="" if words or openings else _ANY_PARAMETER,
+        can_write=lambda text: _PARAMETER_TAG not in text and is_text(text, types),
+    )
+    return Notation(
+        quotings=(quoting,),
+        fallback=None,
+        any_value=_ANY_PARAMETER,
+        end=_PARAMETER_END,
+        hides_rules="string" in types,
+        inside=_SPACED_JSON,
+    )
+
+
+_PARAMETERS = Notation(
+    names=(
+        Quoting(
+            PLAIN,
+            "<parameter=",
+            r">\n",
+            shapes=(r"[^<>\n]{1,64}",),
+            can_write=lambda name: bool(name) and not set(name) & set("<>\n"),
+        ),
+    ),
+    fallback=None,
+    opening='""',
+    closing='""',
+    comma='""',
+    colon='""',
+    of_member=_parameter,
+)
+
+_TOKEN = re.compile(r"<\[[0-9]+\]>|")
+
+
+def notation_of(given: object) -> Notation:
+    """Return the notation that options name: a list of its name and its arguments; none for JSON.
+
+    Raises:
+        ConstraintError: there is no such notation.
+    """
+    match given:
+        case None:
+            return JSON_VALUES
+        case ["python"]:
+            return _PYTHON_ARGUMENTS
+        case ["parameters"]:
+            return _PARAMETERS
+        case ["gemma", str(quote), str(token)] if _TOKEN.fullmatch(token):
+            return _gemma(quote, token)
+    raise ConstraintError("there is no such notation")

@@ -1,0 +1,130 @@
+"""How an argument is read whose text does not show its type, as in the calls of Qwen3-Coder: as its schema says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.errors import ConstraintError
+from paceline.core.json_grammar.conjunctions import Conjunctions
+from paceline.core.json_grammar.document import Document
+from paceline.core.json_grammar.facts import types_of, values_of
+from paceline.core.json_grammar.members import Members
+
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's words and JSON's."""
+_SPACE = " \n\r\t"
+
+
+class ArgumentTypes:
+    """The types that a tool's schema allows for each argument.
+
+    Args:
+        schema: of the arguments, an object.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self._known: dict[str | None, frozenset[str]] = {}
+        self._ways: list[Members] = []
+        self._conjunctions = Conjunctions(Document(schema), is_lenient=True)
+        try:
+            ways = self._conjunctions.alternatives([schema])
+            self._ways = [Members(facts, self._conjunctions, closes=True) for facts in ways]
+        except ConstraintError:  # it is not enforced either
+            pass
+        self._listed = {name for members in self._ways for name in members.names}
+
+    def of(self, name: str | None) -> frozenset[str]:
+        """Return the types of an argument, or of all arguments that are not listed; none if they are not known.
+
+        "number" stands for integers, too.
+        """
+        return self._of(name if name in self._listed else None)
+
+    def _of(self, name: str | None) -> frozenset[str]:
+        if name not in self._known:
+            try:
+                self._known[name] = frozenset().union(*(self._types(each) for each in self._schemas(name)))
+            except ConstraintError:
+                self._known[name] = frozenset()
+        return self._known[name]
+
+    def _schemas(self, name: str | None) -> list[list[Any]]:
+        """Return the schemas one of which an argument has to fit."""
+        found = []
+        for members in self._ways:
+            if name is not None:
+                found.append(members.schemas(name, members.fitting(name)))
+            else:
+                fitting = [frozenset(), *(frozenset({pattern}) for pattern in members.patterns)]
+                found += [members.schemas(None, each) for each in fitting]
+        return found
+
+    def _types(self, schemas: Sequence[Any]) -> frozenset[str]:
+        found: set[str] = set()
+        for facts in self._conjunctions.alternatives(schemas):
+            values = values_of(facts)
+            if values is None:
+                found |= types_of(facts, self._conjunctions, by_keywords=True)
+            else:
+                found |= {type_of_value(value) for value in values}
+        return frozenset(found)
+
+
+def is_text(text: str, types: frozenset[str]) -> bool:
+    """Return whether an argument of these types, one of which is "string", is read as the text that it is."""
+    return _as_json(text, types) is None
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return an argument as JSON of one of these types. Without types, it is JSON if it can be read so."""
+    found = _as_json(text, types)
+    return json.dumps(text, ensure_ascii=False) if found is None else found
+
+
+def _as_json(text: str, types: frozenset[str]) -> str | None:
+    """Return the JSON as which an argument is read; None if it is a text."""
+    value = text.strip(_SPACE)
+    if types & {"boolean", "null"}:
+        value = PYTHON_WORDS.get(value, value)
+    found = type_of_text(value)
+    if found is None or ("string" in types and (found == "string" or not _has(types, found))):
+        return None
+    return value
+
+
+def _has(types: frozenset[str], found: str) -> bool:
+    return found in types or (found == "integer" and "number" in types)
+
+
+def type_of_text(text: str) -> str | None:
+    """Return the JSON type of a value in JSON text; None if the text is not JSON."""
+    try:
+        # Numbers stay unread, because the largest ones are errors in Python.
+        value = json.loads(text, parse_int=lambda digits: 0, parse_float=lambda digits: 0.5, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return type_of_value(value)
+
+
+def type_of_value(value: object) -> str:
+    """Return the JSON type of a value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
