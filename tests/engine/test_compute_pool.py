@@ -22,12 +22,12 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Filled
 from tests.engine.toy_host import Host, Wish
-from tests.engine.toy_requests import FULL, MIXED, next_token
+from tests.engine.toy_requests import FULL, MIXED, STATES, next_token
 
 
 @pytest.mark.slow
 @given(
-    layout=st.sampled_from([FULL, MIXED]),
+    layout=st.sampled_from([FULL, MIXED, STATES]),
     wishes=st.lists(
         st.builds(
             Wish,
@@ -35,6 +35,7 @@ from tests.engine.toy_requests import FULL, MIXED, next_token
             st.integers(1, 120),
             st.booleans(),
             st.sampled_from([False, False, True]),
+            st.integers(0, 90),
         ),
         min_size=1,
         max_size=7,
@@ -67,9 +68,25 @@ def test_nothing_is_mixed_up_on_a_small_pool(
         for _ in range(1 if wish.leaves else wish.max_tokens):
             context.append(next_token(context))
         assert host.outputs[str(index)] == context[len(wish.prompt) :]
+    assert sorted(host.arena.free) == list(range(least + spare + arena))
     counts = host.device_pool.counts()
     assert counts is not None
     assert counts.free + counts.cached == counts.total
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_end_of_a_prompt_is_kept_before_others_write_there(seed: int) -> None:
+    rng = random.Random(seed)
+    host = Host(STATES, 99, 99, Limits(32, 4096, 4, 2), rng)
+    lengths = [rng.randint(1, 70) for _ in range(4)]
+    wishes = [
+        Wish([kind] * 70, 20, adopted=kind == 1, leaves=kind == 0, kept=kept) for kind, kept in enumerate(lengths)
+    ]
+    wishes += [Wish([9] * 70, 20, adopted=adopted, leaves=False, kept=70) for adopted in (False, True)]
+    host.run(wishes)
+    # The adopted request has computed the tokens before its last one elsewhere.
+    kept = {str(kind) for kind, length in enumerate(lengths) if length % 32 and (kind != 1 or length >= 69)}
+    assert host.kept == kept | {"4", "5"}
 
 
 def filled_request(name: str, computed: int, **sampling: int) -> Request:
