@@ -74,21 +74,6 @@ def test_nothing_is_mixed_up_on_a_small_pool(
     assert counts.free + counts.cached == counts.total
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_end_of_a_prompt_is_kept_before_others_write_there(seed: int) -> None:
-    rng = random.Random(seed)
-    host = Host(STATES, 99, 99, Limits(32, 4096, 4, 2), rng)
-    lengths = [rng.randint(1, 70) for _ in range(4)]
-    wishes = [
-        Wish([kind] * 70, 20, adopted=kind == 1, leaves=kind == 0, kept=kept) for kind, kept in enumerate(lengths)
-    ]
-    wishes += [Wish([9] * 70, 20, adopted=adopted, leaves=False, kept=70) for adopted in (False, True)]
-    host.run(wishes)
-    # The adopted request has computed the tokens before its last one elsewhere.
-    kept = {str(kind) for kind, length in enumerate(lengths) if length % 32 and (kind != 1 or length >= 69)}
-    assert host.kept == kept | {"4", "5"}
-
-
 def filled_request(name: str, computed: int, **sampling: int) -> Request:
     params = SamplingParams(max_tokens=8, **sampling)  # type: ignore[arg-type]
     tables = [[*range(group.blocks_for(computed + 1))] for group in FULL.groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from paceline.core.context import Tail
 from paceline.core.errors import ModelError
 from paceline.core.kv_layout import make_layout
+from paceline.engine.device_pool import DevicePool
 from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Chunk, ChunkResult, Kept, StepResult
+from tests.engine.toy_host import Host, Wish
 from tests.engine.toy_requests import STATES, ToyDevice, make_request, run
 
 SPARE = [901, 902]
@@ -102,3 +105,35 @@ def test_copies_are_kept_only_with_the_kv_of_a_draft_model(drafter_len: int) -> 
         scheduler.apply(step, replace(result, drafter_lengths=[drafter_len] * len(step.chunks)))
         events += scheduler.take_events()
     assert any(isinstance(event, Kept) and event.copied for event in events) == (drafter_len == 18)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_end_of_a_prompt_is_kept_before_others_write_there(seed: int) -> None:
+    rng = random.Random(seed)
+    host = Host(STATES, 99, 99, Limits(32, 4096, 4, 2), rng)
+    lengths = [rng.randint(1, 70) for _ in range(4)]
+    wishes = [
+        Wish([kind] * 70, 20, adopted=kind == 1, leaves=kind == 0, kept=kept) for kind, kept in enumerate(lengths)
+    ]
+    wishes += [Wish([9] * 70, 20, adopted=adopted, leaves=False, kept=70) for adopted in (False, True)]
+    host.run(wishes)
+    # The adopted request has computed the tokens before its last one elsewhere.
+    kept = {str(kind) for kind, length in enumerate(lengths) if length % 32 and (kind != 1 or length >= 69)}
+    assert host.kept == kept | {"4", "5"}
+
+
+def test_the_slots_of_copies_come_back_if_their_request_leaves_first() -> None:
+    pool, device = DevicePool(STATES, 16), ToyDevice()
+    scheduler, request = Scheduler(Limits(64, 4096, 4), pool=pool), request_of(20, 18)
+    scheduler.add(request)
+    begin = scheduler.plan()
+    end = scheduler.plan()
+    assert begin is not None
+    assert end is not None
+    assert end.chunks[0].copies
+    scheduler.remove(request.key)
+    for step in (begin, end):
+        scheduler.apply(step, device.execute(step))
+    counts = pool.counts()
+    assert counts is not None
+    assert counts.free == counts.total
