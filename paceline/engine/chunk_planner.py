@@ -17,7 +17,7 @@ GROWTH_TOKENS = 64
 LOOKAHEAD_TOKENS = 16
 """Tokens before the end of its blocks at which a request asks for more, so that the answer comes in time."""
 
-TAIL_TOKENS = 128
+LAST_CHUNK_TOKENS = 128
 """Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
 has to wait only for this chunk."""
 
@@ -26,6 +26,7 @@ class ChunkPlanner:
     """Chooses how many tokens of a request the next step computes, and notes in the request that they are in flight.
 
     Args:
+        pool: the memory in which the device computes.
         emit: called when a request needs more blocks.
     """
 
@@ -64,8 +65,9 @@ class ChunkPlanner:
         self._ask_for_blocks(request)
         start = request.planned_len
         left = request.ready_len - start
-        if request.has_readers and left > 2 * TAIL_TOKENS:  # for less, another pass over the weights costs too much
-            left -= TAIL_TOKENS
+        # For fewer tokens, another pass over the weights costs too much.
+        if request.has_readers and left > 2 * LAST_CHUNK_TOKENS:
+            left -= LAST_CHUNK_TOKENS
         capacity = request.pool_capacity
         end = min(start + piece_of(left, budget), capacity)
         if start < request.kept_len < end:  # a step can copy the state only where a chunk begins
