@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.engine.compute_pool import ComputePool
 from paceline.engine.limits import Limits
 from paceline.engine.prompt_order import piece_of
 from paceline.engine.request import Request
@@ -16,7 +17,7 @@ GROWTH_TOKENS = 64
 LOOKAHEAD_TOKENS = 16
 """Tokens before the end of its blocks at which a request asks for more, so that the answer comes in time."""
 
-TAIL_TOKENS = 128
+LAST_CHUNK_TOKENS = 128
 """Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
 has to wait only for this chunk."""
 
@@ -25,12 +26,16 @@ class ChunkPlanner:
     """Chooses how many tokens of a request the next step computes, and notes in the request that they are in flight.
 
     Args:
+        pool: the memory in which the device computes.
         emit: called when a request needs more blocks.
     """
 
-    def __init__(self, limits: Limits, speculation: Speculation, emit: Callable[[NeedsBlocks], None]) -> None:
+    def __init__(
+        self, limits: Limits, speculation: Speculation, pool: ComputePool, emit: Callable[[NeedsBlocks], None]
+    ) -> None:
         self._limits = limits
         self._speculation = speculation
+        self._pool = pool
         self._emit = emit
 
     def decode_chunk(self, request: Request, drafts: int) -> Chunk | None:
@@ -48,7 +53,7 @@ class ChunkPlanner:
 
     def prompt_chunk(self, request: Request, budget: int, is_first: bool) -> Chunk | None:
         """Return the next chunk of a prompt: at most `budget` tokens, or a longer span of media that must not be cut.
-        If the prompt has readers, its tail is left to a chunk of its own.
+        If the prompt has readers, its last tokens are left to a chunk of their own.
 
         Returns None if its blocks are full, if the encoding of its next span is not there, or if its next span does not
         fit.
@@ -60,10 +65,14 @@ class ChunkPlanner:
         self._ask_for_blocks(request)
         start = request.planned_len
         left = request.ready_len - start
-        if request.has_readers and left > 2 * TAIL_TOKENS:  # for less, another pass over the weights costs too much
-            left -= TAIL_TOKENS
+        # For fewer tokens, another pass over the weights costs too much.
+        if request.has_readers and left > 2 * LAST_CHUNK_TOKENS:
+            left -= LAST_CHUNK_TOKENS
         capacity = request.pool_capacity
-        end = request.chunk_end(min(start + piece_of(left, budget), capacity), self._limits.whole_media)
+        end = min(start + piece_of(left, budget), capacity)
+        if start < request.kept_len < end:  # a step can copy the state only where a chunk begins
+            end = request.kept_len
+        end = request.chunk_end(end, self._limits.whole_media)
         length = end - start
         if length <= 0 or end > capacity or (length > budget and not is_first):
             return None
@@ -72,6 +81,7 @@ class ChunkPlanner:
         return self._launch(request, start, length, follows=False, samples=samples)
 
     def _launch(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:
+        copies = self._copy_tail(request, start)
         if samples:
             request.unknown.append(length if follows else 1)
             request.drafts = self._choose_drafts(request)
@@ -90,7 +100,17 @@ class ChunkPlanner:
             scored=0 if request.sampling.prompt_logprobs is None else max(0, min(end, prompt_len - 1) - start),
             drafts=request.drafts,
             background=request.background,
+            copies=copies,
         )
+
+    def _copy_tail(self, request: Request, start: int) -> tuple[tuple[int, int], ...]:
+        """Return the copies to make before a chunk from `start`, if it is the first one after `kept_len`."""
+        if not 0 < request.kept_len <= start:
+            return ()
+        is_there = start == request.kept_len and request.least_len == request.most_len
+        copies = self._pool.copy_tail(request) if is_there else ()
+        request.kept_len = 0
+        return copies
 
     def _choose_drafts(self, request: Request) -> int:
         if request.acceptance is None:

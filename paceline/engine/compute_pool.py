@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.block_counts import Counts
+from paceline.core.context import Tail
 from paceline.engine.pool_directory import BlockCopy
 from paceline.engine.request import Request
 from paceline.engine.step import Event
@@ -74,6 +75,15 @@ class ComputePool(Protocol):
             whole: store partial blocks, too.
         """
 
+    def copy_tail(self, request: Request) -> tuple[tuple[int, int], ...]:
+        """Return (from, to) for copies of the blocks that the first `kept_len` tokens of a request fill only in part.
+
+        Return nothing if too few slots of the pool are free.
+        """
+
+    def tail_copied(self, request: Request, tail: Tail) -> None:
+        """Note that these copies were made. Must be called before `when_stored`."""
+
     def release(self, request: Request) -> None:
         """Take back a request's blocks. No step in flight may include it, and none of its copies may be under way."""
 
@@ -108,6 +118,13 @@ class ArenaPool:
 
     def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
         return events
+
+    def copy_tail(self, request: Request) -> tuple[tuple[int, int], ...]:
+        partial = request.partial_blocks(request.kept_len)
+        return tuple((request.tables[group][block], request.spare[group]) for group, block in partial)
+
+    def tail_copied(self, request: Request, tail: Tail) -> None:
+        pass
 
     def release(self, request: Request) -> None:
         request.pool_tables = None

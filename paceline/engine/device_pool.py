@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from paceline.core.block_counts import Counts
 from paceline.core.block_pool import BlockPool
+from paceline.core.context import Tail
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
 from paceline.engine.compute_pool import CopyBatch
 from paceline.engine.pool_directory import BlockCopy, PoolDirectory
@@ -95,7 +96,22 @@ class DevicePool:
             self._stores = []
         return []
 
+    def copy_tail(self, request: Request) -> tuple[tuple[int, int], ...]:
+        assert request.pool_tables is not None
+        partial = request.partial_blocks(request.kept_len)
+        if len(partial) > self._pool.available():
+            return ()
+        request.pool_spare = self._take(len(partial))
+        sources = [request.pool_tables[group][block] for group, block in partial]
+        return tuple(zip(sources, request.pool_spare))
+
+    def tail_copied(self, request: Request, tail: Tail) -> None:
+        for slot, (group, _) in zip(request.pool_spare, request.partial_blocks(tail.length)):
+            self._store(BlockCopy(slot, request.spare[group], group, tail.name, is_full=False))
+        self._give_back_spare(request)
+
     def release(self, request: Request) -> None:
+        self._give_back_spare(request)
         if request.pool_tables is not None:
             self._give_back_all(request)
 
@@ -206,6 +222,10 @@ class DevicePool:
         assert request.pool_tables is not None
         self._give_back(slots_tail_first(self._groups, request.pool_tables))
         request.pool_tables = None
+
+    def _give_back_spare(self, request: Request) -> None:
+        self._give_back(request.pool_spare)
+        request.pool_spare = []
 
     def _submit(self, copies: CopyBatch) -> None:
         copies.request.copies += 1

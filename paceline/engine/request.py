@@ -63,6 +63,11 @@ class Request:
     """Whether nobody waits for the request; see `BackgroundTurns`."""
     wanted_seconds: float | None = None
     """Time from its arrival here within which its first token is wanted; None if it has no objective."""
+    kept_len: int = 0
+    """Length of the prompt at which its last blocks are to be copied, so that other requests can go on from there; 0 if
+    they are not, or not any more."""
+    spare: list[int] = field(default_factory=list)
+    """[groups]: slots of the arena for these copies; empty if there are none."""
     grammar: Grammar | None = None
     """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
     stats: RequestStats = field(default_factory=RequestStats)
@@ -75,6 +80,8 @@ class Request:
     """[groups]: number of blocks at the front that are sealed."""
     pool_tables: list[list[int]] | None = field(default=None, init=False)
     """[groups][blocks]: slots of the pool that the device computes in; None while the request has no blocks there."""
+    pool_spare: list[int] = field(default_factory=list, init=False)
+    """Slots of the device's own pool with copies at `kept_len`, until they are stored in `spare`."""
     swapping_in: bool = field(default=False, init=False)
     """Whether blocks are being copied into the pool."""
     copies: int = field(default=0, init=False)
@@ -221,6 +228,11 @@ class Request:
             return 0
         table[:first_needed] = [NO_SLOT] * first_needed
         return first_needed
+
+    def partial_blocks(self, length: int) -> list[tuple[int, int]]:
+        """Return (group, block) for each block that the first `length` tokens fill only in part."""
+        ends = [divmod(length, group.block_tokens) for group in self.layout.groups]
+        return [(group, block) for group, (block, rest) in enumerate(ends) if rest]
 
     @property
     def has_tail(self) -> bool:

@@ -61,7 +61,7 @@ class Results:
             # The step's KV may be worth nothing: its blocks are neither sealed nor handed over.
             self._count(request, chunk, result, 0)
             return [Failed(request.key, result.failure)], True
-        events: list[Event] = []
+        events: list[Event] = self._keep_copies(request, chunk) if chunk.copies else []
         if chunk.prefills:
             events.append(Computed(request.key, chunk.start, chunk.length, seconds))
         if result.scores:
@@ -87,10 +87,23 @@ class Results:
             filled = Filled(request.key, request.joined_len, context_hash)
             events += self._pool.when_stored(request, [filled], whole=True)
         elif leaves and request.has_tail:
-            length = request.computed_len
-            kept = Kept(request.key, Tail(length, request.context.name(request.layout.fingerprint, length)))
+            kept = Kept(request.key, self._tail(request, request.computed_len))
             events += self._pool.when_stored(request, [kept], whole=True)
         return events, leaves
+
+    def _keep_copies(self, request: Request, chunk: Chunk) -> list[Event]:
+        """Return the event that the blocks before a chunk were copied, if it can be sent now.
+
+        Only now is it known whether the steps before the chunk have filled these blocks in all groups.
+        """
+        if request.computed_len != chunk.start or not request.has_tail:
+            return []
+        tail = self._tail(request, chunk.start)
+        self._pool.tail_copied(request, tail)
+        return self._pool.when_stored(request, [Kept(request.key, tail, copied=True)])
+
+    def _tail(self, request: Request, length: int) -> Tail:
+        return Tail(length, request.context.name(request.layout.fingerprint, length))
 
     def _count(self, request: Request, chunk: Chunk, result: ChunkResult, sampled: int) -> None:
         stats = self._stats

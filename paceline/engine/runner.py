@@ -60,6 +60,7 @@ class ModelRunner:
         self._constraints = Constraints(limits.max_seqs, grammars)
         self._sampler = RowSampler(self._rows, self._constraints, chooser, probabilistic)
         self._caches = layer_caches(layout, pool)
+        self._blocks = pool.view(-1, layout.slot_bytes // layout.itemsize)
         self._gpu = pool.device if pool.is_cuda else None
         self._model_seconds = self._model_cpu_seconds = 0.0
 
@@ -70,6 +71,9 @@ class ModelRunner:
         self._model_seconds = self._model_cpu_seconds = 0.0
         with _current(self._gpu):
             self._update(step)
+            for chunk in step.chunks:
+                for source, target in chunk.copies:
+                    self._blocks[target].copy_(self._blocks[source])
             inputs = self._rows.form(step.chunks)
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
             wanted = _wanted(step.chunks, inputs)

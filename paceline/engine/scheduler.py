@@ -50,7 +50,7 @@ class Scheduler:
         self._made_room = False
         self._starved: list[Request] = []
         self.stats = SchedulerStats()
-        self._chunks = ChunkPlanner(limits, self._speculation, self._emit)
+        self._chunks = ChunkPlanner(limits, self._speculation, self._pool, self._emit)
         self._prompts = PromptOrder(limits.max_batched_tokens)
         self._results = Results(limits.max_model_len, self._speculation, self._pool, self.stats)
 

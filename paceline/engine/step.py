@@ -45,6 +45,9 @@ class Chunk(NamedTuple):  # a tuple, because many are made a step
     """Tokens to draft after the chosen tokens, for the next step."""
     background: bool = False
     """Whether nobody waits for the request."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """(from, to): slots of the pool. These blocks are copied before the chunk is computed, which writes on in the first
+    of the two."""
 
     @property
     def end(self) -> int:
@@ -203,10 +206,12 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The blocks at the end of a request that has ended do not change any more, whether they are full or not."""
+    """The blocks at a tail of a request do not change any more, whether they are full or not."""
 
     key: Key
     tail: Tail
+    copied: bool = False
+    """Whether they are the copies in the request's spare blocks. Otherwise they are its own, because it has ended."""
 
 
 @dataclass(frozen=True, slots=True)

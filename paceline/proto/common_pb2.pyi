@@ -435,6 +435,7 @@ class Work(_message.Message):
     BACKGROUND_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
@@ -452,6 +453,10 @@ class Work(_message.Message):
     """Whether nobody waits for the work, such as a line of a batch. It is computed in time that other work leaves."""
     ttft_seconds: _builtins.float
     """Time from the arrival of this message within which the first token is wanted. Absent without an objective."""
+    kept_tokens: _builtins.int
+    """Number of tokens at the front of token_ids after which later requests probably go on otherwise. If the model has
+    states, the blocks that end there are kept for them, full or not. 0 keeps none.
+    """
     worker_epoch: _builtins.int
     """Epoch of the member to which the gateway sends this, so that a worker that has got another role refuses it; 0 if
     unknown.
@@ -495,11 +500,12 @@ class Work(_message.Message):
         background: _builtins.bool = ...,
         tails: _abc.Iterable[_builtins.int] | None = ...,
         ttft_seconds: _builtins.float | None = ...,
+        kept_tokens: _builtins.int = ...,
         worker_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "key", b"key", "media_input", b"media_input", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_seconds: _TypeAlias = _typing.Literal["ttft_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttft_seconds: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds"]  # noqa: Y015

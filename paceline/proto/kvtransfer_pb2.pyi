@@ -700,27 +700,35 @@ Global___Seal: _TypeAlias = Seal  # noqa: Y015
 
 @_typing.final
 class Keep(_message.Message):
-    """Publishes the blocks at the end of a context that are not full, before the lease is released. The caller does not
-    change them any more.
+    """Publishes the blocks at a tail of a context that are not full, and gives them up. The caller does not change them any
+    more.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     TAIL_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def key(self) -> _common_pb2.Key: ...
     @_builtins.property
     def tail(self) -> Global___Tail: ...
+    @_builtins.property
+    def copies(self) -> _common_pb2.Key:
+        """Key of another lease of the caller, with one block for each group. These are copies of the blocks at the tail, and
+        are published instead of the lease's own blocks, in which the caller writes on. Absent: the lease's own blocks.
+        """
+
     def __init__(
         self,
         *,
         key: _common_pb2.Key | None = ...,
         tail: Global___Tail | None = ...,
+        copies: _common_pb2.Key | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tail", b"tail"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "key", b"key", "tail", b"tail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "key", b"key", "tail", b"tail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

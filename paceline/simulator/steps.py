@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.step_times import WorkerTimes
-from paceline.engine.chunk_planner import TAIL_TOKENS
+from paceline.engine.chunk_planner import LAST_CHUNK_TOKENS
 from paceline.engine.prompt_order import PromptOrder, piece_of
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import Ratios, Yields
@@ -79,8 +79,8 @@ def plan_prompts(
 
     def take(sequence: Sequence, tokens: int) -> int:
         left = sequence.left_len
-        if _is_read_elsewhere(sequence) and left > 2 * TAIL_TOKENS:
-            left -= TAIL_TOKENS
+        if _is_read_elsewhere(sequence) and left > 2 * LAST_CHUNK_TOKENS:
+            left -= LAST_CHUNK_TOKENS
         length = piece_of(left, tokens)
         chunks.append((sequence, length))
         return length

@@ -22,12 +22,12 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Filled
 from tests.engine.toy_host import Host, Wish
-from tests.engine.toy_requests import FULL, MIXED, next_token
+from tests.engine.toy_requests import FULL, MIXED, STATES, next_token
 
 
 @pytest.mark.slow
 @given(
-    layout=st.sampled_from([FULL, MIXED]),
+    layout=st.sampled_from([FULL, MIXED, STATES]),
     wishes=st.lists(
         st.builds(
             Wish,
@@ -35,6 +35,7 @@ from tests.engine.toy_requests import FULL, MIXED, next_token
             st.integers(1, 120),
             st.booleans(),
             st.sampled_from([False, False, True]),
+            st.integers(0, 90),
         ),
         min_size=1,
         max_size=7,
@@ -67,6 +68,7 @@ def test_nothing_is_mixed_up_on_a_small_pool(
         for _ in range(1 if wish.leaves else wish.max_tokens):
             context.append(next_token(context))
         assert host.outputs[str(index)] == context[len(wish.prompt) :]
+    assert sorted(host.arena.free) == list(range(least + spare + arena))
     counts = host.device_pool.counts()
     assert counts is not None
     assert counts.free + counts.cached == counts.total

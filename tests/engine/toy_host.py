@@ -20,6 +20,7 @@ from paceline.engine.step import (
     Chunk,
     ChunkResult,
     Filled,
+    Kept,
     NeedsBlocks,
     Preempted,
     Removed,
@@ -56,6 +57,10 @@ class Device:
             if isinstance(update, RowAssigned):
                 self._contexts[update.row], self._limits[update.row] = list(update.token_ids), update.limit
             self._tables[update.row] = update.tables
+        for chunk in step.chunks:
+            for source, target in chunk.copies:
+                copied = {(target, place): kv for (slot, place), kv in self.pool.items() if slot == source}
+                self.pool = {place: kv for place, kv in self.pool.items() if place[0] != target} | copied
         return StepResult([self._compute(chunk) for chunk in step.chunks], seconds=1e-3)
 
     def _compute(self, chunk: Chunk) -> ChunkResult:
@@ -93,6 +98,17 @@ class Arena:
     free: list[int]
     content: Memory = field(default_factory=dict)
     used: dict[Key, list[list[int]]] = field(default_factory=dict)
+    spare: dict[Key, list[int]] = field(default_factory=dict)
+    """[groups]: spare blocks of requests."""
+
+    def take_spare(self, layout: KVLayout, key: Key) -> list[int]:
+        """Give a request one spare block for each group, if there are so many. Return their slots."""
+        if len(self.free) >= len(layout.groups):
+            self.spare[key] = [self.free.pop() for _ in layout.groups]
+        return self.spare.get(key, [])
+
+    def release_spare(self, key: Key) -> None:
+        self._clear(self.spare.pop(key, []))
 
     def take(self, layout: KVLayout, key: Key, tokens: int) -> bool:
         tables = self.used.get(key, [[] for _ in layout.groups])
@@ -112,6 +128,7 @@ class Arena:
     def release(self, key: Key) -> None:
         for table in self.used.pop(key):
             self._clear(table)
+        self.release_spare(key)
 
     def _clear(self, slots: Sequence[int]) -> None:
         gone = {slot for slot in slots if slot != NO_SLOT}
@@ -127,6 +144,8 @@ class Wish:
     """Whether the KV of its prompt is in the arena already, except for the last token."""
     leaves: bool
     """Whether the request leaves after its first token, with a handoff of its blocks."""
+    kept: int = 0
+    """Length at which the blocks at the end of its prompt are kept."""
 
 
 class Host:
@@ -157,6 +176,8 @@ class Host:
         self.outputs: dict[str, list[int]] = {}
         self._running: dict[Key, Request] = {}
         self.ended: set[str] = set()
+        self.kept: set[str] = set()
+        """Requests whose prompts were kept."""
         self._rng = rng
         self._steps: deque[Step] = deque()
         self._results: deque[tuple[Step, StepResult]] = deque()
@@ -204,7 +225,10 @@ class Host:
                 self.arena.content[place] = kv_of(context, position)
             self._note_sealed(table[first // group.block_tokens : computed // group.block_tokens])
         params = SamplingParams(max_tokens=wish.max_tokens)
-        return Request(key, Context(context), len(wish.prompt), params, self.layout, tables, computed, wish.leaves)
+        own = (key, Context(context), len(wish.prompt), params, self.layout, tables, computed, wish.leaves)
+        kept = wish.kept if computed <= wish.kept <= len(wish.prompt) else 0
+        spare = self.arena.take_spare(self.layout, key) if kept else []
+        return Request(*own, kept_len=kept if spare else 0, spare=spare)
 
     def _answer(self) -> None:
         if self._asks:
@@ -291,6 +315,16 @@ class Host:
                     size = self.layout.groups[group].block_tokens
                     self._check(key, group, first * size, (first + len(hashes)) * size)
                     self._note_sealed(self.arena.used[key][group][first : first + len(hashes)])
+                case Kept(key, tail, copied):
+                    context = self._contexts[key.request_id]
+                    for group, block in self._running[key].partial_blocks(tail.length):
+                        slot = self.arena.spare[key][group] if copied else self.arena.used[key][group][block]
+                        size = self.layout.groups[group].block_tokens
+                        for position in range(self._first_seen(group, tail.length, block * size), tail.length):
+                            assert self.arena.content[slot, position % size] == kv_of(context, position)
+                    if copied:
+                        self.kept.add(key.request_id)
+                        self.arena.release_spare(key)
                 case Filled(key, length):
                     context = self._contexts[key.request_id]
                     assert length == len(context) - 1  # the request has its first token
@@ -321,6 +355,11 @@ class Host:
         context = self._contexts[key.request_id]
         for position in range(first, end):
             assert self.arena.content[table[position // size], position % size] == kv_of(context, position)
+
+    def _first_seen(self, group: int, position: int, least: int) -> int:
+        """Return the first token, from `least` on, that a query at `position` sees."""
+        window = self.layout.groups[group].shape.window
+        return max(least, position - window + 1) if window else least
 
     def _check_untouched(self, key: Key) -> None:
         assert all(key != chunk.key for step in self._steps for chunk in step.chunks)

@@ -16,6 +16,8 @@ FULL = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
 MIXED = make_layout(
     (GroupShape("sliding", tuple(range(4)), 1, 8, window=40), GroupShape("full", (4,), 1, 8)), 4, "test"
 )
+STATES = make_layout((GroupShape("state", tuple(range(2)), 1, 8, window=2), GroupShape("full", (2,), 1, 8)), 4, "test")
+"""A layout whose last blocks are kept at the ends of prompts and answers."""
 
 
 def next_token(context: Sequence[int]) -> int:

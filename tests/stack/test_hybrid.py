@@ -16,7 +16,7 @@ import transformers
 
 from bench.agent_loop import FORMS, agent_loop, ratio
 from bench.namespaces import ONE_HOST
-from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
+from tests.services.gateway.toy_model import CHAT_TEMPLATE, REASONING_TEMPLATE, VOCAB_SIZE, write_toy_model
 from tests.stack.chaos import Plan, Prey, chaos, one_host
 from tests.stack.chaos_clients import completions
 from tests.stack.cluster import Cluster
@@ -147,10 +147,10 @@ async def short_turns(url: str) -> float:
         return ratio(await agent_loop(client, FORMS["completions"], calls=20, flood_tokens=0, result_words=30))
 
 
-def write_long_blocks(folder: Path) -> Path:
+def write_long_blocks(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
     """Write a hybrid whose blocks have 512 tokens, as those of real models."""
     write_tiny(
-        write_toy_model(folder),
+        write_toy_model(folder, chat_template=chat_template),
         "granite_hybrid",
         vocab_size=VOCAB_SIZE,
         bos_token_id=None,
@@ -179,6 +179,52 @@ async def test_short_turns_between_hosts_compute_only_what_is_new(tmp_path: Path
         await cluster.wait_workers(2)
         # The prefill host has cached each prompt. It computes the answer, which it does not have, and the new words.
         assert await short_turns(cluster.url) == pytest.approx(1.0)
+        await cluster.settled()
+
+
+async def reasoning_turns(url: str) -> float:
+    """Have a chat of 20 short turns in which the answers change, as those of a model that reasons.
+
+    Return the computed tokens of prompts, relative to the tokens that the prompt before did not have.
+    """
+    computed, new, before = 0, 0, list[int]()
+    messages: list[dict[str, str]] = []
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        for turn in range(20):
+            messages.append({"role": "user", "content": f"Question {turn}: what comes next?"})
+            body = {"messages": messages, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            found: Any = answer.json()
+            prompt, usage = found["prompt_token_ids"], found["usage"]
+            common = next((place for place, pair in enumerate(zip(before, prompt)) if pair[0] != pair[1]), len(before))
+            if turn:
+                computed += usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+                new += len(prompt) - common
+            before = prompt
+            # The random model's answer is neither reasoning nor text, as the words here are.
+            messages.append({"role": "assistant", "reasoning_content": "Hm.", "content": f"Answer {turn} is this one."})
+    return computed / new
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, REASONING_TEMPLATE], ids=["answers change", "a mark is dropped"])
+async def test_turns_after_reasoning_compute_only_what_is_new(template: str, tmp_path: Path) -> None:
+    model = write_long_blocks(tmp_path / "model", template)
+    with serve(tmp_path / "log", str(model), "--threads=1") as stack:
+        assert await reasoning_turns(stack.url) <= 1.1
+        assert all(host["balanced"] for host in stack.fleet()["hosts"])
+        await stack.settled()
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, REASONING_TEMPLATE], ids=["answers change", "a mark is dropped"])
+async def test_turns_after_reasoning_between_hosts_compute_only_what_is_new(template: str, tmp_path: Path) -> None:
+    model = write_long_blocks(tmp_path / "model", template)
+    with Cluster(tmp_path, model, ONE_HOST) as cluster:
+        names = [cluster.start_worker("prefill", 0, host=0), cluster.start_worker("decode", 0, host=1)]
+        cluster.start_gateway("--router-mode=round-robin")  # so that all prompts go to the prefill worker
+        cluster.wait_ready(*names)
+        await cluster.wait_workers(2)
+        assert await reasoning_turns(cluster.url) <= 1.1
         await cluster.settled()
 
 

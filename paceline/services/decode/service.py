@@ -202,15 +202,17 @@ class _Attempt:
 
     async def _generate(self, reservation: Reservation) -> FinishReason:
         """Run the request in the engine until it ends, again after each preemption. Return why it ended."""
+        intake = self._worker.intake
+        spare = await intake.reserve_spare(self._work, reservation)
         while True:
-            request = self._worker.intake.make_request(self._work, reservation, self._context, self._grammar)
+            request = intake.make_request(self._work, reservation, self._context, self._grammar, spare=spare)
             request.stats = self._events.reporter.effort
             self._worker.submit(request, self._events)
             event = await self._events.end()
             if isinstance(event, Sampled):
                 assert event.reason is not None
                 return event.reason
-            reservation = await self._reserve_again()
+            reservation, spare = await self._reserve_again(), []  # memory is short
             if self._media is not None:
                 await self._media.resume(reservation.filled_tokens)
 

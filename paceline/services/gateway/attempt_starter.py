@@ -126,6 +126,10 @@ class AttemptStarter:
             return {}
         return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
 
+    def note_prompt(self, sequence: SequenceRun) -> None:
+        """Note that the first token of a sequence has come, so that the last blocks of its prompt may be cached."""
+        self._prefixes.note_end(sequence.context, sequence.kept_tokens)
+
     def note_end(self, sequence: SequenceRun) -> None:
         """Note that a sequence has ended, so that its last blocks may be cached on the hosts that computed it."""
         # Nobody computes the KV of the last token.

@@ -112,6 +112,18 @@ def render_chat(
     return RenderedChat(tokenizer.marks.show_markers(rendered), texts, items, markers)
 
 
+def dropped_tokens(request: ChatFields, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return how many of a prompt's last tokens the prompts of later turns do not have; see `Tokenizer.dropped_end`.
+
+    Args:
+        token_ids: the prompt.
+    """
+    if request.continue_final_message or request.add_generation_prompt is False:
+        return 0
+    end = tokenizer.dropped_end(_template_kwargs(request), bool(request.tools))
+    return len(end) if end and list(token_ids[-len(end) :]) == end else 0
+
+
 def _documents(request: ChatFields, tokenizer: Tokenizer) -> list[Json] | None:
     """Return the documents of a request. Raises InvalidRequestError if the chat template does not show them."""
     if request.documents and not tokenizer.names_documents(bool(request.tools)):

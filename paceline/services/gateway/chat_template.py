@@ -125,6 +125,23 @@ class ChatTemplate:
                 raise
         return render(merged, add_generation_prompt, given)
 
+    def two_turns(self, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        """Return a prompt, and the prompt of a later turn of the same conversation.
+
+        Templates of models that reason often begin the answer with a mark such as <think>, and drop the mark together
+        with the reasoning as soon as the answer belongs to an earlier turn. The two prompts differ from there on.
+        Returns the same prompt twice if they differ in more than the beginning of the answer.
+
+        Raises InvalidRequestError if the template refuses such a conversation.
+        """
+        asked, now = [_plain(_ASKED)], datetime.datetime.now()
+        given = {"tools": None, "strftime_now": now.strftime, **template_kwargs}
+        later = [*asked, _plain({"role": "assistant", "content": _FIRST}), _plain({"role": "user", "content": _SECOND})]
+        question, prompt = self._render(asked, False, given), self._render(asked, True, given)
+        next_prompt = self._render(later, True, given)
+        has_question = prompt.startswith(question) and next_prompt.startswith(question)
+        return prompt, next_prompt if has_question else prompt
+
     @cached_property
     def roles_with_parts(self) -> frozenset[str]:
         """The roles whose messages may have a list of texts as content.

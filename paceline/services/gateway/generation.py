@@ -230,6 +230,8 @@ class Generation:
                     ttft_seconds=self.plan.ttft_seconds,
                     cache_key=self.plan.cache_key,
                     background=self.plan.background,
+                    # The last token of a prompt is always computed, so another choice begins before it.
+                    dropped_tokens=max(prompt.dropped_tokens, int(self.plan.n > 1)),
                     kind=self.plan.kind,
                     follows=index > 0,
                     trace=record,

@@ -53,6 +53,8 @@ class PromptPlan:
     """The characters of the client's text, or of the rendered chat, for which each token stands; None if not wanted."""
     marks: tuple[Mark, ...] = ()
     """The client's cache breakpoints."""
+    dropped_tokens: int = 0
+    """Number of last tokens that the prompts of later turns do not have; see `Tokenizer.dropped_end`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.proto import common_pb2
 from paceline.services.gateway.answer_plan import answer_constraint, completion_constraint, plan_answer
 from paceline.services.gateway.cache_hints import LATER_TURN, text_marks, token_marks
-from paceline.services.gateway.chat_prompt import render_chat
+from paceline.services.gateway.chat_prompt import dropped_tokens, render_chat
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
@@ -95,7 +95,9 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
     constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
     sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
     answer = plan_answer(request, forms, tokenizer, text)
+    dropped = dropped_tokens(request, prompt.token_ids, tokenizer)
     prompt = dataclasses.replace(prompt, sampling=sampling, answer=answer, media=encoded.media, inputs=encoded.inputs)
+    prompt = dataclasses.replace(prompt, dropped_tokens=dropped)
     found = text_marks(text, request.messages, request.tools or (), request.cache_control)
     if found and request.truncate_prompt_tokens is None:
         prompt = dataclasses.replace(

@@ -22,7 +22,7 @@ from paceline.core.errors import BusyError
 from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.admission_queue import AdmissionQueue
-from paceline.services.gateway.attempt import Ended, Event, HandedOver
+from paceline.services.gateway.attempt import Ended, Event, Generated, HandedOver
 from paceline.services.gateway.attempt_starter import AttemptStarter
 from paceline.services.gateway.encode_calls import EncodeRefusedError
 from paceline.services.gateway.first_worker import FirstWorker
@@ -165,6 +165,8 @@ class SequenceRunner:
 
     def _hear(self, sequence: SequenceRun, attempt: AnyAttempt, take: Callable[[Event], object], event: Event) -> None:
         self._patience.hear(event)
+        if isinstance(event, Generated) and not sequence.generated:
+            self.starter.note_prompt(sequence)
         fresh = sequence.note(event, attempt.record)
         self._load.hear(sequence, attempt.decode, attempt.record, event)
         if fresh is not None:

@@ -51,6 +51,8 @@ class SequenceRun:
     """The client's `prompt_cache_key`; "" if there is none."""
     background: bool = False
     """Whether nobody waits for the sequence, so that it may only use what is idle."""
+    dropped_tokens: int = 0
+    """Number of the prompt's last tokens that later prompts probably do not have."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
     follows: bool = False
     """Whether another sequence of the same request was started before, so that its client is being served already."""
@@ -93,6 +95,13 @@ class SequenceRun:
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     @property
+    def kept_tokens(self) -> int:
+        """Tokens of the prompt with which later prompts probably begin; 0 if none are expected."""
+        if self.background or self.kind != common_pb2.WORK_KIND_GENERATE:
+            return 0
+        return len(self.prompt_ids) - self.dropped_tokens
+
+    @property
     def needs_scores(self) -> bool:
         """Whether the whole prompt has to be computed, because its logprobs are requested and have not all come."""
         asked = self.sampling.prompt_logprobs is not None
@@ -123,6 +132,7 @@ class SequenceRun:
             kind=self.kind,
             media=[span_to_pb(span) for span in self.media],
             tails=tails,
+            kept_tokens=0 if self.generated else self.kept_tokens,  # an earlier attempt has kept them
         )
 
     def end(self) -> FinishReason | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,11 @@ _WHOLE = ("top_k", "max_new_tokens")
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 """The names that transformers gives to the chat templates it chooses from: the second one if there are tools."""
+
+_SWITCHES_KEPT = 64
+"""Number of different settings of chat templates, such as `enable_thinking`, for which the ends of prompts are kept."""
+_LONGEST_SWITCHES = 1000
+"""Most characters of such settings. Longer ones are texts for the template, and would take much memory."""
 
 
 class Tokenizer:
@@ -137,6 +144,7 @@ class Tokenizer:
         self._chat_templates = {
             name: ChatTemplate(self.marks.hide_markers(source), special_tokens) for name, source in sources.items()
         }
+        self._dropped_ends = lru_cache(_SWITCHES_KEPT)(self._find_dropped_end)
         if read_model_files(folder) != self.files:
             raise ModelError(f"{folder} changed while it was read; start again when it is complete")
 
@@ -200,6 +208,29 @@ class Tokenizer:
             documents=documents,
             now=now,
         )
+
+    def dropped_end(self, template_kwargs: Mapping[str, Any], has_tools: bool) -> list[int]:
+        """Return the last tokens of a conversation's prompt that its later prompts do not have.
+
+        The chat template drops them; see `ChatTemplate.two_turns`. Most templates drop none.
+
+        Args:
+            template_kwargs: further names that the template can use, as JSON has them.
+        """
+        switches = json.dumps(template_kwargs, sort_keys=True)
+        return self._dropped_ends(switches, has_tools) if len(switches) <= _LONGEST_SWITCHES else []
+
+    def _find_dropped_end(self, template_kwargs: str, has_tools: bool) -> list[int]:
+        template = self._chat_template(has_tools)
+        if template is None:
+            return []
+        try:
+            prompts = template.two_turns(json.loads(template_kwargs))
+        except InvalidRequestError:
+            return []
+        first, later = (self.encode(prompt, add_special_tokens=False) for prompt in prompts)
+        common = next((place for place, pair in enumerate(zip(first, later)) if pair[0] != pair[1]), len(first))
+        return first[common:]
 
     def roles_with_parts(self, has_tools: bool) -> frozenset[str]:
         """Return the roles whose messages may have a list of texts as content; empty without a chat template.

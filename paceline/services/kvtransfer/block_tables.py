@@ -44,8 +44,13 @@ def slots_to_seal(
             raise InvalidRequestError(f"lease {lease.key} has given back block {block} of group {group}")
         if pool.name(slot) not in (None, (lease.layout.first_group + group, digest)):
             raise InvalidRequestError(f"lease {lease.key}: block {block} of group {group} is sealed with another hash")
-    (before,) = names_of(pool, table[first_block - 1 : first_block]) if first_block else [b""]
-    return slots, before
+    return slots, name_before(pool, lease, group, first_block)
+
+
+def name_before(pool: BlockPool, lease: Lease, group: int, block: int) -> bytes:
+    """Return the hash of the block before a block of a lease; b"" if there is none or it is not sealed."""
+    (before,) = names_of(pool, lease.tables[group][block - 1 : block]) or [b""] if block else [b""]
+    return before
 
 
 def partial_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], length: int) -> list[int]:

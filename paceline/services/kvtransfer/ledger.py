@@ -162,25 +162,34 @@ class Ledger:
                     self._pool.expect(*name, hint)
         return self._renewed(lease, now)
 
-    def keep(self, session: int, key: Key, tail: Tail, now: float) -> Lease:
-        """Publish and give back the blocks at the end of a context that are not full. The writer is done with them.
+    def keep(self, session: int, key: Key, tail: Tail, now: float, copies: Key | None = None) -> Lease:
+        """Publish and give back the blocks at a tail of a context that are not full. The writer is done with them.
 
         As with `seal`, the lease may be draining.
+
+        Args:
+            copies: key of another lease of the same writer, whose first block of each group is a copy of the block at
+                the tail. These copies are published, and the lease keeps its own blocks.
         """
         lease = self._find_sealed_by(session, key, now)
+        source = lease if copies is None else self._find_sealed_by(session, copies, now)
+        if copies is not None and (source is lease or source.layout is not lease.layout):
+            raise InvalidRequestError(f"lease {copies} cannot have copies of blocks of {key}")
         ends = [(index, *divmod(tail.length, group.block_tokens)) for index, group in enumerate(lease.layout.groups)]
-        found = [
-            (group, block, *block_tables.slots_to_seal(self._pool, lease, group, block, [tail.name]))
-            for group, block, rest in ends
-            if rest
-        ]
-        for group, block, (slot,), before in found:
+        found = []
+        for group, block, rest in ends:
+            if rest:
+                own = block if copies is None else 0
+                (slot,), _ = block_tables.slots_to_seal(self._pool, source, group, own, [tail.name])
+                found.append((group, block, own, slot))
+        for group, block, own, slot in found:
             if self._pool.name(slot) is None:
+                before = block_tables.name_before(self._pool, lease, group, block)
                 place = place_of(lease.layout, group, block, tail.name, before, lease.priority, tail.length)
                 self._pool.seal(slot, lease.layout.first_group + group, tail.name, place)
-            lease.tables[group][block] = NO_SLOT
-        slots = [slot for _, _, (slot,), _ in reversed(found)]  # states first: they need the full attention
-        if lease.in_flight:
+            source.tables[group][own] = NO_SLOT
+        slots = [slot for *_, slot in reversed(found)]  # states first: they need the full attention
+        if source.in_flight:
             self._pool.leave_flight(slots)
         self._pool.give_back(slots)
         return self._renewed(lease, now)

@@ -129,7 +129,9 @@ def _call(ledger: Ledger, session: int, operation: pb.Operation, now: float) -> 
             seal = operation.seal
             ledger.seal(session, key_of(seal.key), seal.group, seal.first_block, seal.hashes, now)
         case "keep":
-            ledger.keep(session, key_of(operation.keep.key), _tail(operation.keep.tail), now)
+            keep = operation.keep
+            copies = key_of(keep.copies) if keep.HasField("copies") else None
+            ledger.keep(session, key_of(keep.key), _tail(keep.tail), now, copies)
         case "trim":
             trim = operation.trim
             ledger.trim(session, key_of(trim.key), trim.group, trim.first_kept_block, now)

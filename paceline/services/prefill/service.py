@@ -58,6 +58,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 prefix_failed=not prefix_came,
             )
             await context.write(worker_pb2.PrefillEvent(opened=opened))
+            spare: list[int] = []
+            if work.kept_tokens < len(work.token_ids):  # otherwise the decode worker copies the blocks
+                spare = await worker.intake.reserve_spare(work, reservation)
             computed = worker.intake.make_request(
                 work,
                 reservation,
@@ -65,6 +68,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 grammar,
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.session.host_id,
+                spare=spare,
             )
             if computed.capacity < len(work.token_ids):  # the request would wait for blocks that nobody adds
                 raise InvalidRequestError(

@@ -44,8 +44,8 @@ class Dispatcher:
                     self._kv.seal(key, group, first_block, hashes)
                 case Trimmed(key, group, first_kept_block):
                     self._kv.trim(key, group, first_kept_block)
-                case Kept(key, tail):
-                    self._kv.keep(key, tail)
+                case Kept(key, tail, copied):
+                    self._kv.keep(key, tail, copied)
                 case NeedsBlocks(key, token_count):
                     self._extend(key, token_count)
                 case Removed(key):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from paceline.core.context import Context, Tail
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
@@ -76,6 +77,18 @@ class Intake:
         tails = context.tails(self._layout.fingerprint, work.tails) if self._layout.keeps_tails else ()
         return await self._kv.reserve(key, links, token_count, reusable, work.priority, tails=tails)
 
+    async def reserve_spare(self, work: pb.Work, reservation: Reservation) -> list[int]:
+        """Reserve blocks for copies at the place of the prompt that the gateway wants to be kept.
+
+        Returns one slot for each group. Returns nothing if the worker does not compute the tokens after this place, if
+        all blocks are full there, or if too few are free. Then nothing is kept.
+        """
+        length = work.kept_tokens
+        is_needed = self._layout.keeps_tails and length % self._layout.alignment > 0
+        if not is_needed or not reservation.filled_tokens <= length <= work.prompt_tokens:
+            return []
+        return await self._kv.reserve_spare(reservation.key)
+
     def give_back_tail(self, reservation: Reservation) -> None:
         """Publish again the blocks that a reservation has taken over at a tail, because the worker has not begun.
 
@@ -92,8 +105,12 @@ class Intake:
         grammar: Grammar | None,
         only_first_token: bool = False,
         has_readers: bool = False,
+        spare: Sequence[int] = (),
     ) -> Request:
         """Return the engine's view of `work` in the blocks of `reservation`. The request adds its tokens to `context`.
+
+        Args:
+            spare: slots for copies at the place of the prompt that is to be kept; see `reserve_spare`.
 
         Raises InvalidRequestError if the blocks have KV of the whole context or more, UnavailableError if they belong
         to another context.
@@ -113,6 +130,8 @@ class Intake:
             computed_len=reservation.filled_tokens,
             only_first_token=only_first_token,
             has_readers=has_readers,
+            kept_len=work.kept_tokens if spare else 0,
+            spare=list(spare),
             background=work.background,
             wanted_seconds=work.ttft_seconds if work.HasField("ttft_seconds") else None,
             grammar=grammar,

@@ -19,7 +19,15 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc_errors import unmapped_error
 from paceline.services.common.wire import key_to_pb
 from paceline.services.worker.kv_session import KVSession
-from paceline.services.worker.leases import Adopted, Fetched, Leases, Reservation, checked, reservation_from_pb
+from paceline.services.worker.leases import (
+    Adopted,
+    Fetched,
+    Leases,
+    Reservation,
+    checked,
+    reservation_from_pb,
+    spare_key,
+)
 
 T = TypeVar("T")
 
@@ -110,6 +118,7 @@ class KVClient:
             A future that is done when the other worker can have the blocks.
         """
         self._leases.release(key)  # before the fill: a renewal after it would be refused and taken for a loss
+        self._release_spare(key)
         fill = pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens, context_hash=context_hash)
         filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -221,10 +230,36 @@ class KVClient:
                 seal = pb.Seal(key=key_to_pb(key), group=group, first_block=sealed, hashes=left)
                 self._submit(pb.Operation(seal=seal))
 
-    def keep(self, key: Key, tail: Tail) -> None:
-        """Publish the blocks at the end of a context that are not full. Call `release` next."""
+    async def reserve_spare(self, key: Key) -> list[int]:
+        """Reserve one block for each group, for copies of the blocks at a tail of a request; see `keep`.
+
+        They are given back with the request's own blocks. Returns their slots. Returns nothing if they cannot be had.
+        """
+        spare = spare_key(key)
+        try:
+            reservation = await self.reserve(spare, [], token_count=1, max_cached_tokens=0)
+        except PacelineError as error:
+            log.debug("the end of the prompt is not kept: %s", error, extra={"request_id": key.request_id})
+            return []
+        if not self.has(spare):
+            return []
+        self.use(spare)
+        return [slot for (slot,) in reservation.tables]
+
+    def keep(self, key: Key, tail: Tail, copied: bool = False) -> None:
+        """Publish the blocks at a tail of a context that are not full, and give them up.
+
+        Args:
+            copied: whether these are the copies in the spare blocks. If not, call `release` next.
+        """
         keep = pb.Keep(key=key_to_pb(key), tail=pb.Tail(length=tail.length, name=tail.name))
+        if copied:
+            if (spare := self._leases.spare_of(key)) is None:
+                return
+            keep.copies.CopyFrom(key_to_pb(spare))
         self._submit(pb.Operation(keep=keep))
+        if copied:
+            self._release_spare(key)
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
         """Release the blocks of a windowed group that come before `first_kept_block`."""
@@ -233,9 +268,14 @@ class KVClient:
         self._submit(pb.Operation(trim=trim), self._may_linger)
 
     def release(self, key: Key) -> None:
-        """End a lease. Releasing one that has ended is no error."""
+        """End a lease, and that of its spare blocks. Releasing one that has ended is no error."""
         self._leases.release(key)
         self._submit(pb.Operation(release=pb.Release(key=key_to_pb(key))))
+        self._release_spare(key)
+
+    def _release_spare(self, key: Key) -> None:
+        if (spare := self._leases.spare_of(key)) is not None:
+            self.release(spare)
 
     async def leave(self, seconds: float) -> None:
         """Say that this worker is about to leave. If it is the last one of its host, wait up to `seconds` until other

@@ -14,6 +14,11 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb, key_to_pb
 
 
+def spare_key(key: Key) -> Key:
+    """Return the key of the lease with spare blocks of a request: copies of the blocks at a tail of its prompt."""
+    return key._replace(request_id=f"spare {key.request_id}")
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Blocks that belong to `key` until they are released or their lease ends."""
@@ -176,6 +181,11 @@ class Leases:
         self._stop_renewing(key)
         self._blocks.pop(key, None)
         self._forget_unused(key)
+
+    def spare_of(self, key: Key) -> Key | None:
+        """Return the key of the lease with a request's spare blocks; None if it has none, or has given them up."""
+        name = spare_key(key)[:2]
+        return next((each for each in self._blocks if each[:2] == name), None)
 
     def lose(self, key: Key) -> None:
         """Note that a lease has ended. The engine may touch the blocks until they are released."""

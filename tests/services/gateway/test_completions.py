@@ -72,6 +72,7 @@ async def test_choices_have_seeds_of_their_own_and_a_prompt_is_computed_once(sta
     order = [call.work.key.request_id[-2:] for call in prefill.calls]
     assert order.index("-0") < order.index("-1")
     assert order.index("-2") < order.index("-3")
+    assert {call.work.kept_tokens for call in prefill.calls} == {1}  # where the second choice goes on
     prefill.resume.set()
     answer = await task
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

@@ -16,7 +16,14 @@ from paceline.services.gateway.sampling import LEAST_TOP_P, LogprobRules
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.tokenizer import Tokenizer
-from tests.services.gateway.toy_model import END, VOCAB_SIZE, text_of, write_toy_model
+from tests.services.gateway.toy_model import (
+    CHAT_TEMPLATE,
+    END,
+    REASONING_TEMPLATE,
+    VOCAB_SIZE,
+    text_of,
+    write_toy_model,
+)
 
 LIMIT = 100
 
@@ -238,6 +245,30 @@ TRANSLATES = (
     "{{ part['source_lang_code'] }}>{{ part['target_lang_code'] }}:{{ part['text'] }}{% endfor %}"
 )
 """A template in the manner of TranslateGemma's, which fails without these fields."""
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "dropped"),
+    [
+        (CHAT_TEMPLATE, {}, ""),
+        (REASONING_TEMPLATE, {}, "<think>"),
+        (REASONING_TEMPLATE, {"reasoning_effort": "none"}, "<think></think>"),
+        (REASONING_TEMPLATE, {"add_generation_prompt": False}, ""),
+        (REASONING_TEMPLATE, {"truncate_prompt_tokens": 9, "truncation_side": "right"}, ""),
+        (REASONING_TEMPLATE, {"chat_template_kwargs": {"text": "a" * 1000}}, ""),  # it is too much to remember
+        # Marks that are kept, a template that refuses later turns, and one that writes a question again.
+        ("{% for m in messages %}{% if m.role == 'assistant' %}<t>{% endif %}{{ m.content }}{% endfor %}<t>", {}, ""),
+        ("{% if messages|length > 1 %}{{ raise_exception('no') }}{% endif %}a<think>", {}, ""),
+        ("{{ messages[-1].content }}{% if add_generation_prompt %}<think>{% endif %}", {}, ""),
+    ],
+)
+def test_a_prompt_knows_which_end_later_prompts_do_not_have(
+    template: str, fields: dict[str, Any], dropped: str, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(write_toy_model(tmp_path / "model", chat_template=template))
+    (prompt,) = chat(tokenizer, messages=[{"role": "user", "content": "Why is that?"}], **fields).prompts
+    assert prompt.dropped_tokens == len(dropped)  # each character is a token
+    assert text_of(prompt.token_ids).endswith(dropped)
 
 
 def prompt_of(folder: Path, source: str, **fields: Any) -> str:

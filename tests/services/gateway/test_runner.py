@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from paceline.core.config import GatewayConfig
+from paceline.core.context import Context
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.types import FinishReason, SamplingParams
 from paceline.services.gateway import admission_queue
@@ -77,6 +78,21 @@ async def test_a_patient_request_waits_longer_than_the_others_for_full_workers(c
         await Request(runner, "other").task
     worker.max_seqs = 1
     assert await patient.task == Ended(FinishReason.LENGTH)
+
+
+async def test_the_end_of_a_prompt_is_known_with_its_first_token(cluster: Cluster) -> None:
+    decode, prefixes = await cluster.add("d"), PrefixIndex()
+    decode.pause_after = 1
+    config = GatewayConfig(stall_seconds=PATIENCE)
+    runner = SequenceRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), prefixes)
+    prompt, events = list(range(40)), list[Event]()
+    sequence = SequenceRun(request_id="r", prompt_ids=prompt, sampling=SamplingParams(max_tokens=9), dropped_tokens=2)
+    running = asyncio.create_task(runner.run(sequence, events.append))
+    await eventually(lambda: any(isinstance(event, Generated) for event in events))
+    assert prefixes.ends(Context([*prompt[:38], *prompt])) == [38]
+    decode.resume.set()
+    await running
+    assert prefixes.ends(Context(sequence.context.token_ids)) == [38, 40, 48]
 
 
 async def test_a_handoff_lets_the_next_request_in(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from paceline.core.types import FinishReason, SamplingParams, Token
+from paceline.proto import common_pb2
 from paceline.services.gateway.attempt import Generated, HandedOver, PromptScores
 from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequence import SequenceRun
@@ -19,6 +20,18 @@ def test_workers_are_told_the_objective() -> None:
     assert sequence().work("model", ttft_seconds=0.5).ttft_seconds == 0.5
     assert sequence().work("model", ttft_seconds=0.0).HasField("ttft_seconds")  # it is missed already
     assert not sequence().work("model").HasField("ttft_seconds")
+
+
+def test_workers_keep_the_end_of_the_prompt_that_later_prompts_have() -> None:
+    own = sequence()
+    assert own.work("model").kept_tokens == 3
+    own.dropped_tokens = 2
+    assert own.work("model").kept_tokens == 1
+    own.note(Generated(tokens(7)), AttemptTrace())
+    assert own.work("model").kept_tokens == 0  # the first attempt has kept it
+    for fields in ({"background": True}, {"kind": common_pb2.WORK_KIND_SCORE}):
+        other = SequenceRun(request_id="r", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4), **fields)
+        assert other.work("model").kept_tokens == 0
 
 
 def test_a_try_goes_on_from_what_has_come() -> None:

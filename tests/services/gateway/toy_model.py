@@ -32,6 +32,19 @@ AGENT_TEMPLATE = """
 {%- endif %}"""
 """A chat template with tools in the form of Hermes, and with reasoning."""
 
+REASONING_TEMPLATE = """
+{%- set last = namespace(user=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}<|{{ message.role }}|>
+    {%- if message.role == 'assistant' and loop.index0 > last.user %}<think>{{ message.reasoning_content }}</think>
+    {%- endif %}
+    {{- message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|><think>
+    {%- if enable_thinking is defined and not enable_thinking %}</think>{% endif %}
+{%- endif %}"""
+"""A chat template that begins answers with a mark of reasoning, and drops mark and reasoning of earlier turns."""
+
 
 def write_toy_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, **generation_config: Any) -> Path:
     """Write the tokenizer's files to a new folder and return the folder."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.kv_layout import KVLayout
+from paceline.core.context import Tail
+from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key
 from tests.services.kvtransfer.kv_toolkit import chain, make_layout
 
 LAYOUT = make_layout((16, 0), (32, 16), encoding_tokens=32)
+
+
+def tail_of(context: str, letters: int) -> Tail:
+    """Return the tail 5 tokens after the first `letters` letters of a context."""
+    name = hashlib.md5(f"{context[: letters + 1]} in part".encode()).digest()
+    return Tail(16 * letters + 5, name)
 
 
 @dataclass(eq=False)
@@ -34,6 +43,13 @@ class Story:
         """Return the word that a sealed block contains: the number of its group, and its hash."""
         link = (block + 1) * self.layout.groups[group].block_tokens // 16 - 1
         return self.layout.first_group + group, chain(self.context)[link]
+
+    def can_write(self, blocks: Sequence[int]) -> bool:
+        """Return whether the workers may write into a block of each group, given by its index."""
+        return all(
+            sealed <= block < len(table) and table[block] != NO_SLOT
+            for table, block, sealed in zip(self.tables, blocks, self.sealed)
+        )
 
 
 @dataclass(eq=False)

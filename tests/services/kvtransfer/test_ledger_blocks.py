@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.context import Tail
-from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.errors import BusyError, InvalidRequestError, StaleError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.services.kvtransfer.lease import TRANSFER, Lease
+from paceline.services.kvtransfer.lease import TRANSFER, Lease, UnknownLeaseError
 from paceline.services.kvtransfer.lookups import Lookups
-from tests.services.kvtransfer.kv_toolkit import DECODE, PREFILL, Desk, chain
+from tests.services.kvtransfer.kv_toolkit import DECODE, OTHER, PREFILL, Desk, chain
 
 # ---- capacity
 
@@ -370,6 +370,42 @@ def test_a_tail_that_cannot_be_reused_whole_is_left_alone() -> None:
     lease = desk.ledger.reserve(DECODE, Key("pin", 1, 1), [], 16, 0, desk.now)
     assert lease.filled_tokens == 0
     assert next_turn(desk, "again").filled_tokens == 137
+
+
+def test_copies_at_a_tail_are_found_while_their_request_writes_on_in_its_own_blocks() -> None:
+    desk = Desk(20, *STATES)
+    lease, copies = desk.reserve("first", "abcdefgh", 150, cached=0), desk.reserve("copies", tokens=1)
+    own, copied = ([list(table) for table in each.tables] for each in (lease, copies))
+    desk.seal(lease, "abcdefgh")
+    desk.ledger.keep(DECODE, lease.key, TAIL, desk.now, copies.key)
+    desk.ledger.release(DECODE, copies.key, desk.now)
+    assert desk.ledger.find(lease.key, desk.now).tables == own
+    # The policy knows what the copies need: the attention before them, and the state the attention at the tail.
+    places = {block.name: block.parent for block in desk.ledger.blocks() if block.name[1] == TAIL.name}
+    assert places == {(0, TAIL.name): (0, chain("abcdefgh")[-1]), (1, TAIL.name): (0, TAIL.name)}
+    found = next_turn(desk, "next")
+    assert found.filled_tokens == 137
+    assert [table[-1] for table in (found.tables[0][:3], found.tables[1])] == [slot for (slot,) in copied]
+    for key in (lease.key, found.key):
+        desk.ledger.release(DECODE, key, desk.now)
+    assert desk.counts()[1:3] == (0, 0)
+
+
+def test_copies_that_are_not_the_caller_s_are_not_kept() -> None:
+    desk = Desk(20, *STATES, encoding_tokens=16)
+    lease = desk.reserve("first", "abcdefgh", 150, cached=0)
+    others = desk.reserve("other's", tokens=1, session=OTHER)
+    encoding = desk.reserve("encoding", "", 16, encoding=True)
+    before = desk.counts()
+    for copies, error in ((others, StaleError), (encoding, InvalidRequestError), (lease, InvalidRequestError)):
+        with pytest.raises(error):
+            desk.ledger.keep(DECODE, lease.key, TAIL, desk.now, copies.key)
+    with pytest.raises(UnknownLeaseError):
+        desk.ledger.keep(DECODE, lease.key, TAIL, desk.now, Key("unknown", 1, 1))
+    with pytest.raises(StaleError):
+        desk.ledger.keep(OTHER, lease.key, TAIL, desk.now, others.key)
+    assert desk.counts() == before
+    assert list(desk.ledger.blocks()) == []
 
 
 def test_blocks_that_are_not_there_are_not_kept() -> None:

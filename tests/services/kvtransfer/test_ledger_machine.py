@@ -21,7 +21,7 @@ from paceline.services.kvtransfer.lease import Lease, State, UnknownLeaseError, 
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.owners import count_groups
-from tests.services.kvtransfer.kv_story import LAYOUT, Story, Worker
+from tests.services.kvtransfer.kv_story import LAYOUT, Story, Worker, tail_of
 from tests.services.kvtransfer.kv_toolkit import LEASE, chain
 
 SLOTS = 14
@@ -96,7 +96,10 @@ class LedgerMachine(RuleBasedStateMachine):
         key = Key(request, 1, newest + 1)
         limits = (tokens, limit, self.now)
         try:
-            lease = self.ledger.reserve(self.session(pick), key, chain(context), *limits, encoding=encoding)
+            tails = () if encoding else [tail_of(context, letters) for letters in range(len(context))]
+            lease = self.ledger.reserve(
+                self.session(pick), key, chain(context), *limits, encoding=encoding, tails=tails
+            )
         except InvalidRequestError:
             assert exists or layout.slots_for(tokens) > SLOTS
             return
@@ -108,7 +111,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not exists
         cached = lease.filled_tokens
         assert cached <= limit
-        assert cached % layout.alignment == 0
+        at_tail = next((tail.name for tail in tails if tail.length == cached), None)
+        assert cached % layout.alignment == 0 or at_tail is not None
         self.serial += 1
         story = Story(self.serial, request, context, [list(table) for table in lease.tables], layout)
         self.stories[request] = story
@@ -119,6 +123,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 slot = lease.tables[index][block]
                 assert self.memory[slot] == story.name(index, block), "a reused block has other content"
                 story.words[slot] = self.memory[slot]
+            if at_tail is not None:
+                taken = lease.tables[index][story.sealed[index]]
+                assert self.memory[taken] == (index, at_tail), "a block at a tail has other content"
         self.begin(lease, self.session(pick))
 
     @precondition(lambda self: self.live(State.RESERVED))
@@ -214,6 +221,36 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.act(worker, self.ledger.seal, index, first, [name[1] for name in names]) is None:
                 return
             story.sealed[index] = last
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=picks, place=picks, other=picks, copied=st.booleans())
+    def keep(self, pick: int, place: int, other: int, copied: bool) -> None:
+        """Keep the blocks at a tail, or copies of them in another lease of the worker."""
+        worker = self.worker(pick)
+        story = worker.story
+        if story.layout is not LAYOUT or not story.context:
+            return
+        tail = tail_of(story.context, place % len(story.context))
+        blocks = [0 if copied else tail.length // group.block_tokens for group in LAYOUT.groups]
+        sources = [worker]
+        if copied:
+            sources = [each for each in self.workers if each.session == worker.session and each.story is not story]
+        sources = [each for each in sources if each.story.layout is LAYOUT and each.story.can_write(blocks)]
+        if not sources:
+            return
+        source = sources[other % len(sources)]
+        slots = [table[block] for table, block in zip(source.story.tables, blocks)]
+        for index, slot in enumerate(slots):
+            self.memory[slot] = source.story.words[slot] = (index, tail.name)
+        copies = source.key if copied else None
+
+        def call(session: int, key: Key, now: float) -> Lease:
+            return self.ledger.keep(session, key, tail, now, copies)
+
+        if self.act(worker, call) is not None:
+            for table, block, slot in zip(source.story.tables, blocks, slots):
+                table[block] = NO_SLOT
+                del source.story.words[slot]
 
     @precondition(lambda self: self.workers)
     @rule(pick=picks, more=st.text("ef", max_size=3))

@@ -150,11 +150,13 @@ class Host:
         aggregated: bool = False,
         cancel_after: int | None = None,
         tails: Sequence[int] = (),
+        kept: int = 0,
         **sampling: object,
     ) -> Outcome:
         """Run one request as the gateway does. If `aggregated`, the decode worker computes the prompt."""
         work = self.work(f"r{random.getrandbits(64)}", prompt, max_tokens, **sampling)
         work.tails.extend(tails)
+        work.kept_tokens = kept
         outcome = Outcome([], 0, [])
         call = self.decode_call()
         try:

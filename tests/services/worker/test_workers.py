@@ -113,47 +113,6 @@ async def test_a_second_turn_reuses_prompt_and_output(
         assert again.tokens == fresh.tokens
 
 
-@pytest.mark.parametrize("kv_pool", ["arena", "device"])
-@pytest.mark.parametrize(
-    "architecture",
-    ["granite_hybrid", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3_next", "qwen3_5"))],
-)
-async def test_short_turns_of_a_hybrid_compute_only_what_is_new(
-    architecture: str, kv_pool: str, start_host: StartHost, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    reference = request.getfixturevalue(f"save_{architecture}")()
-    context, ends, answers, computed = prompts(1, 30, 40)[0], list[int](), list[int](), []
-    async with start_host(tmp_path, kv_pool=kv_pool) as host:
-        stats = [role.worker.engine.stats for role in (host.prefill, host.decode)]
-        for turn in range(20):
-            before = sum(own.computed_tokens for own in stats)
-            outcome = await host.generate(context, 12, aggregated=turn % 2 == 1, tails=ends)
-            # The prompt's tokens without those that were cached, and one less than the answer's.
-            computed.append(sum(own.computed_tokens for own in stats) - before)
-            assert outcome.cached_tokens == (ends[-1] if ends else 0)
-            await host.all_blocks_back()  # the end of the context is kept after the last token was sent
-            answers += range(len(context), len(context) + 12)
-            context = [*context, *outcome.tokens]
-            ends.append(len(context) - 1)
-            context += prompts(turn + 1, 20, 30)[turn]
-        # A request that is cancelled before it begins leaves the end of the last one as it was.
-        call, work = host.decode_call(), host.work("refused", context, 12)
-        work.tails.extend(ends)
-        await call.write(worker_pb2.DecodeCommand(admit=work))
-        assert (await call.read()).admitted.cached_tokens == ends[-1]
-        call.cancel()
-        # One token is sampled by the prefill worker, which keeps the end of the prompt.
-        await host.all_blocks_back()
-        assert (await host.generate(context, 1, tails=ends)).cached_tokens == ends[-1]
-        await host.all_blocks_back()
-        assert (await host.generate([*context, 7], 1, tails=[len(context)])).cached_tokens == len(context)
-        new = len(context) - len(prompts(1, 30, 40)[0]) - 12
-        assert await host.all_blocks_back()
-    assert sum(computed[1:]) <= 1.1 * new
-    best = reference(torch.tensor([context])).logits[0].argmax(dim=-1).tolist()
-    assert [best[place - 1] for place in answers] == [context[place] for place in answers]
-
-
 @pytest.mark.parametrize(
     ("architecture", "kv_memory"),
     # Room for about three of the ten requests. The hybrid's blocks have 64 tokens, and a request keeps two of every
