@@ -1,4 +1,4 @@
-"""Compare simulations with a real stack: the errors of TTFT, ITL and the hit rate for six loads.
+"""Compare simulations with a real stack: the errors of TTFT, ITL and the hit rate for seven loads.
 
     python -m bench.simulate_error ~/.cache/paceline/smollm2-135m-instruct --out errors.json
 
@@ -9,7 +9,7 @@ Each trace is simulated with SEEDS seeds, and the tables show the medians of the
 the client. ITL is the gap between two pieces of an answer.
 
 The requests of all runs of a load are the same, so the difference between the runs shows how much the machine itself
-changes. A round takes about seven minutes.
+changes. A round takes about eight minutes.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from bench.workloads import make_workload
 
 FIRST_ID, END_ID = 1000, 30_000
 """Token ids of prompts. Lower ids are special tokens and single bytes in most tokenizers."""
@@ -74,6 +77,16 @@ def _bursts(source: _Source, seconds: float) -> list[Talk]:
     return [Talk(at, (Turn(source.tokens(64, 192), source.randint(24, 64)),)) for at in times]
 
 
+def _bursts_of_32(source: _Source, seconds: float) -> list[Talk]:
+    """Make the requests of the workload burst-32 every 20 seconds, so that prompts of all lengths share steps."""
+    bursts = [make_workload("burst-32", source.getrandbits(32)) for _ in range(math.ceil(seconds / 20))]
+    return [
+        Talk(20.0 * number, (Turn(request.prompt, request.max_tokens),))
+        for number, burst in enumerate(bursts)
+        for request in burst.requests
+    ]
+
+
 _mixed = _single(1.2, (32, 700), (24, 96))
 
 _LOADS: dict[str, Callable[[_Source, float], list[Talk]]] = {
@@ -81,6 +94,7 @@ _LOADS: dict[str, Callable[[_Source, float], list[Talk]]] = {
     "long prompts": _single(0.35, (800, 1800), (8, 24)),
     "conversations": _conversations,
     "bursts": _bursts,
+    "burst-32": _bursts_of_32,
     "long answers": _single(0.8, (24, 64), (150, 350)),
     "mixed, aggregated": _mixed,
 }

@@ -116,14 +116,19 @@ def report(found: dict[str, Any]) -> str:
     for figure in FIGURES:
         small, large = (statistics.median(each[figure] for each in found[name]) for name in ("small", "large"))
         rows.append([figure, f"{small:.1f}", f"{large:.1f}", f"{small / large:.3f}"])
-    swaps = found["swap_in_seconds"]
-    times = ", ".join(f"p{share * 100:.0f} {quantile(swaps, share) * 1000:.1f} ms" for share in (0.5, 0.95, 0.99))
-    within = swaps[0.01] / swaps[float("inf")]
     return (
         table(["figure", "swapping", "room for all", "ratio"], rows)
-        + f"\nblocks of a request loaded: {swaps[float('inf')]:.0f} times, {times}; {within:.1%} within 10 ms"
+        + f"\n{loading_times(found['swap_in_seconds'])}"
         + f"\nswapped out: {found['swap_outs']:.0f}, preempted and computed again: {found['preemptions']:.0f}"
     )
+
+
+def loading_times(swaps: dict[float, float]) -> str:
+    """Say how often blocks of a request were loaded, and how long it took."""
+    if not (count := swaps[float("inf")]):
+        return "no block was loaded, so nothing was measured: give a smaller --small, or more prompts"
+    times = ", ".join(f"p{share * 100:.0f} {quantile(swaps, share) * 1000:.1f} ms" for share in (0.5, 0.95, 0.99))
+    return f"blocks of a request loaded: {count:.0f} times, {times}; {swaps[0.01] / count:.1%} within 10 ms"
 
 
 def main() -> int:

@@ -7,6 +7,8 @@ from array import array
 import pytest
 
 from bench.simulate_error import Comparison, Run, Seen, compare, figures_of, report, simulate
+from bench.simulate_loads import make_load
+from bench.workloads import make_workload
 from paceline.core.step_times import Curve, Delay
 from paceline.simulator.recorder import ClassRecord
 from paceline.simulator.trace import Trace, TraceRequest
@@ -24,6 +26,14 @@ def test_each_run_is_simulated_with_its_own_profile_and_an_empty_cache() -> None
     assert list(runs[0].ttft) == pytest.approx([0.148, 0.116])
     assert found["TTFT p50"] == pytest.approx((0.148 + 0.316) / 2)
     assert (found["ITL p50"], found["ITL p99"]) == pytest.approx((0.011, 0.022), rel=0.01)
+
+
+def test_bursts_of_32_are_those_of_the_workload_with_new_prompts() -> None:
+    talks = make_load("burst-32", 30.0, seed=1).talks
+    assert [talk.at for talk in talks] == [0.0] * 32 + [20.0] * 32
+    lengths = [(len(turn.tokens), turn.answer_tokens) for talk in talks for turn in talk.turns]
+    assert lengths == 2 * [(len(each.prompt), each.max_tokens) for each in make_workload("burst-32", 1).requests]
+    assert len({turn.tokens for talk in talks for turn in talk.turns}) == 64
 
 
 def test_the_figures_of_a_simulation_are_medians_over_its_seeds() -> None:

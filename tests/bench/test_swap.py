@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.swap import buckets, gaps, make_rounds, quantile
+from bench.swap import buckets, gaps, loading_times, make_rounds, quantile
 
 METRICS = """
 paceline:kv_swap_in_seconds_bucket{le="0.005",model_name="m",role="prefill",worker="prefill-0"} 9.0
@@ -20,6 +20,8 @@ def test_a_quantile_lies_within_its_bucket() -> None:
     assert quantile(counts, 0.5) == pytest.approx(0.0075)
     assert quantile(counts, 0.95) == 0.01  # the last finite bound: the histogram knows only that it took longer
     assert math.isnan(quantile({math.inf: 0.0}, 0.5))
+    assert loading_times(counts).endswith("loaded: 10 times, p50 7.5 ms, p95 10.0 ms, p99 10.0 ms; 80.0% within 10 ms")
+    assert loading_times({0.01: 0.0, math.inf: 0.0}).startswith("no block was loaded")
 
 
 def test_the_gap_behind_a_first_token_is_told_apart() -> None:

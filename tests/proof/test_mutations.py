@@ -41,15 +41,16 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
     mutations.without_deadlines,
     mutations.without_leases_before_the_sweep,
     mutations.without_a_look_at_the_lease_in_a_release,
-    mutations.without_idempotent_release,
     mutations.without_time_to_come_back,
     mutations.without_truth_about_contents,
 )
+RARE = (mutations.without_idempotent_fill, mutations.without_idempotent_release)
+"""Few seeds find these. In `make test`, the explorer finds them."""
 
 
 @pytest.mark.parametrize(
     "mutate",
-    [*MUTATIONS, pytest.param(mutations.without_idempotent_fill, marks=pytest.mark.thorough)],
+    [*MUTATIONS, *(pytest.param(mutate, marks=pytest.mark.thorough) for mutate in RARE)],
     ids=lambda mutate: mutate.__name__,
 )
 def test_the_simulator_finds_a_protocol(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:

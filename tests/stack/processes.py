@@ -87,7 +87,9 @@ def serve(
         model: MODEL, or the option --models-file with a file of `fleets` models.
     """
     port = free_port()
-    process = Process(log, "serve", model, f"--port={port}", HAND_OVER, *options, environment=environment)
+    # Gateways of other stacks would run batches that they find in a common store.
+    own = (f"--port={port}", f"--store={log}.db", HAND_OVER)
+    process = Process(log, "serve", model, *own, *options, environment=environment)
     stack = Stack(process, port)
     family: list[psutil.Process] = []
     shared: set[Path] = set()

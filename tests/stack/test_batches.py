@@ -11,23 +11,24 @@ import httpx
 import pytest
 
 from bench.batches import answers, make_lines, submit, survive, wait_for
-from tests.stack.processes import serve
+from tests.stack.processes import Stack
 from tests.stack.stacks import SMOLLM as MODEL
+from tests.stack.stacks import on
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
 
 
-async def test_each_line_is_answered_once_although_all_processes_are_killed(tmp_path: Path) -> None:
+@on("default")
+async def test_each_line_is_answered_once_although_all_processes_are_killed(stack: Stack) -> None:
     lines = make_lines(30, MODEL, 8)
-    with serve(tmp_path / "log", MODEL, f"--store={tmp_path / 'store.db'}") as stack:
-        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
-            expected = await answers(http, await wait_for(http, await submit(http, lines)))
-            assert [name for name, _ in expected] == [line["custom_id"] for line in lines]
-            batch, kills = await survive(stack, lines, ("gateway", "prefill", "decode"))
-            assert kills == 3
-            assert batch["status"] == "completed"
-            assert await answers(http, batch) == expected
-            await stack.settled()
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+        expected = await answers(http, await wait_for(http, await submit(http, lines)))
+        assert [name for name, _ in expected] == [line["custom_id"] for line in lines]
+        batch, kills = await survive(stack, lines, ("gateway", "prefill", "decode"))
+        assert kills == 3
+        assert batch["status"] == "completed"
+        assert await answers(http, batch) == expected
+        await stack.settled()
 
 
 def test_run_batch_starts_a_stack_and_answers_a_file(tmp_path: Path) -> None:

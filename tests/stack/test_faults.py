@@ -102,6 +102,9 @@ async def test_streams_go_on_over_the_death_of_workers_and_of_redis(cluster: Clu
     await cluster.settled()  # the blocks of the killed workers are released
 
 
+# `make test` has drains in test_scaling.py and test_hosts.py, and a fleet without workers in test_models.py and
+# test_planner.py.
+@pytest.mark.thorough
 async def test_workers_come_and_go_until_none_is_there(cluster: Cluster) -> None:
     expected = await cluster.stream()
     cluster.wait_ready(cluster.start_worker("decode", 2))

@@ -59,7 +59,7 @@ def stack(expected: Expected, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ]
     file = folder / "models.toml"
     file.write_text("".join(tables) + "planner = true\nmost-decode = 1\nmost-prefill = 1\n")
-    options = ("--dtype=float32", "--threads=1", f"--store={folder / 'store.db'}")
+    options = ("--dtype=float32", "--threads=1")
     with serve(folder / "log", f"--models-file={file}", *options, fleets=2) as running:
         yield running
 

@@ -36,6 +36,8 @@ class Body(BaseModel):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Let lists and objects end at their first error, because a million errors would fill the memory."""
         schema = handler(source)
+        if cls.__pydantic_complete__:
+            return schema  # it was marked when the class was made
         left: list[object] = [schema]
         while left:
             part = left.pop()

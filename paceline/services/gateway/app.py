@@ -19,7 +19,7 @@ from paceline.services.gateway.access.decisions import DECISIONS, check_decided
 from paceline.services.gateway.access.guard import Guard, warn_without_admins
 from paceline.services.gateway.api import add_api
 from paceline.services.gateway.api_schema import ERRORS, add_referenced
-from paceline.services.gateway.batch_api.routes import make_batches
+from paceline.services.gateway.batch_api.routes import add_batches
 from paceline.services.gateway.cache_reset import add_cache_reset
 from paceline.services.gateway.chat_batch import add_chat_batch
 from paceline.services.gateway.console.routes import add_console
@@ -33,7 +33,7 @@ from paceline.services.gateway.middleware import RequestIdMiddleware
 from paceline.services.gateway.operations import add_operations
 from paceline.services.gateway.render_api import add_render_api
 from paceline.services.gateway.response_count import CountResponsesMiddleware
-from paceline.services.gateway.responses_api.routes import make_responses
+from paceline.services.gateway.responses_api.routes import add_responses
 from paceline.services.gateway.scaling import add_scaling
 from paceline.services.gateway.score_api import add_score_api
 from paceline.services.gateway.step_records import add_step_records
@@ -54,12 +54,16 @@ def create_app(gateway: Gateway) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await gateway.start()
-        try:
-            yield
-        finally:
-            await gateway.close()
+        async with contextlib.AsyncExitStack() as closing:
             if store is not None:
-                await asyncio.to_thread(store.close)
+                closing.push_async_callback(asyncio.to_thread, store.close)
+            closing.push_async_callback(gateway.close)
+            if runs is not None:
+                closing.push_async_callback(runs.close)
+            if batches is not None:
+                batches.start()
+                closing.push_async_callback(batches.close)
+            yield
 
     config = gateway.config
     check_root_path(config.root_path, DECISIONS)
@@ -84,14 +88,14 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_chat_batch(app.router, gateway)
     add_token_api(app.router, gateway)
     add_render_api(app.router, gateway)
-    app.include_router(make_responses(gateway, store))
+    runs = add_responses(app.router, gateway, store)
     add_operations(app.router, gateway)
     add_score_api(app.router, gateway)
     add_scaling(app.router, gateway)
     add_cache_reset(app.router, gateway)
     add_step_records(app.router, gateway)
     add_console(app.router, gateway)
-    app.include_router(make_batches(gateway, store, app))
+    batches = add_batches(app.router, gateway, store, app)
     check_decided(app.routes)
     is_exposed = not config.uds and not is_loopback(config.host)
     warn_without_admins(gateway.keys, is_exposed)

@@ -174,6 +174,7 @@ class _Writer:
         self._spelling = spelling
         self._options = options
         self._room = _MOST_WRITTEN
+        self._valid: set[tuple[ConstraintKind, str]] = set()
 
     def write(self, form: Form, ends: Sequence[str]) -> str:
         match form:
@@ -256,7 +257,9 @@ class _Writer:
         return self._rule(self._terminal(found + terminal.removeprefix(f"/{ANY_TEXT}/")), "[lazy]")
 
     def _checked(self, kind: ConstraintKind, text: str) -> str:
-        check_grammar(kind, text)
+        if (kind, text) not in self._valid:  # a check takes a millisecond, and tags in tags are written several times
+            check_grammar(kind, text)
+            self._valid.add((kind, text))
         return self._rule(expression_of(kind, text))
 
     def _one_of(self, texts: Sequence[str]) -> str:

@@ -64,9 +64,7 @@ _UPLOAD: dict[str, Any] = {
 Json = dict[str, Any]
 
 
-def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batches: BatchStore) -> None:
     most_bytes = parse_bytes(config.max_file_size)
 
     async def find(file_id: str, request: Request) -> File:
@@ -124,8 +122,6 @@ def make_files(config: GatewayConfig, files: FileStore, batches: BatchStore) -> 
         except MissingFileError:
             raise file_not_found(file.id) from None
         return {"id": file.id, "object": "file", "deleted": True}
-
-    return router
 
 
 def scope_of(request: Request) -> str | None:

@@ -52,11 +52,9 @@ PATH = "/v1/messages/batches"
 Json = dict[str, Any]
 
 
-def make_message_batches(
-    config: GatewayConfig, files: FileStore, batches: BatchStore, runner: BatchRunner
-) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter()
+def add_message_batches(
+    router: APIRouter, config: GatewayConfig, files: FileStore, batches: BatchStore, runner: BatchRunner
+) -> None:
 
     async def find(batch_id: str, request: Request) -> Batch:
         batch = await batches.get(batch_id, scope_of(request))
@@ -136,8 +134,6 @@ def make_message_batches(
             with contextlib.suppress(MissingFileError):
                 await files.delete(file_id, batches.unused(file_id))
         return {"id": batch.id, "type": "message_batch_deleted"}
-
-    return router
 
 
 def shown(batch: Batch) -> Json:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, Query, Request
 from starlette.types import ASGIApp
 
 from paceline.core.options import parse_bytes
@@ -17,9 +15,9 @@ from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.batch_api.batch import ENDPOINTS, Batch, window_seconds
 from paceline.services.gateway.batch_api.batch_store import BatchStore
 from paceline.services.gateway.batch_api.bodies import BatchBody, BatchList, CreateBatch, page
-from paceline.services.gateway.batch_api.file_routes import PURPOSE, file_not_found, found, make_files, scope_of
+from paceline.services.gateway.batch_api.file_routes import PURPOSE, add_files, file_not_found, found, scope_of
 from paceline.services.gateway.batch_api.file_store import FileStore, MissingFileError
-from paceline.services.gateway.batch_api.messages import make_message_batches
+from paceline.services.gateway.batch_api.messages import add_message_batches
 from paceline.services.gateway.batch_api.runner import BatchRunner
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
@@ -29,29 +27,23 @@ from paceline.services.gateway.store.store import Store
 Json = dict[str, Any]
 
 
-def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRouter:
-    """Return the routes of files and batches, which own the batches that this gateway runs.
+def add_batches(router: APIRouter, gateway: Gateway, store: Store | None, app: ASGIApp) -> BatchRunner | None:
+    """Add the routes of files and batches. Return what runs the batches, which the caller starts and closes.
 
     Args:
-        store: where they are kept; None if nothing is kept. Then all routes answer 501.
+        store: where they are kept; None if nothing is kept. Then all routes answer 501, and nothing runs.
         app: the application that answers lines.
     """
     if store is None:
-        return _without_store()
+        _add_refusals(router)
+        return None
     config = gateway.config
     files = FileStore(store, entries=config.stored_files, max_bytes=parse_bytes(config.stored_files_size))
     batches = BatchStore(store, most=config.max_batches, seconds=config.stored_files_seconds)
     runner = BatchRunner(gateway, batches, files, app)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        runner.start()
-        yield
-        await runner.close()
-
-    router = APIRouter(lifespan=lifespan)
-    router.include_router(make_files(config, files, batches))
-    router.include_router(make_message_batches(config, files, batches, runner))
+    add_files(router, config, files, batches)
+    add_message_batches(router, config, files, batches, runner)
 
     async def find(batch_id: str, request: Request) -> Batch:
         batch = await batches.get(batch_id, scope_of(request))
@@ -112,7 +104,7 @@ def make_batches(gateway: Gateway, store: Store | None, app: ASGIApp) -> APIRout
     async def cancel(batch_id: str, request: Request) -> Json:
         return (await runner.cancel(await find(batch_id, request))).to_api()
 
-    return router
+    return runner
 
 
 def _check(body: CreateBatch) -> int:
@@ -132,13 +124,10 @@ def _not_found(batch_id: str) -> ApiError:
     return ApiError(404, f"No batch found with id {batch_id!r}.", param="batch_id")
 
 
-def _without_store() -> APIRouter:
-    router = APIRouter()
-
+def _add_refusals(router: APIRouter) -> None:
     async def refuse() -> None:
         message = "this server keeps no files and batches; start it with --store"
         raise ApiError(501, message, type="not_implemented")
 
     for path in (path for path in DECISIONS if path.startswith(("/v1/files", "/v1/batches", "/v1/messages/batches"))):
         router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    return router

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from paceline.core.options import parse_bytes
@@ -56,8 +56,8 @@ from paceline.services.gateway.vllm_bodies import RenderedRequest
 Json = dict[str, Any]
 
 
-def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
-    """Return the routes, which own the runs in the background.
+def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> BackgroundRuns | None:
+    """Add the routes. Return the runs in the background, which the caller closes; None if nothing is kept.
 
     Args:
         shared: where responses are kept; None if nothing is kept.
@@ -74,13 +74,6 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
     kept = KeptResponses(store, conversations)
     runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        if runs is not None:
-            await runs.close()
-
-    router = APIRouter(lifespan=lifespan)
     add_conversations(router, conversations)
 
     async def prepare(
@@ -224,7 +217,7 @@ def make_responses(gateway: Gateway, shared: Store | None) -> APIRouter:
         items += record.input
         return _page(items if order == "asc" else items[::-1], limit, after)
 
-    return router
+    return runs
 
 
 class ResponseWriter:

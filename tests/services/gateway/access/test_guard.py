@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,20 @@ class Gate:
 
     app: FastAPI
 
+    def client(self, client: tuple[str, int] = HERE, host: str = "127.0.0.1") -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.app, client=client)
+        headers = {"content-type": "application/json"}
+        return httpx.AsyncClient(transport=transport, base_url=f"http://{host}:8000", headers=headers)
+
     async def ask(
         self, path: str, client: tuple[str, int] = HERE, method: str = "GET", host: str = "127.0.0.1", **headers: str
     ) -> httpx.Response:
-        transport = httpx.ASGITransport(self.app, client=client)
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}:8000") as http:
-            content = b"{}" if method == "POST" else None
-            return await http.request(
-                method, path, content=content, headers={"content-type": "application/json"} | named
-            )
+        async with self.client(client, host) as http:
+            return await send(http, method, path, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+async def send(http: httpx.AsyncClient, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
+    return await http.request(method, path, content=b"{}" if method == "POST" else None, headers=headers)
 
 
 MakeGate = Callable[..., Gate]
@@ -94,10 +99,10 @@ def may_call(access: Access, kind: str, is_here: bool, options: dict[str, str]) 
 @pytest.mark.parametrize("client", [HERE, ELSEWHERE])
 async def test_every_route_with_every_key(make_gate: MakeGate, name: str, client: tuple[str, int]) -> None:
     gate, cells = make_gate(**OPTIONS[name]), 0
-    for method, path in routes(gate.app):
-        for kind in ("no", *KEYS):
+    async with gate.client(client) as http:
+        for (method, path), kind in product(routes(gate.app), ("no", *KEYS)):
             headers = {"authorization": f"Bearer {KEYS[kind]}"} if kind in KEYS else {}
-            answer = await gate.ask(re.sub(r"\{.*?\}", "x", path), client, method, **headers)
+            answer = await send(http, method, re.sub(r"\{.*?\}", "x", path), headers)
             cell = f"{method} {path} with {kind} key: {answer.status_code} {answer.text}"
             expected = may_call(DECISIONS[path], kind, client == HERE, OPTIONS[name])
             assert (answer.status_code not in (401, 403)) == expected, cell

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import LIMITS, check_grammar, grammar_of
 from paceline.core.types import ConstraintKind
+from paceline.services.gateway.answers import structural_tag
 from paceline.services.gateway.answers.expressions import Spelling
 from paceline.services.gateway.answers.structural_tag import Form, grammar_of_tag
 from tests.services.gateway.toy_model import ASSISTANT, END, USER
@@ -166,3 +167,10 @@ def nested(depth: int) -> Json:
 def test_small_requests_cannot_need_huge_grammars(form: Json) -> None:
     with pytest.raises(ConstraintError, match="a grammar of more than 128 KiB; send fewer"):
         grammar_of_tag(FORM.validate_python(form), Spelling(OWN_TOKENS), {})
+
+
+def test_equal_parts_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(structural_tag, "check_grammar", lambda *own: checked.append(own))
+    grammar_of_tag(FORM.validate_python(nested(5)), Spelling(OWN_TOKENS), {})
+    assert len(checked) == 1
