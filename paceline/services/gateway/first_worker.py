@@ -66,6 +66,8 @@ class FirstWorker:
         begun = time.monotonic()
         try:
             while not self._fleet.has_worker(decodes):
+                if self._aborted:
+                    raise LeavingError
                 is_patient = is_served or self._fleet.may_be_empty
                 most = seconds if is_patient else min(seconds, self._queue_seconds)
                 try:
@@ -74,7 +76,5 @@ class FirstWorker:
                 except TimeoutError:
                     message = f"no worker was ready within {most:.3g} seconds; try again later"
                     raise UnavailableError(message) from None
-                if self._aborted:
-                    raise LeavingError
         finally:
             self._waiting -= 1

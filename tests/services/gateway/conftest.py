@@ -295,6 +295,8 @@ async def start_stack(redis_server: str, toy_model: Path) -> AsyncIterator[Start
         cluster = uuid.uuid4().hex
         # The tests' prompts are short, but most tests need a handoff.
         settings = {"model": str(toy_model), "port": 0, "drain_seconds": 5.0, "stall_seconds": PATIENCE}
+        if not prefill + decode:
+            settings["queue_seconds"] = 0.5  # nobody waits long for workers that do not come
         settings |= {"local_prefill_tokens": 0, **options}
         stack = Stack(redis, GatewayConfig(redis=redis, cluster=cluster, **settings), authority)
         stacks.append(stack)
