@@ -108,7 +108,7 @@ def http1(rng: random.Random) -> bytes:
     """Return a request to the HTTP API with an error in its head or its body."""
     body = _body(rng)
     method = rng.choice(("POST", "POST", "POST", "GET", "PUT", "OPTIONS", "BREW", "PRI"))
-    head = f"{method} {rng.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
+    head = f"{method} {rng.choice(_PATHS)} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
     match rng.randrange(9):
         case 0:
             head += b"Transfer-Encoding: chunked\r\n\r\n" + rng.choice((b"ffffffffffffffff\r\n", b"-1\r\n", b"5\r\nab"))

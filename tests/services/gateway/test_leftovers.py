@@ -83,7 +83,7 @@ def large_contents(garbage: list[Any]) -> list[str]:
 
 async def post(stack: Stack, path: str, content: bytes) -> int:
     """Send a request, and return the status of the answer. Usual clients leave cycles of their own."""
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
     writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
     answer = await reader.read()

@@ -74,7 +74,7 @@ async def test_new_requests_do_not_go_to_a_worker_that_drains(start_stack: Start
 
 
 async def test_a_request_waits_for_the_first_workers(start_stack: StartStack) -> None:
-    stack = await start_stack(prefill=0, decode=0)
+    stack = await start_stack(prefill=0, decode=0, queue_seconds=60)
     worker = await stack.add("decode", "loading", state="starting")
     await eventually(stack.sees_all)
     assert (await stack.http.get("/v1/models")).json()["data"] == []
