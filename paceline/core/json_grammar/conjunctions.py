@@ -114,7 +114,8 @@ class Conjunctions:
         self._steps = _MAX_STEPS
         self._opened: dict[int, tuple[Any, ...]] = {}
         self._matchers: dict[str, LLMatcher] = {}
-        self._scalars: dict[int, frozenset[tuple[bool, Any]]] = {}
+        self._scalars: dict[int, tuple[list[Any], frozenset[tuple[bool, Any]]]] = {}
+        """Keys of the scalars in lists by the identity of the lists, which are kept so that identities stay unique."""
 
     def spend(self, steps: int) -> None:
         """Count work. Raises ConstraintError if it is too much."""
@@ -131,11 +132,12 @@ class Conjunctions:
         return matches(self._matchers[terminal], text)
 
     def scalars_of(self, values: list[Any]) -> frozenset[tuple[bool, Any]]:
-        """Return the keys of the scalars in a list of the document, see `key_of`."""
+        """Return the keys of the scalars in a list that does not change, see `key_of`."""
         if id(values) not in self._scalars:
             self.spend(len(values) // 8)
-            self._scalars[id(values)] = frozenset(key_of(each) for each in values if not isinstance(each, list | dict))
-        return self._scalars[id(values)]
+            keys = frozenset(key_of(each) for each in values if not isinstance(each, list | dict))
+            self._scalars[id(values)] = values, keys
+        return self._scalars[id(values)][1]
 
     def miss(self, schema: object, keyword: str) -> None:
         """Note a keyword that is not enforced."""

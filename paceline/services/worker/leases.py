@@ -15,7 +15,10 @@ from paceline.services.common.wire import key_from_pb, key_to_pb
 
 
 def spare_key(key: Key) -> Key:
-    """Return the key of the lease with spare blocks of a request: copies of the blocks at a tail of its prompt."""
+    """Return the key of the lease with spare blocks of a request: copies of the blocks at a tail of its prompt.
+
+    No request has this id, because ids have no spaces.
+    """
     return key._replace(request_id=f"spare {key.request_id}")
 
 

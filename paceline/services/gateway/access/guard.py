@@ -88,9 +88,9 @@ class Guard:
             raise ApiError(403, "a page of another site may not call this path; open the gateway's own address")
         if self._book.has_clients and not caller.owner:
             raise self._no_key(access)
-        self._note_proxy(headers)
         if access is not Access.ADMIN and not caller.owner:
             self._check_page(scope, headers)
+        self._note_proxy(headers)
         is_admin = caller.is_admin
         if self._trusts_processes and is_local(scope, headers) and not is_rebound(scope, headers):
             is_admin = not is_foreign_page(scope, headers)
@@ -110,7 +110,7 @@ class Guard:
             raise ApiError(
                 403,
                 f"a page of another site may not call this path without a key: send one, or start the gateway with "
-                f"--allowed-origins {origin or 'ORIGIN'}",
+                f"--allowed-origins {'ORIGIN' if origin in ('', 'null') else origin}",
             )
         names = {allowed.partition("://")[2] for allowed in self._origins}
         if is_local(scope, headers) and is_rebound(scope, headers) and host.lower() not in names:
