@@ -10,13 +10,11 @@ from fastapi import Request
 
 from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.chat_prompt import media_of, render_chat
-from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.prompt import Prompt
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.planning import plan_chat
-from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST
 from paceline.services.gateway.resume import rendering_time
 from paceline.services.gateway.schemas import ChatFields, ChatRequest
 from paceline.services.gateway.streaming import until_disconnect
@@ -52,10 +50,7 @@ async def with_media(
         keeps_newest=keeps_newest,
     )
     # If a client leaves, its media no longer occupy memory and a process that decodes.
-    made = await until_disconnect(request.receive, work) if items else await work
-    if made is None:
-        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left while its images, videos or audio were loaded")
-    return made
+    return await until_disconnect(request.receive, work) if items else await work
 
 
 async def plan_with_media(
@@ -67,7 +62,7 @@ async def plan_with_media(
     keeps_newest: bool = False,
 ) -> Plan:
     """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
-    served = dataclasses.replace(await model.served_model(), now=rendering_time(request.headers))
+    served = dataclasses.replace(await model.served_model(request.receive), now=rendering_time(request.headers))
     return await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
 
 

@@ -141,6 +141,13 @@ class NoWorkerError(UnavailableError):
         super().__init__("no decode worker is ready; try again later")
 
 
+class ClientLeftError(ApiError):
+    """The client closed its connection. Nobody reads the answer; its status stands in the log of requests."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client closed its connection before the answer")
+
+
 class LeavingError(UnavailableError):
     """This gateway shuts down. Another one can take the request, or continue its stream."""
 

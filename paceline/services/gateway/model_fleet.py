@@ -11,6 +11,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from starlette.types import Receive
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
@@ -41,6 +42,7 @@ from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sampling import LogprobRules
 from paceline.services.gateway.scoring import Scoring
+from paceline.services.gateway.streaming import until_disconnect
 from paceline.services.gateway.tokenizer import Tokenizer
 from paceline.services.gateway.trace_book import TraceBook
 from paceline.services.gateway.trace_recorder import TraceRecorder
@@ -141,25 +143,35 @@ class ModelFleet:
         hosts = {host_id: self._prefixes.host(host_id) for host_id in self._prefixes.hosts()}
         return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
 
-    async def plan(self, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE) -> Plan:
+    async def plan(
+        self, receive: Receive, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE
+    ) -> Plan:
         """Return a request's plan, after the first workers have loaded the model.
 
         Args:
+            receive: as for `served_model`.
             make: returns the plan. It runs on a thread, because to tokenize a long prompt takes a while.
             kind: as for `served_model`.
 
-        Raises the errors of `make`.
+        Raises the errors of `make` and `served_model`.
         """
-        return await asyncio.to_thread(make, await self.served_model(kind))
+        return await asyncio.to_thread(make, await self.served_model(receive, kind))
 
-    async def served_model(self, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
+    async def served_model(self, receive: Receive, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
         """Return what plans are made for, after the first workers have loaded the model.
 
         Args:
+            receive: the request's channel. If its client leaves, the request no longer waits for workers.
             kind: the kind of work, which says whose context the request has to fit into.
+
+        Raises:
+            RefusedError, UnavailableError: no worker was ready in time.
+            ClientLeftError: the client left before a worker was ready.
         """
         decodes = KINDS[kind].decodes
-        await self._wait_for_workers(decodes)
+        if not self.fleet.has_worker(decodes):
+            with self.runner.traffic.early():
+                await until_disconnect(receive, self.runner.first_worker.wait(self.config.request_seconds, decodes))
         longest = self.fleet.max_model_len(decodes)
         return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
 
@@ -184,18 +196,6 @@ class ModelFleet:
                 await release_pins(redis, cluster, release)
         except (RedisError, OSError) as error:
             raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
-
-    async def _wait_for_workers(self, decodes: bool) -> None:
-        """Wait while no worker is ready, but no longer than a request may wait for one.
-
-        Args:
-            decodes: whether the work needs a decode worker.
-
-        Raises BusyError or UnavailableError if no worker was ready in time.
-        """
-        if not self.fleet.has_worker(decodes):
-            with self.runner.traffic.early():
-                await self.runner.first_worker.wait(self.config.request_seconds, decodes)
 
     def _describe(self) -> Member:
         return Member(

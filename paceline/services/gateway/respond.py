@@ -34,8 +34,6 @@ from paceline.services.gateway.streaming import (
 from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.traces import RequestTrace
 
-CLIENT_CLOSED_REQUEST = 499
-
 
 def choose_id(wanted: str | None, request: Request) -> str:
     """Return the request's id: from its header, else from its body, else the one that the gateway made.
@@ -140,8 +138,6 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
         body: returns the JSON body for the choices and the usage.
     """
     choices = await until_disconnect(request.receive, generation.whole())
-    if choices is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(body(choices, generation.usage()))
 
 

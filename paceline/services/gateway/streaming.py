@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.services.common.tasks import StallWatch, end_tasks
 from paceline.services.gateway.choice import Delta
-from paceline.services.gateway.errors import ApiError, to_api_error
+from paceline.services.gateway.errors import ApiError, ClientLeftError, to_api_error
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.response_format import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.resume import StreamIds
@@ -37,13 +37,19 @@ _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": 
 """Escapes of characters that JSON allows and that clients may take for the end of a line."""
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`, or None if the client disconnects first. Then `work` is cancelled and has ended."""
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`.
+
+    Raises:
+        ClientLeftError: the client disconnected first. Then `work` is cancelled and has ended.
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if not task.done():
+            raise ClientLeftError
+        return task.result()
     finally:
         task.cancel()
         gone.cancel()
@@ -171,7 +177,7 @@ class EventStreamResponse(Response):
         try:
             async with asyncio.timeout(None) as limit:
                 watch = StallWatch(self._send_seconds, lambda: limit.reschedule(0))
-                with contextlib.closing(watch):
+                with contextlib.closing(watch), contextlib.suppress(ClientLeftError):
                     await until_disconnect(receive, self._send_all(scope, receive, send, watch))
         except TimeoutError:
             # Return without ending the response: then the server closes the connection.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
 
@@ -81,6 +82,31 @@ async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
     await first
     await place.wait(0)  # there is a worker now
     await planner.stop()
+
+
+async def test_a_client_that_leaves_gives_its_place_to_others(start_stack: StartStack) -> None:
+    stack = await start_stack(prefill=0, decode=0, queue_seconds=60)
+    bodies = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x"},
+        "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 3}},
+    }
+    for path, fields in bodies.items():
+        asking = asyncio.create_task(stack.post(path, **fields))
+        await eventually(lambda: waits_for_first_worker(stack))
+        asking.cancel()
+        await eventually(lambda: nobody_waits(stack))
+
+
+async def waits_for_first_worker(stack: Stack) -> bool:
+    """Return whether a request waits while no worker is ready."""
+    metrics = (await stack.http.get("/metrics")).text
+    return re.search(r'waiting_by_reason\{[^}]*reason="no_worker"[^}]*\} 1\.0', metrics) is not None
+
+
+async def nobody_waits(stack: Stack) -> bool:
+    return not await waits_for_first_worker(stack)
 
 
 async def test_requests_end_with_the_gateway(cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
+from paceline.services.gateway.errors import ClientLeftError
 from paceline.services.gateway.http.bodies import BodyMiddleware
 from paceline.services.gateway.streaming import EventStreamResponse, until_disconnect
 
@@ -86,7 +87,8 @@ async def test_work_ends_before_its_caller_goes_on() -> None:
     async def leave() -> Message:
         return {"type": "http.disconnect"}
 
-    assert await until_disconnect(leave, work()) is None
+    with pytest.raises(ClientLeftError):
+        await until_disconnect(leave, work())
     assert ended.is_set()
 
 

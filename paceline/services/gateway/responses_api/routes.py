@@ -30,7 +30,7 @@ from paceline.services.gateway.plan import Plan, ServedModel
 from paceline.services.gateway.render import render
 from paceline.services.gateway.render_api import check_no_media
 from paceline.services.gateway.request_headers import IDEMPOTENCY_KEY, id_of_made, key_was_used
-from paceline.services.gateway.respond import CLIENT_CLOSED_REQUEST, choose_id, start
+from paceline.services.gateway.respond import choose_id, start
 from paceline.services.gateway.responses_api.background import BackgroundRuns, Run, generate
 from paceline.services.gateway.responses_api.bodies import (
     DeletedResponse,
@@ -97,7 +97,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
             if truncates and media_of(chat.messages, model.tokenizer):
                 # Media of items that do not fit even as text are not loaded.
-                served = await model.served_model()
+                served = await model.served_model(request.receive)
                 _, shown = await asyncio.to_thread(plan_response, body, toolbox, items, served, NOTHING)
                 chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
             planned = await plan_with_media(model, [chat], request, plan, "input", keeps_newest=truncates)
@@ -141,8 +141,6 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             writer = ResponseWriter(builder)
             return EventStreamResponse(_events(generation, builder, writer, keep), writer.error)
         response = await until_disconnect(request.receive, _whole(generation, builder))
-        if response is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
         await keep(response)
         return JSONResponse(response)
 

@@ -14,7 +14,7 @@ import pytest
 from paceline.services.gateway.batch_api import routes, runner
 from tests.services.gateway.batch_api.conftest import StartBatches, content, ended, line, submit
 from tests.services.gateway.conftest import Reader, Stack, eventually
-from tests.services.gateway.test_first_worker import add_planner
+from tests.services.gateway.test_first_worker import add_planner, waits_for_first_worker
 
 
 @pytest.fixture
@@ -260,11 +260,6 @@ async def test_a_line_waits_for_the_first_worker_so_that_a_planner_starts_it(sta
     await stack.add("decode", "d")
     assert (counts := (await ended(stack, batch.id)).request_counts) is not None
     assert (counts.completed, counts.failed) == (2, 0)
-
-
-async def waits_for_first_worker(stack: Stack) -> bool:
-    metrics = (await stack.http.get("/metrics")).text
-    return re.search(r'waiting_by_reason\{[^}]*reason="no_worker"[^}]*\} 1\.0', metrics) is not None
 
 
 async def test_lines_leave_their_places_to_clients(start_batches: StartBatches) -> None:
