@@ -21,8 +21,11 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
         for (int64_t piece = attention.first_piece(rows); piece < attention.end_piece(rows); ++piece) {
             const bool goes_on = piece + 1 < attention.end_piece(rows);
             Prefetch prefetch = goes_on ? attention.prefetch_of(rows, piece + 1) : task.next;
-            attention.attend(rows, piece, prefetch, space, worker);
-            attention.join(rows, space.piece, space.total);
+            // Each block of rows is joined at once, while its results are in the L1 cache.
+            attention.attend(rows, piece, prefetch, space, worker, [&](int64_t) { return space.piece; },
+                             [&](int64_t row, int64_t height) {
+                                 attention.join(height, space.piece, space.total.from(row, attention.width));
+                             });
         }
         if (!worker.may_write()) return;
         attention.finish(rows, space.total);
@@ -56,7 +59,8 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
         const auto space = attention.space(worker);
         attention.take_queries(piece.rows, space);
         Prefetch prefetch = piece.next;
-        attention.attend(piece.rows, piece.number, prefetch, space, worker);
+        attention.attend(piece.rows, piece.number, prefetch, space, worker,
+                         [&](int64_t row) { return space.piece.from(row, attention.width); }, [](int64_t, int64_t) {});
         if (worker.may_write()) memcpy(piece.partial, space.piece.values, bytes);
     });
     team.for_each(tasks, [&](int64_t task, Worker& worker) {
@@ -65,7 +69,7 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
         attention.begin(rows, total);
         const int64_t count = attention.end_piece(rows) - attention.first_piece(rows);
         for (int64_t i = 0; i < count; ++i)
-            attention.join(rows, attention.partial_at(partials + (task * pieces + i) * bytes), total);
+            attention.join(attention.count(rows), attention.partial_at(partials + (task * pieces + i) * bytes), total);
         attention.finish(rows, total);
     });
 }

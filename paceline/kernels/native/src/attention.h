@@ -11,6 +11,9 @@ constexpr float kNothing = -1e30f;  // the maximum of no scores; unlike -inf it 
 // weighted sum of values.
 struct Partial {
     float *max, *sum, *values;
+
+    // Returns the results from `row` on. width: of a row of values.
+    Partial from(int64_t row, int64_t width) const { return {max + row, sum + row, values + row * width}; }
 };
 
 template <class T>
@@ -198,7 +201,9 @@ struct Attention {
     }
 
     // Computes the weights of rows [row, row + height), whose scores are in columns [span.from, span.to) of a piece.
-    void weigh_rows(const Rows& rows, int64_t base, int64_t row, int64_t height, Span span, const Space& space) const {
+    void weigh_rows(
+        const Rows& rows, int64_t base, int64_t row, int64_t height, Span span, const Space& space,
+        const Partial& piece) const {
         static_assert(kPiece == 8 * kLanes && kDepth == 2 * kLanes, "the cases below");
         for (int64_t i = 0; i < height; ++i) {
             const int64_t index = (row + i) / shared_by, position = rows.first_position + index;
@@ -208,7 +213,7 @@ struct Attention {
             const int64_t count = most(0, least(last + 1 - begin, width) - first);
             const float* scores = space.scores + i * kPiece + span.from;
             Left<T>* weights = space.weights + i * kPiece + span.from;
-            float *max_ = space.piece.max + row + i, *sum = space.piece.sum + row + i;
+            float *max_ = piece.max + i, *sum = piece.sum + i;
             switch (width / kDepth) {
                 case 1: weigh<2>(scores, weights, first, count, max_, sum); break;
                 case 2: weigh<4>(scores, weights, first, count, max_, sum); break;
@@ -218,25 +223,24 @@ struct Attention {
         }
     }
 
-    // Computes the result of a piece for rows [row, row + height) in space.piece.
+    // Computes the result of a piece for rows [row, row + height).
     void attend_rows(
         const Rows& rows, int64_t base, int64_t row, int64_t height, Prefetch& prefetch, const Space& space,
-        Worker& worker) const {
+        const Partial& piece, Worker& worker) const {
         const Span span = seen(base, rows.first_position + row / shared_by,
                                last_key(rows, rows.begin + (row + height - 1) / shared_by));
         if (span.from >= span.to) {
-            clear(space.piece, row, row + height);
+            clear(piece, 0, height);
             return;
         }
         const bool scored = keys_stay(rows);
         for (int64_t i = span.from; i < span.to && !scored; i += kOutBlock)
             multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth, height,
                      2, space.scores + i, kPiece);
-        weigh_rows(rows, base, row, height, span, space);
+        weigh_rows(rows, base, row, height, span, space, piece);
         if constexpr (kValuesStay) {
-            float* out = space.piece.values + row * width;
-            const Weighing<T> weighing{space.weights + span.from, space.rows + span.from, span.to - span.from, dim, out,
-                                       width};
+            const Weighing<T> weighing{space.weights + span.from, space.rows + span.from, span.to - span.from, dim,
+                                       piece.values, width};
             by_parts<kMostRows>(height, [&](auto count, int64_t first) {
                 weighing.template run<decltype(count)::value>(
                     first, [&](int64_t groups) { prefetch.issue(paged, kPrefetchAtColumns * groups); });
@@ -248,13 +252,17 @@ struct Attention {
                 prefetch.issue(paged, kPrefetchAtProduct);
                 multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
                          kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
-                         space.piece.values + row * width + d, width);
+                         piece.values + d, width);
             }
         }
     }
 
-    // The same for all rows, after take_queries().
-    void attend(const Rows& rows, int64_t piece, Prefetch& prefetch, const Space& space, Worker& worker) const {
+    // The same for all rows, after take_queries(). place(row): memory for the results of the rows from `row` on.
+    // Calls use(row, height) after each block of rows.
+    template <class Place, class Use>
+    void attend(
+        const Rows& rows, int64_t piece, Prefetch& prefetch, const Space& space, Worker& worker, const Place& place,
+        const Use& use) const {
         const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
         const Span span = seen(base, rows.first_position, end - 1);
         const bool scored = keys_stay(rows);
@@ -272,9 +280,13 @@ struct Attention {
             else
                 paged.pack_values(places, space.values + i * kLanes, prefetch);
         }
-        for (int64_t row = 0; row < row_count; row += kRowBlock)
-            attend_rows(rows, base, row, least(kRowBlock, row_count - row), prefetch, space, worker);
-        clear(space.piece, row_count, round_up(row_count, kLanes));
+        for (int64_t row = 0; row < row_count; row += kRowBlock) {
+            const int64_t height = least(kRowBlock, row_count - row);
+            const Partial own = place(row);
+            clear(own, height, round_up(height, kLanes));
+            attend_rows(rows, base, row, height, prefetch, space, own, worker);
+            use(row, height);
+        }
     }
 
     // Sets rows to the result of no keys. `join` computes whole lanes. Lanes after the last row must be set too,
@@ -291,8 +303,7 @@ struct Attention {
         memset(total.values, 0, count(rows) * width * sizeof(float));
     }
 
-    void join(const Rows& rows, const Partial& piece, const Partial& total) const {
-        const int64_t row_count = count(rows);
+    void join(int64_t row_count, const Partial& piece, const Partial& total) const {
         for (int64_t first = 0; first < row_count; first += kLanes) {
             const f32x16 max_ = load(piece.max + first), old_max = load(total.max + first), top = max(max_, old_max);
             const f32x16 factors = exp2(max_ - top), old_factors = exp2(old_max - top);
