@@ -35,6 +35,7 @@ from paceline.core.model_folder import model_digest
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.credentials import Credentials
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.unix_socket import UnixListener
@@ -152,7 +153,7 @@ async def stack(model: Path, step_seconds: float, worker: Reciter | None = None)
         undo.push_async_callback(listener.close)
         own = {"max_model_len": 8192, "max_seqs": 1024, "events": str(listener.path), "model": model_digest(model)}
         member = Member("reciter", "decode", 1, f"127.0.0.1:{port}", "h", **own)
-        registrar = Registrar(redis, "bench", lambda: member)
+        registrar = Registrar(redis, "bench", lambda: member, UNSIGNED)
         await registrar.start()
         undo.push_async_callback(registrar.stop)
         steps = asyncio.create_task(reciter.steps())

@@ -33,6 +33,7 @@ from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Role
 from paceline.core.step_times import Curve, StepTimes, read_profile
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.planner.recording import RecordFile
@@ -229,7 +230,7 @@ async def measure(
                 client = await undo.enter_async_context(contextlib.aclosing(connect(redis)))
                 planner = Planner(objectives(BUDGET, TTFT, ITL, INTERVAL, FORECAST))
                 kept = RecordFile(record, 1 << 30, planner) if record else None
-                service = PlannerService(planner, platform, client, "bench", "planner", DRAIN_SECONDS, kept)
+                service = PlannerService(planner, platform, client, "bench", UNSIGNED, "planner", DRAIN_SECONDS, kept)
                 service.on_decision = lambda: lines.extend(
                     past.line for past in service.report().decisions[-1:] if past.acted
                 )

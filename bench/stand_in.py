@@ -27,6 +27,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.distributions import load_to_pb
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.rpc_errors import mapped_errors
@@ -115,7 +116,7 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
         worker_pb2_grpc.add_PrefillServicer_to_server(self, self._rpc.server)
         worker_pb2_grpc.add_DecodeServicer_to_server(self, self._rpc.server)
         self._port = await self._rpc.start()
-        self._registrar = Registrar(redis, cluster, self._describe)
+        self._registrar = Registrar(redis, cluster, self._describe, UNSIGNED)
         await self._registrar.start()
         await asyncio.sleep(seconds)
         await self._rpc.set_ready(True)

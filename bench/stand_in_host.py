@@ -18,6 +18,7 @@ from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.credentials import Credentials
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.kvtransfer.events import BlockEventPublisher
@@ -57,7 +58,7 @@ class StandInHost(kvtransfer_pb2_grpc.KVTransferServicer):
         kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(self, self._rpc.server)
         self._port = await self._rpc.start()
         await self._rpc.set_ready(True)
-        registrar = Registrar(redis, cluster, self._describe)
+        registrar = Registrar(redis, cluster, self._describe, UNSIGNED)
         publisher = BlockEventPublisher(redis, cluster, self._take_events)
         await registrar.start()
         await publisher.start()

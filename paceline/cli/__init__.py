@@ -72,7 +72,8 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
     elif name == "run-batch":
         return _run_batch(arguments)
     elif name == "token":
-        make_secret(arguments["file"])
+        for file in arguments["files"]:
+            make_secret(file)
     elif name == "key":
         print(new_key(arguments["name"]))
     elif name == "prepare":

@@ -47,6 +47,7 @@ _METAVARS = {
     "compose_prefix": "TEXT",
     "compose_project": "NAME",
     "redis": "URL",
+    "redis_password_file": "FILE",
     "speculative_config": "JSON",
 }
 """Placeholders of values for which the last word of the field's name would say too little."""

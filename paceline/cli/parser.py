@@ -193,8 +193,11 @@ def _add_run_batch(commands: Any) -> None:
 
 
 def _add_keys(commands: Any) -> None:
-    token = _add_command(commands, "token", "FILE", "Make the secret for --auth-token-file. An existing one is kept.")
-    token.add_argument("file", type=Path, metavar="FILE", help="file to write; only this user may read it")
+    description = (
+        "Make the secret for --auth-token-file, or the password for --redis-password-file. Existing ones are kept."
+    )
+    token = _add_command(commands, "token", "FILE [FILE ...]", description)
+    token.add_argument("files", type=Path, nargs="+", metavar="FILE", help="file to write; only this user may read it")
     key = _add_command(commands, "key", "NAME", "Print a new key, and its lines for --api-keys-file.")
     key.add_argument("name", metavar="NAME", help="name of the key, which logs and the console show")
 

@@ -22,6 +22,7 @@ from paceline.core.config import (
 )
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError
+from paceline.services.common.redis_url import with_password
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,10 @@ def load_service_config(name: str, file: Path | None, flags: dict[str, Any]) -> 
         ConfigError: an option is unknown or wrong, or there is no usable MODEL.
     """
     config = load_config(SERVICES[name].config, name, file, flags)
+    if file_of_password := config.redis_password_file:
+        # `serve` hands the URL with the password on to its processes in a file of a private folder.
+        redis = with_password(config.redis, file_of_password)
+        config = config.model_copy(update={"redis": redis, "redis_password_file": ""})
     model = getattr(config, "model", None)
     if getattr(config, "models_file", ""):
         if "model" in flags:

@@ -47,8 +47,8 @@ class DrainingError(UnavailableError):
 
 
 class UntrustedError(UnavailableError):
-    """No connection to the service can be trusted: one side's certificate is not valid, or only one speaks TLS. A retry
-    can succeed after the certificate was renewed."""
+    """No connection to the service can be trusted: one side's certificate is not valid, only one speaks TLS, or their
+    clocks differ. A retry can succeed after the certificate was renewed or the clock was set."""
 
 
 class TransferError(PacelineError):

@@ -15,7 +15,7 @@ import yaml
 Json = dict[str, Any]
 
 _KEYS = {"apiVersion", "kind", "namespace", "labels", "resources", "configMapGenerator", "images", "patches"}
-_OF_THE_CLUSTER = {"Namespace", "PriorityClass"}
+_OF_THE_CLUSTER = {"Namespace", "PriorityClass", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
 _TEMPLATES = {"Deployment", "DaemonSet", "Job"}
 
 

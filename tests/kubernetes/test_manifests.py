@@ -131,6 +131,7 @@ def test_containers_can_do_no_more_than_they_must(workload: Json) -> None:
 def test_options_and_arguments_are_valid(name: str, part: str) -> None:
     config = config_of(OURS[name], part)
     assert config.auth_token_file == "/auth/token"
+    assert config.redis_password_file == "/auth/redis"
     redis = of("Service")["redis"]
     host = f"redis.{redis['metadata']['namespace']}" if part == "second" else "redis"
     assert config.redis == f"redis://{host}:{redis['spec']['ports'][0]['port']}/0"
@@ -238,7 +239,7 @@ def test_what_pods_refer_to_exists() -> None:
             assert pod["serviceAccountName"] in of("ServiceAccount")
         if "priorityClassName" in pod:
             assert pod["priorityClassName"] in of("PriorityClass")
-    assert made["paceline-auth"] == " --from-file=token --from-file=keys.toml"
+    assert made["paceline-auth"] == " --from-file=token --from-file=redis --from-file=keys.toml"
 
 
 def test_the_network_allows_the_calls_of_the_guide_and_no_others() -> None:

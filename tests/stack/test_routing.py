@@ -16,6 +16,7 @@ from bench.namespaces import ONE_HOST
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import read_members
 from tests.stack.cluster import Cluster
 
@@ -70,7 +71,9 @@ class Hints:
 @pytest.fixture
 async def hints(cluster: Cluster) -> AsyncIterator[Hints]:
     client: redis.Redis = redis.Redis.from_url(cluster.redis_url)
-    layout = next(member.layout for member in await read_members(client, "default") if member.role == "decode")
+    layout = next(
+        member.layout for member in await read_members(client, "default", UNSIGNED) if member.role == "decode"
+    )
     yield Hints(client, layout)
     await client.aclose()
 

@@ -118,6 +118,7 @@ class ServeConfig(PlannerOptions):
     allow_private_media: bool = same_option(GatewayConfig, "allow_private_media")
     allowed_local_media_path: str = same_option(GatewayConfig, "allowed_local_media_path")
     redis: str = option("", "URL of a Redis server to use; default: this command starts one", "network", is_secret=True)
+    redis_password_file: str = same_option(ServiceConfig, "redis_password_file", group="network")
     vllm_metric_names: bool = same_option(GatewayConfig, "vllm_metric_names")
     log_level: LogLevel = same_option(ServiceConfig, "log_level", default="warning")
     log_format: LogFormat = same_option(ServiceConfig, "log_format")

@@ -40,10 +40,15 @@ class ServiceConfig(Options):
     cluster: str = option("default", "name of the stack; stacks with different names can share one Redis", "cluster")
     redis: str = option(
         "redis://127.0.0.1:6379/0",
-        "URL of the Redis by which services find each other; with TLS: "
-        "rediss://USER:PASSWORD@HOST:PORT/0?ssl_ca_certs=FILE",
+        "URL of the Redis by which services find each other; with TLS: rediss://USER@HOST:PORT/0?ssl_ca_certs=FILE",
         "cluster",
         is_secret=True,
+    )
+    redis_password_file: str = option(
+        "",
+        "file with the password of --redis, which only the user of this service may read (paceline token FILE makes "
+        "one). In a URL on the command line, other users see the password",
+        "cluster",
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all addresses of the machine", "network")
     port: int = option(0, "port to listen on; 0 takes a free port", "network", at_least=0, at_most=65535)

@@ -1,8 +1,17 @@
-"""The cluster's secret on every gRPC call: servers require it, for all methods alike."""
+"""Proof in every gRPC call that its caller has the cluster's secret. Servers require it, for all methods alike.
+
+The secret itself is never sent, because without TLS nobody knows who listens at an address. A call has a keyed hash
+(HMAC-SHA-256) of its method, its time, a random number, and the address that the caller meant. So a proof that somebody
+sees is of no use for another method, at another service, a second time, or later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NoReturn
 
 import grpc
@@ -10,29 +19,64 @@ import grpc.aio
 
 from paceline.services.common.secret import Secret
 
-_KEY = "authorization"
-_SCHEME = "Bearer "
+CLOCK_SECONDS = 30.0
+"""Time by which the clocks of two hosts of a cluster may differ, in seconds."""
+HOST_SERVICE = "kvtransfer"
+"""What workers mean by --kvtransfer-address, which may be a name that kvtransfer itself does not know."""
+ANY_SERVICE = "*"
+"""What a health check from the command line means. Proofs with it are good for health checks alone."""
 REFUSAL = (
     "the caller does not have the secret of this service; start both with the same --auth-token-file, "
     "and restart the one that has an older secret"
 )
+SKEWED = ("paceline-clock", "differs")
+"""Trailing metadata of a call that was refused for the clock of its caller."""
+
+_KEY = "authorization"
+_SCHEME = "Paceline "
+_OLD_SCHEME = "Bearer "
+_PURPOSE = "gRPC calls"
+_PROOF = re.compile(r"v1:([0-9]{1,12}):([0-9a-f]{24}):([0-9a-f]{64}):(.{1,300})")
+_HEALTH = "/grpc.health.v1.Health/"
 
 
-def secret_header(secret: Secret) -> tuple[str, str]:
-    """Return the metadata that a call needs where this secret is required."""
-    return _KEY, _SCHEME + secret.reveal()
+class Prover:
+    """Makes the proofs of the calls to one service.
 
-
-class RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """An interceptor that ends every call without the secret with UNAUTHENTICATED, before any message is read.
-
-    This includes health checks and calls of methods that do not exist.
+    Args:
+        meant: the address of the service, or what stands for it, such as HOST_SERVICE.
     """
 
-    def __init__(self, secret: Secret) -> None:
+    def __init__(self, secret: Secret, meant: str) -> None:
+        self._key = secret.key(_PURPOSE)
+        self._meant = meant
+
+    def header(self, method: str) -> tuple[str, str]:
+        """Return the metadata of a new call of a method, such as "/paceline.v1.Decode/Generate"."""
+        now, nonce = str(int(time.time())), secrets.token_hex(12)
+        mac = _mac(self._key, method, now, nonce, self._meant)
+        return _KEY, f"{_SCHEME}v1:{now}:{nonce}:{mac}:{self._meant}"
+
+
+def _mac(key: bytes, method: str, now: str, nonce: str, meant: str) -> str:
+    # Only the last part can have a line break, so that no two calls have the same text.
+    return hmac.digest(key, "\n".join((method, now, nonce, meant)).encode(), "sha256").hex()
+
+
+class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """An interceptor that ends every call without a proof with UNAUTHENTICATED, before any message is read.
+
+    This includes health checks and calls of methods that do not exist.
+
+    Args:
+        known_as: what callers may mean by this server. It may grow.
+    """
+
+    def __init__(self, secret: Secret, known_as: Collection[str]) -> None:
         self._secret = secret
-        # Handlers of this kind begin before a message has come; all other kinds wait for one.
-        self._refuse = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._key = secret.key(_PURPOSE)
+        self._known_as = known_as
+        self._used = _UsedNonces()
 
     async def intercept_service(
         self,
@@ -40,13 +84,59 @@ class RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         given = [value for key, value in handler_call_details.invocation_metadata or () if key == _KEY]
-        if len(given) == 1 and self._knows(given[0]):
+        if len(given) != 1 or not isinstance(given[0], str):
+            return _refusal(REFUSAL)
+        if given[0].startswith(_OLD_SCHEME) and self._secret.matches(given[0][len(_OLD_SCHEME) :]):
+            # Releases without proofs send the secret. It is accepted, so that a fleet can be updated while it serves.
             return await continuation(handler_call_details)
-        return self._refuse
+        return self._problem(handler_call_details.method, given[0]) or await continuation(handler_call_details)
 
-    def _knows(self, given: str | bytes) -> bool:
-        return isinstance(given, str) and given.startswith(_SCHEME) and self._secret.matches(given[len(_SCHEME) :])
+    def _problem(self, method: str, given: str) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the handler that refuses a call; None if its proof is right."""
+        found = _PROOF.fullmatch(given.removeprefix(_SCHEME))
+        if found is None or not given.startswith(_SCHEME):
+            return _refusal(REFUSAL)
+        then, nonce, mac, meant = found.groups()
+        if not hmac.compare_digest(mac, _mac(self._key, method, then, nonce, meant)):
+            return _refusal(REFUSAL)
+        # Everything below is told to an owner of the secret.
+        if meant not in self._known_as and not (meant == ANY_SERVICE and method.startswith(_HEALTH)):
+            return _refusal(
+                f"the call was meant for {meant}, and this service is {' or '.join(sorted(self._known_as))}; give it "
+                "the --advertise with which others call it"
+            )
+        if abs(late := time.time() - int(then)) > CLOCK_SECONDS:
+            return _refusal(
+                f"the clocks of the two hosts differ by about {abs(late):.0f} s, and at most {CLOCK_SECONDS:g} s are "
+                "allowed; set both (NTP)",
+                SKEWED,
+            )
+        return None if self._used.add(nonce) else _refusal("this call was sent before; each proof is accepted once")
 
 
-async def _refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+class _UsedNonces:
+    """The random numbers of accepted proofs, for as long as their time would be accepted."""
+
+    def __init__(self) -> None:
+        self._newer: set[str] = set()
+        self._older: set[str] = set()
+        self._turn_at = time.monotonic()
+        """When the newer ones become the older ones, on time.monotonic()."""
+
+    def add(self, nonce: str) -> bool:
+        """Remember a number. Return whether it is new."""
+        if (now := time.monotonic()) >= self._turn_at:
+            # A caller's clock may be ahead, so that its proof is good for twice the time.
+            self._newer, self._older, self._turn_at = set(), self._newer, now + 2 * CLOCK_SECONDS
+        if nonce in self._newer or nonce in self._older:
+            return False
+        self._newer.add(nonce)
+        return True
+
+
+def _refusal(reason: str, *metadata: tuple[str, str]) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason, metadata)
+
+    # Handlers of this kind begin before a message has come; all other kinds wait for one.
+    return grpc.stream_stream_rpc_method_handler(refuse)

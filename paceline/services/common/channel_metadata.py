@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -10,31 +10,34 @@ import grpc.aio
 
 
 class ChannelWithMetadata(grpc.aio.Channel):
-    """A channel that wraps another one and sends the same metadata with every call.
+    """A channel that wraps another one and sends metadata of its own with every call.
 
     A gRPC interceptor is not used, because it replaces the channel's calls with its own, which end and are cancelled
     differently.
+
+    Args:
+        metadata: returns the metadata of a new call, by its method.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[str], Iterable[tuple[str, str]]]) -> None:
         self._channel = channel
-        self._own = tuple(metadata)
+        self._own = metadata
 
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return self._with_metadata(self._channel.unary_unary(*args, **options))
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(method, self._channel.unary_unary(method, *args, **options))
 
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return self._with_metadata(self._channel.unary_stream(*args, **options))
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(method, self._channel.unary_stream(method, *args, **options))
 
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return self._with_metadata(self._channel.stream_unary(*args, **options))
+    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(method, self._channel.stream_unary(method, *args, **options))
 
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return self._with_metadata(self._channel.stream_stream(*args, **options))
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._with_metadata(method, self._channel.stream_stream(method, *args, **options))
 
-    def _with_metadata(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_metadata(self, method: str, begin: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, metadata: Any = (), **options: Any) -> Any:
-            return method(*args, metadata=(*(metadata or ()), *self._own), **options)
+            return begin(*args, metadata=(*(metadata or ()), *self._own(method)), **options)
 
         return call
 

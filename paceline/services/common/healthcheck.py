@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2
 from paceline.core.config import ServiceConfig
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError, UntrustedError
+from paceline.services.common.auth import ANY_SERVICE
 from paceline.services.common.credentials import Credentials, read_credentials
 from paceline.services.common.rpc import health_of, open_channel
 
@@ -30,7 +31,7 @@ async def check(address: str, credentials: Credentials, alive: bool = False) -> 
 
     Raises RefusedError or UntrustedError.
     """
-    async with open_channel(address, credentials) as channel:
+    async with open_channel(address, credentials, meant=ANY_SERVICE) as channel:
         health = await health_of(channel, timeout=3.0)
     return health is not None if alive else health == health_pb2.HealthCheckResponse.SERVING
 

@@ -2,7 +2,8 @@
 
 A reading costs as much as there is news. Beats say which version a member's value has, and only values with another
 version than before are read. A beat that is lost does no harm, because the next one says the same. Members of earlier
-releases write no beats, so their values are read each time.
+releases write no beats, so their values are read each time. What no service of this cluster has signed is no news,
+except that a member leaves: a member that serves stays all the same.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from typing import TypeVar, cast
 
 from redis.asyncio import Redis
 
+from paceline.services.common.member_seal import TTL_SECONDS, MemberSeal, version_of
 from paceline.services.common.registry import (
     HEARTBEAT_SECONDS,
     LEFT,
-    TTL_SECONDS,
     Member,
     beats_key,
     member_key,
     names_key,
-    version_of,
 )
 
 SILENT_SECONDS = TTL_SECONDS - HEARTBEAT_SECONDS
@@ -56,9 +56,10 @@ class News:
 class MemberFeed:
     """Reads the news of one cluster's members. `read` must not be called twice at the same time."""
 
-    def __init__(self, client: Redis, cluster: str) -> None:
+    def __init__(self, client: Redis, cluster: str, seal: MemberSeal) -> None:
         self._client = client
         self._cluster = cluster
+        self._seal = seal
         self._last = b""
         """Id of the newest beat that was read."""
         self._versions: dict[str, bytes] = {}
@@ -136,7 +137,10 @@ class MemberFeed:
         return [entry for _, entries in streams for entry in entries]
 
     async def _news(self, beats: Iterable[_Entry]) -> News:
-        versions = {_name(name): version for _, fields in beats for name, version in fields.items()}
+        versions: dict[str, bytes] = {}
+        for name, beat in ((_name(raw), beat) for _, fields in beats for raw, beat in fields.items()):
+            if (version := LEFT if beat == LEFT else self._seal.version(name, beat)) is not None:
+                versions[name] = version
         news = News(
             heard=[name for name, version in versions.items() if version != LEFT],
             unlisted=[name for name, version in versions.items() if version == LEFT],
@@ -158,9 +162,10 @@ class MemberFeed:
         keys = [member_key(self._cluster, name) for name in names]
         values = cast(list[bytes | None], await _answer(self._client.mget(keys)))
         for name, value in zip(names, values):
-            if value is None or (version := version_of(value)) == self._versions.get(name):
+            message = None if value is None else self._seal.open(name, value)
+            if message is None or (version := version_of(message)) == self._versions.get(name):
                 continue
-            if (member := Member.from_bytes(value)) is not None:
+            if (member := Member.from_bytes(message)) is not None:
                 self._versions[name] = version
                 self._ended.discard(name)
                 news.changed.append(member)

@@ -3,7 +3,7 @@
 Each service writes one key with a time-to-live and renews it. With each renewal it adds a *beat* to a stream: its name
 and the version of its value. Gateways read the beats, and only those values that have changed (`member_feed.py`). The
 value has the service's epoch, so that a restart under the same name counts as a new member. After a flush of Redis, the
-next heartbeats restore everything.
+next heartbeats restore everything. If the cluster has a secret, members are signed with it (`member_seal.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -35,12 +34,12 @@ from paceline.proto.fleet_pb2 import (
     TrafficReport,
     WorkReport,
 )
+from paceline.services.common.member_seal import TTL_SECONDS, MemberSeal
 from paceline.services.common.redis_url import without_password
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire_version import OURS, WireVersions
 
 HEARTBEAT_SECONDS = 1.0
-TTL_SECONDS = 5.0
 LEFT = b""
 """The version in the last beat of a member that leaves in order."""
 _BEATS_SECONDS = 30.0
@@ -106,7 +105,7 @@ class Member:
     """Whether it writes beats. Members of earlier releases do not."""
 
     def to_bytes(self) -> bytes:
-        """Return the value that Redis holds."""
+        """Return the member as a message, which `MemberSeal` signs for Redis."""
         values = {name: getattr(self, name) for name in _FIELDS}
         values["numerics"] = self.numerics and pb.Numerics(**dataclasses.asdict(self.numerics))
         values["wire"] = self.wire.to_pb()
@@ -187,23 +186,19 @@ def beats_key(cluster: str) -> str:
     return f"paceline:{cluster}:beats"
 
 
-def version_of(value: bytes) -> bytes:
-    """Return the version of a member's value: a short digest."""
-    return hashlib.blake2b(value, digest_size=8).digest()
-
-
-async def read_members(client: redis.Redis, cluster: str) -> list[Member]:
+async def read_members(client: redis.Redis, cluster: str, seal: MemberSeal) -> list[Member]:
     """Return all members that Redis lists now, sorted by name. Raises RedisError."""
     # SORT would need only one round trip, but Redis forbids it to users who may not read all keys.
     names = sorted(await cast(Awaitable[set[bytes]], client.smembers(names_key(cluster))))
     if not names:
         return []
     # A name that is no text is none of ours. Under the replaced name there is no value, so it is taken off the list.
-    keys = [member_key(cluster, name.decode(errors="replace")) for name in names]
-    values = cast(list[bytes | None], await client.mget(keys))
+    texts = [name.decode(errors="replace") for name in names]
+    values = cast(list[bytes | None], await client.mget([member_key(cluster, text) for text in texts]))
     if ended := [name for name, value in zip(names, values) if value is None]:
         await client.srem(names_key(cluster), *ended)
-    members = (Member.from_bytes(value) for value in values if value is not None)
+    opened = (seal.open(text, value) for text, value in zip(texts, values) if value is not None)
+    members = (Member.from_bytes(message) for message in opened if message is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
 
 
@@ -229,18 +224,21 @@ def oldest_kept(newest: bytes, seconds: float) -> str | None:
     return str(max(0, int(newest.partition(b"-")[0]) - int(seconds * 1000))) if newest else None
 
 
-async def write_member(client: redis.Redis, cluster: str, member: Member, last_beat: bytes = b"") -> bytes:
+async def write_member(
+    client: redis.Redis, cluster: str, member: Member, seal: MemberSeal, last_beat: bytes = b""
+) -> bytes:
     """Write a member's value and a beat, and trim old beats. Return the beat's id. Raises RedisError.
 
     Args:
         last_beat: id of an earlier beat. Beats are trimmed by its time; without it, none are.
     """
-    name, value = member.worker_id, member.to_bytes()
+    name = member.worker_id
+    value, text = seal.sign(name, member.to_bytes())
     minid = oldest_kept(last_beat, _BEATS_SECONDS)
     async with client.pipeline(transaction=False) as pipeline:
         pipeline.set(member_key(cluster, name), value, px=int(TTL_SECONDS * 1000))
         pipeline.sadd(names_key(cluster), name)
-        pipeline.xadd(beats_key(cluster), {name: version_of(value)}, minid=minid, approximate=True)
+        pipeline.xadd(beats_key(cluster), {name: text}, minid=minid, approximate=True)
         *_, beat = await pipeline.execute()
     return bytes(beat)
 
@@ -258,9 +256,10 @@ async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:
 class Registrar:
     """A task that keeps one member in Redis from `start` to `stop`."""
 
-    def __init__(self, url: str, cluster: str, describe: Callable[[], Member]) -> None:
+    def __init__(self, url: str, cluster: str, describe: Callable[[], Member], seal: MemberSeal) -> None:
         self._client = connect(url)
         self._cluster = cluster
+        self._seal = seal
         self._describe = describe
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -286,7 +285,7 @@ class Registrar:
         reachable, beat = True, b""
         while True:
             try:
-                beat = await write_member(self._client, self._cluster, self._describe(), beat)
+                beat = await write_member(self._client, self._cluster, self._describe(), self._seal, beat)
                 if not reachable:
                     log.info("Redis answers again")
                 reachable = True

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # missing in the stubs
 
 from paceline.core.errors import ConfigError, RefusedError, UntrustedError
-from paceline.services.common.auth import RequireSecret, secret_header
+from paceline.services.common.auth import Prover, RequireProof
 from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.channel_metadata import ChannelWithMetadata
 from paceline.services.common.credentials import Credentials
@@ -40,11 +40,15 @@ _IDLE_MS = 60_000
 """Time without a call after which a channel closes its connection until the next call."""
 
 
-def open_channel(address: str, credentials: Credentials, wire: WireVersions = OURS) -> grpc.aio.Channel:
+def open_channel(
+    address: str, credentials: Credentials, wire: WireVersions = OURS, *, meant: str = ""
+) -> grpc.aio.Channel:
     """Return a channel that shows `credentials`, and reconnects within a second when the peer is back.
 
     Args:
         wire: the protocol versions that this service speaks.
+        meant: what the proofs of the calls name instead of the address, if the service may not know that address. See
+            `auth`.
     """
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -66,16 +70,19 @@ def open_channel(address: str, credentials: Credentials, wire: WireVersions = OU
     else:
         options += (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
         channel = TlsChannel(tls, lambda own: grpc.aio.secure_channel(address, own, options=options))
-    secret = [secret_header(credentials.secret)] if credentials.secret else []
-    return ChannelWithMetadata(channel, [(HEADER, str(wire)), *secret])
+    version = HEADER, str(wire)
+    if not credentials.secret:
+        return ChannelWithMetadata(channel, lambda _: (version,))
+    prover = Prover(credentials.secret, meant or address)
+    return ChannelWithMetadata(channel, lambda method: (version, prover.header(method)))
 
 
 class RpcServer:
     """A gRPC server with the standard health service.
 
-    Its health is reported under "" and under its own name. If there is a secret, all calls without it are refused,
-    health checks included. With TLS, a connection without a certificate of the cluster ends before any call. Calls of
-    services that speak none of our protocol versions are refused, except health checks.
+    Its health is reported under "" and under its own name. If there is a secret, all calls without a proof of it are
+    refused, health checks included. With TLS, a connection without a certificate of the cluster ends before any call.
+    Calls of services that speak none of our protocol versions are refused, except health checks.
 
     Register servicers on `server`, then call `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
@@ -84,7 +91,8 @@ class RpcServer:
     def __init__(
         self, host: str, port: int, credentials: Credentials, name: str = "", wire: WireVersions = OURS
     ) -> None:
-        secret = (RequireSecret(credentials.secret),) if credentials.secret else ()
+        self._known_as: set[str] = set()
+        secret = (RequireProof(credentials.secret, self._known_as),) if credentials.secret else ()
         guards = (*secret, RequireWire(wire))
         # Without so_reuseport a second start on a taken port fails. A connection without a handshake is closed in 10 s.
         own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
@@ -115,7 +123,14 @@ class RpcServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {target}: is the port taken? choose another with --port") from error
         self._bound = True
+        if not _is_everywhere(self._host):
+            self.known_as(f"{target.rpartition(':')[0]}:{self._port}")
         return self._port
+
+    def known_as(self, address: str) -> str:
+        """Accept calls that are meant for this address, or for what stands for it, such as HOST_SERVICE. Return it."""
+        self._known_as.add(address)
+        return address
 
     async def start(self) -> int:
         """Serve, not ready yet, and return the port. Raises ConfigError if the port cannot be used."""
@@ -160,6 +175,14 @@ async def health_of(
             raise reason from None
         return None
     return reply.status
+
+
+def _is_everywhere(host: str) -> bool:
+    """Return whether a server that listens on `host` does so on all addresses, so that `host` names no service."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

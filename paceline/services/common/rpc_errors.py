@@ -23,6 +23,7 @@ from paceline.core.errors import (
     UnavailableError,
     UntrustedError,
 )
+from paceline.services.common.auth import SKEWED
 from paceline.services.common.tls_channel import tls_problem
 from paceline.services.common.wire_check import INCOMPATIBLE
 
@@ -110,6 +111,8 @@ def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
         return StaleError(details)
     if error.code() is grpc.StatusCode.DATA_LOSS:
         return TransferError(details)
+    if SKEWED in metadata:
+        return UntrustedError(f"{who} refuses us: {details}")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED or INCOMPATIBLE in metadata:
         return RefusedError(f"{who} refuses us: {details}")
     if problem := tls_problem(details):

@@ -19,22 +19,24 @@ _MOST_BYTES = 4096
 
 
 class Secret:
-    """The secret that every call between services sends. It never appears in a repr, a log line or an error message.
+    """The secret that the services of a cluster share. It is never sent, and is in no repr, log line or error message.
+
+    Services prove that they have it with keyed hashes, whose keys are made from it.
 
     Args:
         text: the secret; empty if services trust everybody who can connect.
     """
 
     def __init__(self, text: str = "") -> None:
-        self._text = text
+        self._text = text.encode()
         self._digest = digest_of(text)
 
     def __bool__(self) -> bool:
         return bool(self._text)
 
-    def reveal(self) -> str:
-        """Return the secret itself, for the one place that sends it."""
-        return self._text
+    def key(self, purpose: str) -> bytes:
+        """Return a key of 32 bytes that only owners of the secret can make. Each purpose has a key of its own."""
+        return hmac.digest(self._text, purpose.encode(), "sha256")
 
     def matches(self, text: str) -> bool:
         """Return whether `text` is the secret. Digests of equal length are compared, so the time reveals nothing."""

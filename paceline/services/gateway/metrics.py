@@ -96,6 +96,8 @@ class Metrics:
         )
         for reason in (*(reason.value for reason in FinishReason), REPETITION, "abort", "error"):
             self._success.labels(model, reason)  # creates the series, so that rates include the first request
+        help = "Values and heartbeats in Redis that are not signed with the cluster's secret, or that are old"
+        self.members_ignored = counter("members_ignored", help).labels(model)
         help = "Ended attempts that workers were asked for: finished, failed or cancelled"
         labels = ["model_name", "outcome"]
         self._attempts = Counter("paceline:request_attempts", help, labels, registry=self.registry)

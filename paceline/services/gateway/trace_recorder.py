@@ -75,7 +75,7 @@ class TraceRecorder:
         self._path = path
         self._layouts = layouts
         self._most_bytes = most_bytes // 2
-        key = secret.reveal().encode() if secret else secrets.token_bytes(32)
+        key = secret.key("names in traces") if secret else secrets.token_bytes(32)
         self._key = hashlib.blake2b(key, person=b"paceline trace").digest()
         self._origin = time.time() - time.monotonic()
         """What to add to an instant of time.monotonic(); it stays the same if somebody sets the clock."""

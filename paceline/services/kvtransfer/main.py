@@ -17,8 +17,10 @@ from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.machine import available_memory, give_back_large_memory
 from paceline.core.options import parse_bytes
 from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.auth import HOST_SERVICE
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
+from paceline.services.common.member_seal import MemberSeal
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb, read_members
 from paceline.services.common.rpc import RpcServer, is_loopback
@@ -54,14 +56,16 @@ async def run(config: KVTransferConfig) -> None:
     service = KVTransferService(options)
     server = RpcServer(config.host, config.port, credentials, host_id)
     kvtransfer_pb2_grpc.add_KVTransferServicer_to_server(service, server.server)
-    address = reachable_address(config, server.bind())
+    address = server.known_as(reachable_address(config, server.bind()))
+    server.known_as(HOST_SERVICE)
     client = connect(config.redis)
-    await service.start(address, lambda fingerprint: _find_hosts(client, config.cluster, host_id, fingerprint))
+    seal = MemberSeal(credentials.secret, config.cluster)
+    await service.start(address, lambda fingerprint: _find_hosts(client, config.cluster, seal, host_id, fingerprint))
     await server.start()
     epoch = time.time_ns()
     process = ProcessSamples()
     registrar = Registrar(
-        config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop, process)
+        config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop, process), seal
     )
     publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events)
     await registrar.start()
@@ -89,10 +93,10 @@ async def run(config: KVTransferConfig) -> None:
         await client.aclose()
 
 
-async def _find_hosts(client: Redis, cluster: str, own: str, fingerprint: str) -> list[str]:
+async def _find_hosts(client: Redis, cluster: str, seal: MemberSeal, own: str, fingerprint: str) -> list[str]:
     """Return the addresses of other hosts that stay and have workers and this layout; none if Redis does not answer."""
     try:
-        members = await read_members(client, cluster)
+        members = await read_members(client, cluster, seal)
     except (RedisError, OSError) as error:
         log.warning("Redis does not answer (%s), so no hot prefixes are copied to other hosts", error)
         return []

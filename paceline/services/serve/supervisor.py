@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.core.config import KVTransferConfig, ServeConfig, model_configs
 from paceline.core.machine import available_memory
-from paceline.services.common.secret import make_secret
+from paceline.services.common.secret import make_secret, read_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import remove_stale_sockets
 from paceline.services.kvtransfer.arena import remove_stale_arenas
@@ -120,7 +120,8 @@ class Supervisor:
         names = [served_name(config) for config in self._models]
         address = self._gateway.address
         await welcome.wait_until_serving(self._config, address, names)
-        numerics = await welcome.numerics_in_use(redis, [stack.cluster for stack in self._stacks])
+        clusters = [stack.cluster for stack in self._stacks]
+        numerics = await welcome.numerics_in_use(redis, clusters, read_secret(str(secret)))
         first = self._stacks[0]
         say(welcome.first_request(first.config, first.folder, address, numerics, names))
 

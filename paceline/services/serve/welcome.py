@@ -15,7 +15,9 @@ from redis.exceptions import RedisError
 from paceline.core import env
 from paceline.core.config import ServeConfig
 from paceline.core.errors import UnavailableError
+from paceline.services.common.member_seal import MemberSeal
 from paceline.services.common.registry import connect, read_members
+from paceline.services.common.secret import Secret
 from paceline.services.serve.settings import served_name
 
 SERVING_SECONDS = 30.0
@@ -41,11 +43,11 @@ async def wait_until_serving(config: ServeConfig, address: str, models: Sequence
         raise UnavailableError("the gateway finds no worker although all are ready; see the log above") from None
 
 
-async def numerics_in_use(redis: str, clusters: Iterable[str]) -> list[str]:
+async def numerics_in_use(redis: str, clusters: Iterable[str], secret: Secret) -> list[str]:
     """Return the numerics of the clusters' workers, each once; [] if Redis does not answer."""
     client = connect(redis)
     try:
-        members = [member for cluster in clusters for member in await read_members(client, cluster)]
+        members = [member for each in clusters for member in await read_members(client, each, MemberSeal(secret, each))]
     except (RedisError, OSError):
         return []
     finally:

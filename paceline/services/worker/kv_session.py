@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
+from paceline.services.common.auth import HOST_SERVICE
 from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_to_pb
@@ -81,7 +82,7 @@ class KVSession:
         self.role = role
         """The worker's role, which may change while it has no leases."""
         self._leases = leases
-        self._channel = open_channel(address, credentials)
+        self._channel = open_channel(address, credentials, meant=HOST_SERVICE)
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self._lease_seconds = 10.0
         self.arena_path = Path()

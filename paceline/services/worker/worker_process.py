@@ -33,6 +33,7 @@ from paceline.services.common.lifecycle import (
     stop_on_signals,
     unique_name,
 )
+from paceline.services.common.member_seal import MemberSeal
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
@@ -116,7 +117,8 @@ class WorkerProcess(Generic[W]):
         self._state_since = time.monotonic()
         self._process_samples = ProcessSamples()
         self._server = RpcServer(config.host, config.port, credentials, config.worker_id)
-        self._registrar = Registrar(config.redis, config.cluster, self._describe)
+        seal = MemberSeal(credentials.secret, config.cluster)
+        self._registrar = Registrar(config.redis, config.cluster, self._describe, seal)
         self._undo = contextlib.AsyncExitStack()
 
     @property
@@ -146,7 +148,7 @@ class WorkerProcess(Generic[W]):
         undo.push_async_callback(self._leave)
         # The server only binds its port here and starts after the model is loaded, because gRPC takes no services after
         # the start. Calls wait until then.
-        self.address = reachable_address(config, self._server.bind())
+        self.address = self._server.known_as(reachable_address(config, self._server.bind()))
         await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
         compute = await asyncio.to_thread(ComputeOptions.resolve, config)

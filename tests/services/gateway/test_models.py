@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.model_folder import model_digest
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
 from tests.services.gateway.batch_api.conftest import content, ended, line, submit
 from tests.services.gateway.conftest import Stack, StartStack, eventually
@@ -251,7 +252,7 @@ async def test_the_console_shows_the_model_that_is_chosen(models: Models) -> Non
 async def test_gateways_meet_in_the_fleets_of_all_models(models: Models) -> None:
     await models.stack.another_gateway()
     async with contextlib.aclosing(connect(models.stack.redis_url)) as redis:
-        found = [await read_members(redis, models.clusters[name]) for name in (ONE, TWO)]
+        found = [await read_members(redis, models.clusters[name], UNSIGNED) for name in (ONE, TWO)]
     names = [{each.worker_id for each in members if each.role == "gateway"} for members in found]
     assert names[0] == names[1]
     assert len(names[0]) == 2

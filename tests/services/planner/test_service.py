@@ -21,6 +21,7 @@ from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 from paceline.core.request_classes import read_classes
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport, WorkReport
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect, write_member
 from paceline.services.planner.lease import Lease
@@ -95,7 +96,7 @@ class Bench:
     def planner(self, name: str = "one", platform: ToyPlatform | None = None) -> tuple[PlannerService, Wishes]:
         wishes = Wishes()
         place = platform or self.platform
-        return PlannerService(wishes, place, self.client, self.cluster, name, clock=lambda: self.now), wishes
+        return PlannerService(wishes, place, self.client, self.cluster, UNSIGNED, name, clock=lambda: self.now), wishes
 
     async def tick(self, *services: PlannerService) -> None:
         self.now += OBJECTIVES.fast_seconds
@@ -123,9 +124,8 @@ async def test_a_decision_is_carried_out_once_and_shown(bench: Bench) -> None:
 
 async def test_the_log_says_once_that_workers_share_cores(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     service, _ = bench.planner()
-    await write_member(
-        bench.client, bench.cluster, Member("decode-0", "decode", 1, "", "", work=WorkReport(shares_cores=True))
-    )
+    sharing = Member("decode-0", "decode", 1, "", "", work=WorkReport(shares_cores=True))
+    await write_member(bench.client, bench.cluster, sharing, UNSIGNED)
     await bench.tick(service)
     await bench.tick(service)
     lines = [record.message for record in caplog.records if "share the cores" in record.message]
@@ -304,7 +304,7 @@ async def test_a_request_that_waits_without_any_worker_is_answered_at_the_next_l
     traffic = TrafficReport(seconds=5, classes=[ClassTraffic(name="default", waiting=1)])
     gateway = Member("gateway", "gateway", 1, "", "", traffic=traffic)
     registrar = Registrar(
-        "unix://" + bench.client.connection_pool.connection_kwargs["path"], bench.cluster, lambda: gateway
+        "unix://" + bench.client.connection_pool.connection_kwargs["path"], bench.cluster, lambda: gateway, UNSIGNED
     )
     await registrar.start()
     try:
@@ -334,7 +334,7 @@ def records(folder: Path) -> list[Path]:
 async def test_a_record_replays_to_the_same_decisions(bench: Bench, tmp_path: Path) -> None:
     planner = Planner(OBJECTIVES)
     record = RecordFile(tmp_path / "record", 2000, planner)
-    facts = planner, bench.platform, bench.client, bench.cluster, "one"
+    facts = planner, bench.platform, bench.client, bench.cluster, UNSIGNED, "one"
     service = PlannerService(*facts, record=record, clock=lambda: bench.now)
     for _ in range(6):
         await bench.tick(service)

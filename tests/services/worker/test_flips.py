@@ -10,6 +10,7 @@ import pytest
 from paceline.core.errors import BusyError, DrainingError
 from paceline.core.turns import DecodeTurns, PrefillTurns
 from paceline.proto import worker_pb2, worker_pb2_grpc
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.common.rpc_errors import unmapped_error
 from paceline.services.common.set_role import set_role
@@ -28,7 +29,7 @@ async def become(host: Host, redis_url: str, **roles: Role) -> None:
     try:
         async with asyncio.timeout(20):
             while True:
-                seen = {each.worker_id: each for each in await read_members(client, "workers")}
+                seen = {each.worker_id: each for each in await read_members(client, "workers", UNSIGNED)}
                 if all(seen[name].epoch == epoch and seen[name].state == "ready" for name, epoch in epochs.items()):
                     break
                 await asyncio.sleep(0.02)

@@ -22,6 +22,7 @@ from paceline.kernels import instruction_set_of, select_kernels
 from paceline.models.identity import model_identity
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.credentials import Credentials
+from paceline.services.common.member_seal import UNSIGNED
 from paceline.services.common.registry import Member, connect, read_members
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
 from paceline.services.gateway.event_feed import EventFeed
@@ -45,7 +46,7 @@ async def member(redis_url: str, worker_id: str, state: str) -> Member:
     try:
         async with asyncio.timeout(60):
             while True:
-                for each in await read_members(client, "workers"):
+                for each in await read_members(client, "workers", UNSIGNED):
                     if (each.worker_id, each.state) == (worker_id, state):
                         return each
                 await asyncio.sleep(0.02)
@@ -145,7 +146,7 @@ async def test_a_start_that_fails_leaves_no_member(redis_server: str, tmp_path: 
     with pytest.raises(PacelineError):
         await WorkerProcess.start(config, "decode", make_worker, add_services)
     client = connect(redis_server)
-    assert "failing" not in [each.worker_id for each in await read_members(client, "workers")]
+    assert "failing" not in [each.worker_id for each in await read_members(client, "workers", UNSIGNED)]
     await client.aclose()
 
 

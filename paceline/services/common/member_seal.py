@@ -1,0 +1,140 @@
+"""Signatures of members in Redis: to write to Redis is not enough to make, change or bring back a member.
+
+A member is written with a *mark*: the time of the writing, and a keyed hash (HMAC-SHA-256) of this time, the member's
+version, its cluster and its name. So a mark is of no use for another value, name or cluster. Its time must grow: a
+reader takes nothing that is older than what it has read, and the same mark only for the time that a member lives in
+Redis. A reader that has just started goes by its clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from paceline.services.common.auth import CLOCK_SECONDS
+from paceline.services.common.secret import Secret
+
+TTL_SECONDS = 5.0
+"""Time that a member lives in Redis after it was written, in seconds."""
+
+_MARK = struct.Struct(">Q32s")
+"""Nanoseconds since 1970, and the keyed hash."""
+_FIELD = bytes((0xE2, 0x01, _MARK.size))
+"""Begin of the field `mark` of a protobuf Member, which is the last one of a signed value."""
+_VERSION_BYTES = 16
+_FRESH_SECONDS = TTL_SECONDS + CLOCK_SECONDS
+"""Age up to which a reader takes the first mark of a member, in seconds by its own clock."""
+
+log = logging.getLogger(__name__)
+
+
+def version_of(member: bytes) -> bytes:
+    """Return the version of a serialized member: a digest."""
+    return hashlib.blake2b(member, digest_size=_VERSION_BYTES).digest()
+
+
+class _Newest(NamedTuple):
+    stamp: int
+    """The time in the newest mark, in nanoseconds on the writer's clock."""
+    since: float
+    """When this mark was read first, on time.monotonic()."""
+
+
+class MemberSeal:
+    """Signs the members that one service writes, and checks those that it reads.
+
+    Without a secret nothing is signed, and everything is taken.
+    """
+
+    def __init__(self, secret: Secret, cluster: str) -> None:
+        self._key = secret.key("members in Redis") if secret else b""
+        self._cluster = cluster.encode()
+        self._stamp = 0
+        """The time in the newest mark that this service has written."""
+        self._newest: dict[str, _Newest] = {}
+        self._sweep_at = time.monotonic()
+        """When names that are not read any more are forgotten next, on time.monotonic()."""
+        self._told: set[str] = set()
+        """Kinds of trouble of which the log has said what to do."""
+        self.on_ignored: Callable[[], object] = lambda: None
+        """Called for each value and beat that is not taken."""
+
+    def sign(self, name: str, member: bytes) -> tuple[bytes, bytes]:
+        """Return the value that Redis is to hold, and the text of the beat.
+
+        Args:
+            member: the member as a protobuf message.
+        """
+        version = version_of(member)
+        if not self._key:
+            return member, version
+        self._stamp = max(self._stamp + 1, time.time_ns())
+        mark = _MARK.pack(self._stamp, self._mac(name, version, self._stamp))
+        return member + _FIELD + mark, version + mark
+
+    def open(self, name: str, value: bytes) -> bytes | None:
+        """Return the member in a value of Redis; None if no service of this cluster has written it lately."""
+        if not self._key:
+            return value
+        end = len(value) - _MARK.size
+        is_signed = value[max(0, end - len(_FIELD)) : max(0, end)] == _FIELD
+        member, mark = (value[: end - len(_FIELD)], value[end:]) if is_signed else (value, b"")
+        return member if self._is_taken(name, version_of(member), mark) else None
+
+    def version(self, name: str, beat: bytes) -> bytes | None:
+        """Return the version of a member's value by its beat; None if the member has not written this beat lately."""
+        version, mark = beat[:_VERSION_BYTES], beat[_VERSION_BYTES:]
+        return version if not self._key or self._is_taken(name, version, mark) else None
+
+    def _mac(self, name: str, version: bytes, stamp: int) -> bytes:
+        # The parts before the name have a fixed length, or are this cluster's own.
+        text = b"%16s%20d%s\0%s" % (version, stamp, self._cluster, name.encode())
+        return hmac.digest(self._key, text, "sha256")
+
+    def _is_taken(self, name: str, version: bytes, mark: bytes) -> bool:
+        if len(mark) != _MARK.size:
+            return self._ignore(name, "it is not signed")
+        stamp, mac = _MARK.unpack(mark)
+        if not hmac.compare_digest(mac, self._mac(name, version, stamp)):
+            return self._ignore(name, "it is not signed with the secret of this cluster")
+        if not self._is_fresh(name, stamp):
+            return self._ignore(name, "its signature is old, or was made by a clock that differs from ours")
+        return True
+
+    def _is_fresh(self, name: str, stamp: int) -> bool:
+        """Return whether a mark is new enough, and remember the newest one."""
+        now = time.monotonic()
+        newest = self._newest.get(name, _Newest(0, now))
+        if stamp <= newest.stamp:
+            return stamp == newest.stamp and now - newest.since < TTL_SECONDS
+        if abs(time.time_ns() - stamp) > _FRESH_SECONDS * 1e9:
+            return False
+        if now >= self._sweep_at:
+            # The clock alone refuses the marks of members that were read last before this. Theirs may be ahead of ours.
+            kept = now - 2 * _FRESH_SECONDS
+            self._newest = {other: known for other, known in self._newest.items() if known.since >= kept}
+            self._sweep_at = now + 2 * _FRESH_SECONDS
+        self._newest[name] = _Newest(stamp, now)
+        return True
+
+    def _ignore(self, name: str, reason: str) -> bool:
+        self.on_ignored()
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning(
+                "what Redis says of %r is ignored, because %s. If it is a service of this cluster, give it the same "
+                "--auth-token-file, set its clock, and update it if it is of an earlier release. If not, others can "
+                "write to this Redis: give it a password (--redis-password-file). Further ones are only counted",
+                name[:100],
+                reason,
+            )
+        return False
+
+
+UNSIGNED = MemberSeal(Secret(), "")
+"""Signs nothing and takes everything, as in a cluster without a secret."""
