@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from bench.services import Process
 from paceline.core.errors import RefusedError
 from paceline.proto import kvtransfer_pb2, worker_pb2
 from paceline.services.common.credentials import Credentials
+from paceline.services.common.member_seal import version_of
+from paceline.services.common.registry import Member, beats_key, member_key, names_key
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
 from tests.fuzz.run import fuzz
@@ -104,6 +107,30 @@ def test_the_secret_is_nowhere_but_in_its_file(stack: FuzzStack) -> None:
         keys = [key for key in client.scan_iter() if client.type(key) == b"string"]
         assert keys
         assert not [key for key in keys if secret in client.get(key)]
+
+
+async def test_who_can_write_to_redis_gets_no_calls(stack: FuzzStack) -> None:
+    connections: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    forged = Member("evil", "decode", 1, f"127.0.0.1:{port}", "host").to_bytes()
+    gateway = f"http://{stack.addresses['gateway']}"
+    async with server, httpx.AsyncClient(timeout=30) as client:
+        with redis.Redis.from_url(stack.redis) as attacker:
+            attacker.set(member_key("fuzz", "evil"), forged)
+            attacker.sadd(names_key("fuzz"), "evil")
+            attacker.xadd(beats_key("fuzz"), {"evil": version_of(forged)})
+        async with asyncio.timeout(20):
+            while not re.search(
+                r"^paceline:members_ignored_total\{.*\} [1-9]", (await client.get(f"{gateway}/metrics")).text, re.M
+            ):
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)  # two looks at Redis
+        assert "evil" not in (await client.get(f"{gateway}/fleet")).text
+        with redis.Redis.from_url(stack.redis) as attacker:
+            attacker.delete(member_key("fuzz", "evil"))
+    assert connections == []
+    assert "'evil' is ignored, because it is not signed" in stack.processes["gateway"].text
 
 
 def test_memory_and_secret_are_for_one_user(stack: FuzzStack) -> None:

@@ -222,6 +222,32 @@ async def test_members_of_earlier_releases_are_read_each_time(desk: Desk, monkey
     assert await desk.read() == News()
 
 
+async def test_what_others_write_is_no_news(redis_server: str) -> None:
+    desk, other = (Desk(redis_server, Secret(f"the secret of {whose}")) for whose in ("this cluster", "another one"))
+    other.cluster = desk.cluster
+    await desk.write(member("d"))
+    assert await desk.read() == News(changed=[member("d")], heard=["d"])
+    version = next(iter(desk.feed._versions.values()))
+    await other.write(member("d", running=7), member("evil"))
+    await desk.redis.xadd(beats_key(desk.cluster), {"d": version, "evil": b"?"})
+    assert await desk.read() == News()
+    await desk.write(member("d", running=1))
+    assert await desk.read() == News(changed=[member("d", running=1)], heard=["d"])
+    for each in (desk, other):
+        await each.redis.aclose()
+
+
+async def test_a_signed_member_that_stays_the_same_is_not_read_again(redis_server: str) -> None:
+    desk = Desk(redis_server, Secret("the secret of this cluster"))
+    async with contextlib.aclosing(desk.redis):
+        await desk.write(member("d"))
+        await desk.read()
+        await desk.write(member("d"))
+        await desk.redis.set(member_key(desk.cluster, "d"), b"must not be read")
+        assert await desk.read() == News(heard=["d"])
+        assert "must not" not in str(desk.seal._told)
+
+
 async def test_what_is_no_member_is_heard_and_never_taken(desk: Desk) -> None:
     await desk.redis.xadd(beats_key(desk.cluster), {"d": b"?"})
     await desk.read()

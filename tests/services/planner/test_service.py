@@ -21,9 +21,10 @@ from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 from paceline.core.request_classes import read_classes
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport, WorkReport
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_seal import UNSIGNED, MemberSeal
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect, write_member
+from paceline.services.common.secret import Secret
 from paceline.services.planner.lease import Lease
 from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.service import PlannerService
@@ -131,6 +132,17 @@ async def test_the_log_says_once_that_workers_share_cores(bench: Bench, caplog: 
     lines = [record.message for record in caplog.records if "share the cores" in record.message]
     assert len(lines) == 1
     assert lines[0].startswith("no further decode worker is started: ")
+
+
+async def test_what_others_write_to_redis_is_in_no_report(bench: Bench) -> None:
+    ours, theirs = (MemberSeal(Secret(f"the secret of {whose}"), bench.cluster) for whose in ("us", "another cluster"))
+    wishes = Wishes()
+    service = PlannerService(wishes, bench.platform, bench.client, bench.cluster, ours, "one", clock=lambda: bench.now)
+    traffic = TrafficReport(seconds=5, classes=[ClassTraffic(name="default", waiting=1000)])
+    for name, seal in (("ours", ours), ("forged", theirs), ("unsigned", UNSIGNED)):
+        await write_member(bench.client, bench.cluster, Member(name, "gateway", 1, "", "", traffic=traffic), seal)
+    await bench.tick(service)
+    assert wishes.reports[-1].traffic["default"].waiting == 1000
 
 
 async def test_only_the_holder_of_the_lease_acts_and_the_other_one_follows(bench: Bench) -> None:

@@ -15,6 +15,7 @@ from paceline.core.planner.reports import Role
 from paceline.services.platforms.kubernetes import KubernetesPlatform
 from paceline.services.platforms.kubernetes_api import KubernetesApi
 from paceline.services.platforms.platform import RoleState
+from tests.kubernetes.admission import refusals
 from tests.services.platforms.toy_cluster import CONFIG_MAPS, DEPLOYMENTS, NAMESPACE, PODS, ToyCluster
 
 PATIENCE = 20.0
@@ -108,6 +109,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield Fleet(cluster, platform, told)
         await platform.close()
         assert {call for call in calls(cluster) if not is_allowed(*call)} == set()
+        assert [reason for change in cluster.changes for reason in refusals(*change)] == []
 
 
 async def test_a_new_cluster_decodes_and_has_no_encode_workers(fleet: Fleet) -> None:

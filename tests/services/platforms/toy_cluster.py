@@ -32,6 +32,8 @@ class ToyCluster(KubernetesEmulator):  # type: ignore[misc]  # kmock's base clas
         """Version, kind and object of each change of a pod."""
         self.oldest = 0
         """Watches from before this version get 410."""
+        self.changes: list[tuple[Json, Json]] = []
+        """Each pod that a client has changed, before and after the change."""
         self.conflicts = 0
         """Number of next patches that meet a change by somebody else."""
         self.is_down = False
@@ -147,7 +149,9 @@ class ToyCluster(KubernetesEmulator):  # type: ignore[misc]  # kmock's base clas
         if request.action == action.UPDATE:
             self._condition(request)
             if request.resource == PODS:
+                before = self.raw(PODS, request.name)
                 answer = await super()._handle(request)
+                self.changes.append((before, self.raw(PODS, request.name)))
                 await self.note("MODIFIED", self.raw(PODS, request.name))
                 return answer
         return await super()._handle(request)
