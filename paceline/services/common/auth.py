@@ -2,7 +2,8 @@
 
 The secret itself is never sent, because without TLS nobody knows who listens at an address. A call has a keyed hash
 (HMAC-SHA-256) of its method, its time, a random number, and the address that the caller meant. So a proof that somebody
-sees is of no use for another method, at another service, a second time, or later.
+sees is of no use for another method, at another service, a second time, or later. The answer to a health check proves
+that the service has the secret, too, so that nobody else stays in the fleet at the address of a member.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 import grpc
@@ -36,6 +37,9 @@ _KEY = "authorization"
 _SCHEME = "Paceline "
 _OLD_SCHEME = "Bearer "
 _PURPOSE = "gRPC calls"
+_ANSWERS = "answers to health checks"
+_CHALLENGE = "paceline-challenge"
+_ANSWER = "paceline-answer"
 _PROOF = re.compile(r"v1:([0-9]{1,12}):([0-9a-f]{24}):([0-9a-f]{64}):(.{1,300})")
 _HEALTH = "/grpc.health.v1.Health/"
 
@@ -48,7 +52,7 @@ class Prover:
     """
 
     def __init__(self, secret: Secret, meant: str) -> None:
-        self._key = secret.key(_PURPOSE)
+        self._key, self._answers = secret.key(_PURPOSE), secret.key(_ANSWERS)
         self._meant = meant
 
     def header(self, method: str) -> tuple[str, str]:
@@ -56,6 +60,36 @@ class Prover:
         now, nonce = str(int(time.time())), secrets.token_hex(12)
         mac = _mac(self._key, method, now, nonce, self._meant)
         return _KEY, f"{_SCHEME}v1:{now}:{nonce}:{mac}:{self._meant}"
+
+    def challenge(self) -> tuple[str, str]:
+        """Return metadata that asks the service for a proof that it has the secret."""
+        return _CHALLENGE, secrets.token_hex(12)
+
+    def is_answered(self, challenge: tuple[str, str], metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Return whether the trailing metadata of a call has the proof that was asked for."""
+        given = dict(metadata).get(_ANSWER)
+        return isinstance(given, str) and hmac.compare_digest(
+            given.encode(), _answer(self._answers, challenge[1], self._meant).encode()
+        )
+
+
+def answer(secret: Secret, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata for a caller that has asked for a proof that this service has the secret.
+
+    It covers what the caller meant, which was checked before. So it is of no use to a program at another address.
+
+    Args:
+        metadata: the metadata of the call.
+    """
+    given = {key: value for key, value in metadata if isinstance(value, str)}
+    found = _PROOF.fullmatch(given.get(_KEY, "").removeprefix(_SCHEME))
+    if found is None or _CHALLENGE not in given:
+        return ()
+    return ((_ANSWER, _answer(secret.key(_ANSWERS), given[_CHALLENGE], found[4])),)
+
+
+def _answer(key: bytes, challenge: str, meant: str) -> str:
+    return hmac.digest(key, "\n".join((challenge, meant)).encode(), "sha256").hex()
 
 
 def _mac(key: bytes, method: str, now: str, nonce: str, meant: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
+
+from paceline.services.common.auth import Prover
 
 
 class ChannelWithMetadata(grpc.aio.Channel):
@@ -16,12 +18,17 @@ class ChannelWithMetadata(grpc.aio.Channel):
     differently.
 
     Args:
-        metadata: returns the metadata of a new call, by its method.
+        same: the part of the metadata that all calls have.
+        prover: makes the proof of each call; None if there is no secret.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[str], Iterable[tuple[str, str]]]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, same: tuple[str, str], prover: Prover | None) -> None:
+        self.prover = prover
         self._channel = channel
-        self._own = metadata
+        self._same = same
+
+    def _own(self, method: str) -> tuple[tuple[str, str], ...]:
+        return (self._same,) if self.prover is None else (self._same, self.prover.header(method))
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
         return self._with_metadata(method, self._channel.unary_unary(method, *args, **options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -11,11 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # missing in the stubs
 
 from paceline.core.errors import ConfigError, RefusedError, UntrustedError
-from paceline.services.common.auth import Prover, RequireProof
+from paceline.services.common.auth import Prover, RequireProof, answer
 from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.channel_metadata import ChannelWithMetadata
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc_errors import unmapped_error
+from paceline.services.common.secret import Secret
 from paceline.services.common.tls_channel import TlsChannel
 from paceline.services.common.wire_check import RequireWire
 from paceline.services.common.wire_version import HEADER, OURS, WireVersions
@@ -70,11 +72,21 @@ def open_channel(
     else:
         options += (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
         channel = TlsChannel(tls, lambda own: grpc.aio.secure_channel(address, own, options=options))
-    version = HEADER, str(wire)
-    if not credentials.secret:
-        return ChannelWithMetadata(channel, lambda _: (version,))
-    prover = Prover(credentials.secret, meant or address)
-    return ChannelWithMetadata(channel, lambda method: (version, prover.header(method)))
+    prover = Prover(credentials.secret, meant or address) if credentials.secret else None
+    return ChannelWithMetadata(channel, (HEADER, str(wire)), prover)
+
+
+class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # missing in the stubs
+    """The standard health service. It proves to callers who ask for it that it has the secret."""
+
+    def __init__(self, secret: Secret) -> None:
+        super().__init__()
+        self._secret = secret
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        if self._secret:
+            context.set_trailing_metadata(answer(self._secret, context.invocation_metadata() or ()))
+        return await super().Check(request, context)
 
 
 class RpcServer:
@@ -98,7 +110,7 @@ class RpcServer:
         own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
         self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
         self._credentials = credentials
-        self._health = health_aio.HealthServicer()
+        self._health = _Health(credentials.secret)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._host = host
         self._port = port
@@ -154,7 +166,7 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
     """Ask the standard health service whether the service with this name takes requests.
 
     Returns False if another service is at the address. Raises RefusedError if the service does not accept our secret,
-    and UntrustedError if TLS fails.
+    and UntrustedError if TLS fails or the service does not prove that it has our secret.
     """
     return bool(await health_of(channel, name, timeout) == health_pb2.HealthCheckResponse.SERVING)
 
@@ -167,13 +179,22 @@ async def health_of(
     Raises the same errors as `is_serving`.
     """
     stub = health_pb2_grpc.HealthStub(channel)
+    prover = channel.prover if isinstance(channel, ChannelWithMetadata) else None
+    challenge = () if prover is None else (prover.challenge(),)
     try:
-        reply = await heeding_cancellation(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout))
+        call = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout, metadata=challenge)
+        reply = await heeding_cancellation(call)
+        answered = await call.trailing_metadata()
     except grpc.aio.AioRpcError as error:
         reason = unmapped_error(error, name or "the service")
         if isinstance(reason, RefusedError | UntrustedError):
             raise reason from None
         return None
+    if prover is not None and not prover.is_answered(*challenge, answered or ()):
+        raise UntrustedError(
+            f"{name or 'the service'} does not prove that it has the secret of this cluster: it was started without "
+            "--auth-token-file, or another program has taken its address"
+        )
     return reply.status
 
 

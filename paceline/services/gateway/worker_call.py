@@ -19,6 +19,7 @@ from paceline.core.errors import (
     StaleError,
     TransferError,
     UnavailableError,
+    UntrustedError,
 )
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import Token
@@ -153,7 +154,7 @@ async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> A
         while not (await asyncio.wait((answer,), timeout=QUIET_SECONDS))[0]:
             try:
                 serves = await is_serving(worker.channel, worker.member.worker_id)
-            except RefusedError as error:
+            except (RefusedError, UntrustedError) as error:
                 raise WorkerFailedError(str(error), worker, True) from error
             if not serves and not answer.done():
                 raise WorkerFailedError(f"{worker} hangs: it does not answer health checks", worker, True)

@@ -275,8 +275,28 @@ async def test_a_question_about_health_says_that_we_are_strangers() -> None:
 
 
 async def test_without_a_secret_a_server_takes_everybody() -> None:
+    async with serving(Credentials()) as (address, service):
+        async with open_channel(address, Credentials()) as channel:
+            assert await is_serving(channel, timeout=10)
+        assert await outcome(address, OURS, LEDGER) == (grpc.StatusCode.OK, "")
+        assert len(service.metadata) == 1
+
+
+async def test_who_has_a_secret_trusts_no_service_without_it() -> None:
     async with serving(Credentials()) as (address, _), open_channel(address, OURS) as channel:
-        assert await is_serving(channel, timeout=10)
+        with pytest.raises(UntrustedError, match=r"open does not prove that it has the secret .*--auth-token-file"):
+            await is_serving(channel, "open", timeout=10)
+
+
+async def test_the_answer_of_one_service_is_no_answer_of_another_one() -> None:
+    here, there = Prover(SECRET, "10.0.0.1:7300"), Prover(SECRET, "10.0.0.2:7300")
+    asked = here.challenge()
+    for prover, secret, is_good in ((here, SECRET, True), (there, SECRET, False), (here, Secret(OTHER_TEXT), False)):
+        given = auth.answer(secret, [prover.header(HEALTH), asked])
+        assert here.is_answered(asked, given) is is_good
+    assert not here.is_answered(here.challenge(), auth.answer(SECRET, [here.header(HEALTH), asked]))
+    assert not here.is_answered(asked, ())
+    assert auth.answer(SECRET, [here.header(HEALTH)]) == ()
 
 
 async def test_a_worker_that_kvtransfer_refuses_gives_up_at_once() -> None:

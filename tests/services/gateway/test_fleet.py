@@ -16,7 +16,7 @@ from paceline.services.common import member_feed, member_seal
 from paceline.services.common.credentials import ClusterTls, Credentials
 from paceline.services.common.member_seal import UNSIGNED, MemberSeal
 from paceline.services.common.registry import Member, beats_key, member_key, names_key, write_member
-from paceline.services.common.rpc import is_serving
+from paceline.services.common.rpc import RpcServer, is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire_version import WireVersions
 from paceline.services.gateway import fleet
@@ -293,6 +293,23 @@ async def test_a_worker_that_has_ended_is_not_brought_back_by_what_redis_once_ha
     assert cluster.names() == ["later"]
     assert eavesdropper.connections == 0
     await eavesdropper.close()
+    await cluster.aclose()
+
+
+async def test_a_program_that_has_taken_the_address_of_a_worker_is_no_worker(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(redis_server, OURS)
+    await cluster.fleet.start()
+    worker = await cluster.add(credentials=OURS)
+    await worker.crash()
+    monkeypatch.setattr(member_feed, "SILENT_SECONDS", 0.2)
+    stranger = RpcServer("127.0.0.1", worker.port, Credentials(), "d")
+    await stranger.start()
+    await stranger.set_ready(True)
+    await eventually(lambda: cluster.names() == [])
+    assert caplog.text.count("d does not prove that it has the secret of this cluster") == 1
+    await stranger.close(0)
     await cluster.aclose()
 
 
