@@ -55,6 +55,14 @@ def test_services_ask_each_other_for_a_secret_that_is_theirs_alone(stack: Stack)
         assert stack.python(service, ask) == "[2, 0]"
 
 
+def test_redis_wants_the_password_that_the_services_have(stack: Stack) -> None:
+    (redis,) = stack.containers("redis")
+    assert "NOAUTH" in stack.docker("exec", redis, "redis-cli", "ping")
+    password = stack.docker("exec", redis, "cat", "/auth/redis").strip()
+    assert len(password) >= 43
+    assert password not in stack.docker("top", redis, "-eo", "pid,args")
+
+
 def test_models_cannot_be_changed_by_those_who_read_them(stack: Stack) -> None:
     write = "try: open('/models/x', 'w')\nexcept OSError as error: print(error.strerror)"
     for service in ("gateway", "prefill", "decode"):
