@@ -35,7 +35,7 @@ from paceline.core.model_folder import model_digest
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.unix_socket import UnixListener

@@ -33,7 +33,7 @@ from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Role
 from paceline.core.step_times import Curve, StepTimes, read_profile
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.planner.recording import RecordFile

@@ -27,7 +27,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.distributions import load_to_pb
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.rpc_errors import mapped_errors

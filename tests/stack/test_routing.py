@@ -16,7 +16,7 @@ from bench.namespaces import ONE_HOST
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import read_members
 from tests.stack.cluster import Cluster
 

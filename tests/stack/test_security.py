@@ -21,7 +21,7 @@ from bench.services import Process
 from paceline.core.errors import RefusedError
 from paceline.proto import kvtransfer_pb2, worker_pb2
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_seal import version_of
+from paceline.services.common.member_signatures import version_of
 from paceline.services.common.registry import Member, beats_key, member_key, names_key
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret

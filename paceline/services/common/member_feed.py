@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 
 from redis.asyncio import Redis
 
-from paceline.services.common.member_seal import TTL_SECONDS, MemberSeal, version_of
+from paceline.services.common.member_signatures import TTL_SECONDS, MemberSignatures, version_of
 from paceline.services.common.registry import (
     HEARTBEAT_SECONDS,
     LEFT,
@@ -56,10 +56,10 @@ class News:
 class MemberFeed:
     """Reads the news of one cluster's members. `read` must not be called twice at the same time."""
 
-    def __init__(self, client: Redis, cluster: str, seal: MemberSeal) -> None:
+    def __init__(self, client: Redis, cluster: str, signatures: MemberSignatures) -> None:
         self._client = client
         self._cluster = cluster
-        self._seal = seal
+        self._signatures = signatures
         self._last = b""
         """Id of the newest beat that was read."""
         self._versions: dict[str, bytes] = {}
@@ -139,7 +139,7 @@ class MemberFeed:
     async def _news(self, beats: Iterable[_Entry]) -> News:
         versions: dict[str, bytes] = {}
         for name, beat in ((_name(raw), beat) for _, fields in beats for raw, beat in fields.items()):
-            if (version := LEFT if beat == LEFT else self._seal.version(name, beat)) is not None:
+            if (version := LEFT if beat == LEFT else self._signatures.version(name, beat)) is not None:
                 versions[name] = version
         news = News(
             heard=[name for name, version in versions.items() if version != LEFT],
@@ -162,7 +162,7 @@ class MemberFeed:
         keys = [member_key(self._cluster, name) for name in names]
         values = cast(list[bytes | None], await _answer(self._client.mget(keys)))
         for name, value in zip(names, values):
-            message = None if value is None else self._seal.open(name, value)
+            message = None if value is None else self._signatures.open(name, value)
             if message is None or (version := version_of(message)) == self._versions.get(name):
                 continue
             if (member := Member.from_bytes(message)) is not None:

@@ -3,7 +3,7 @@
 Each service writes one key with a time-to-live and renews it. With each renewal it adds a *beat* to a stream: its name
 and the version of its value. Gateways read the beats, and only those values that have changed (`member_feed.py`). The
 value has the service's epoch, so that a restart under the same name counts as a new member. After a flush of Redis, the
-next heartbeats restore everything. If the cluster has a secret, members are signed with it (`member_seal.py`).
+next heartbeats restore everything. If the cluster has a secret, members are signed with it (`member_signatures.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.proto.fleet_pb2 import (
     TrafficReport,
     WorkReport,
 )
-from paceline.services.common.member_seal import TTL_SECONDS, MemberSeal
+from paceline.services.common.member_signatures import TTL_SECONDS, MemberSignatures
 from paceline.services.common.redis_url import without_password
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire_version import OURS, WireVersions
@@ -105,7 +105,7 @@ class Member:
     """Whether it writes beats. Members of earlier releases do not."""
 
     def to_bytes(self) -> bytes:
-        """Return the member as a message, which `MemberSeal` signs for Redis."""
+        """Return the member as a message, which `MemberSignatures` signs for Redis."""
         values = {name: getattr(self, name) for name in _FIELDS}
         values["numerics"] = self.numerics and pb.Numerics(**dataclasses.asdict(self.numerics))
         values["wire"] = self.wire.to_pb()
@@ -186,7 +186,7 @@ def beats_key(cluster: str) -> str:
     return f"paceline:{cluster}:beats"
 
 
-async def read_members(client: redis.Redis, cluster: str, seal: MemberSeal) -> list[Member]:
+async def read_members(client: redis.Redis, cluster: str, signatures: MemberSignatures) -> list[Member]:
     """Return all members that Redis lists now, sorted by name. Raises RedisError."""
     # SORT would need only one round trip, but Redis forbids it to users who may not read all keys.
     names = sorted(await cast(Awaitable[set[bytes]], client.smembers(names_key(cluster))))
@@ -197,7 +197,7 @@ async def read_members(client: redis.Redis, cluster: str, seal: MemberSeal) -> l
     values = cast(list[bytes | None], await client.mget([member_key(cluster, text) for text in texts]))
     if ended := [name for name, value in zip(names, values) if value is None]:
         await client.srem(names_key(cluster), *ended)
-    opened = (seal.open(text, value) for text, value in zip(texts, values) if value is not None)
+    opened = (signatures.open(text, value) for text, value in zip(texts, values) if value is not None)
     members = (Member.from_bytes(message) for message in opened if message is not None)
     return sorted((member for member in members if member is not None), key=lambda member: member.worker_id)
 
@@ -225,7 +225,7 @@ def oldest_kept(newest: bytes, seconds: float) -> str | None:
 
 
 async def write_member(
-    client: redis.Redis, cluster: str, member: Member, seal: MemberSeal, last_beat: bytes = b""
+    client: redis.Redis, cluster: str, member: Member, signatures: MemberSignatures, last_beat: bytes = b""
 ) -> bytes:
     """Write a member's value and a beat, and trim old beats. Return the beat's id. Raises RedisError.
 
@@ -233,7 +233,7 @@ async def write_member(
         last_beat: id of an earlier beat. Beats are trimmed by its time; without it, none are.
     """
     name = member.worker_id
-    value, text = seal.sign(name, member.to_bytes())
+    value, text = signatures.sign(name, member.to_bytes())
     minid = oldest_kept(last_beat, _BEATS_SECONDS)
     async with client.pipeline(transaction=False) as pipeline:
         pipeline.set(member_key(cluster, name), value, px=int(TTL_SECONDS * 1000))
@@ -256,10 +256,10 @@ async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:
 class Registrar:
     """A task that keeps one member in Redis from `start` to `stop`."""
 
-    def __init__(self, url: str, cluster: str, describe: Callable[[], Member], seal: MemberSeal) -> None:
+    def __init__(self, url: str, cluster: str, describe: Callable[[], Member], signatures: MemberSignatures) -> None:
         self._client = connect(url)
         self._cluster = cluster
-        self._seal = seal
+        self._signatures = signatures
         self._describe = describe
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -285,7 +285,7 @@ class Registrar:
         reachable, beat = True, b""
         while True:
             try:
-                beat = await write_member(self._client, self._cluster, self._describe(), self._seal, beat)
+                beat = await write_member(self._client, self._cluster, self._describe(), self._signatures, beat)
                 if not reachable:
                     log.info("Redis answers again")
                 reachable = True

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from paceline.core.model_folder import ModelFiles
 from paceline.services.common.avoid import Avoided
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.candidate_table import CandidateTable
@@ -49,7 +49,7 @@ class Fleet:
 
     def __init__(self, redis: Redis, cluster: str, model: ModelFiles, credentials: Credentials) -> None:
         self.model = model.digest
-        self.seal = MemberSeal(credentials.secret, cluster)
+        self.signatures = MemberSignatures(credentials.secret, cluster)
         """Checks the members in Redis."""
         self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
         self._members = Members(
@@ -57,7 +57,7 @@ class Fleet:
             cluster,
             model,
             credentials,
-            self.seal,
+            self.signatures,
             on_figures=self._note_change,
             on_standing=self._note_standing,
             on_failure=lambda worker: self.ends.note(worker.member.worker_id),

@@ -11,7 +11,7 @@ from paceline.core.model_folder import ModelFiles
 from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_feed import MemberFeed, News
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member
 from paceline.services.common.wire_version import mismatch
 from paceline.services.gateway.fleet_summary import facts_of
@@ -40,7 +40,7 @@ class Members:
         cluster: str,
         model: ModelFiles,
         credentials: Credentials,
-        seal: MemberSeal,
+        signatures: MemberSignatures,
         *,
         on_figures: Callable[[RemoteWorker], object],
         on_standing: Callable[[RemoteWorker], object],
@@ -54,7 +54,7 @@ class Members:
         self._model = model
         self._credentials = credentials
         self._on_figures, self._on_standing, self._on_failure = on_figures, on_standing, on_failure
-        self._feed = MemberFeed(redis, cluster, seal)
+        self._feed = MemberFeed(redis, cluster, signatures)
         self._checks = HealthChecks(on_failure, on_standing, self._remove)
         self._fetch_speeds: dict[str, float] = {}
         self._with_new_speed: set[str] = set()

@@ -96,7 +96,7 @@ class ModelFleet:
         self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)
         self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, shared.classes)
         self.metrics = Metrics(self.name, self.fleet.workers, self.runner, shared.classes)
-        self.fleet.seal.on_ignored = self.metrics.members_ignored.inc
+        self.fleet.signatures.on_ignored = self.metrics.members_ignored.inc
         shared.metrics.add(self.name, self.metrics.registry)
         self.runner.queue.on_refused = partial(shared.metrics.count_refusal, self.name)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), shared.media)
@@ -104,7 +104,7 @@ class ModelFleet:
         """None if no trace is recorded."""
         about = {"model": self.name, "media": sorted(self.media_preparer.kinds)}
         self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
-        self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.seal)
+        self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.signatures)
         self.runner.first_worker.on_wait = self._registrar.announce
 
     async def start(self) -> None:

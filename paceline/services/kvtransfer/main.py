@@ -20,7 +20,7 @@ from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.auth import HOST_SERVICE
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb, read_members
 from paceline.services.common.rpc import RpcServer, is_loopback
@@ -59,13 +59,15 @@ async def run(config: KVTransferConfig) -> None:
     address = server.known_as(reachable_address(config, server.bind()))
     server.known_as(HOST_SERVICE)
     client = connect(config.redis)
-    seal = MemberSeal(credentials.secret, config.cluster)
-    await service.start(address, lambda fingerprint: _find_hosts(client, config.cluster, seal, host_id, fingerprint))
+    signatures = MemberSignatures(credentials.secret, config.cluster)
+    await service.start(
+        address, lambda fingerprint: _find_hosts(client, config.cluster, signatures, host_id, fingerprint)
+    )
     await server.start()
     epoch = time.time_ns()
     process = ProcessSamples()
     registrar = Registrar(
-        config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop, process), seal
+        config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop, process), signatures
     )
     publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events)
     await registrar.start()
@@ -93,10 +95,12 @@ async def run(config: KVTransferConfig) -> None:
         await client.aclose()
 
 
-async def _find_hosts(client: Redis, cluster: str, seal: MemberSeal, own: str, fingerprint: str) -> list[str]:
+async def _find_hosts(
+    client: Redis, cluster: str, signatures: MemberSignatures, own: str, fingerprint: str
+) -> list[str]:
     """Return the addresses of other hosts that stay and have workers and this layout; none if Redis does not answer."""
     try:
-        members = await read_members(client, cluster, seal)
+        members = await read_members(client, cluster, signatures)
     except (RedisError, OSError) as error:
         log.warning("Redis does not answer (%s), so no hot prefixes are copied to other hosts", error)
         return []

@@ -16,7 +16,7 @@ from paceline.core.planner.planner import Planner
 from paceline.core.request_classes import read_classes
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import announce_ready, reachable_address, stop_on_signals, unique_name
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
@@ -42,21 +42,23 @@ async def run(config: PlannerConfig) -> None:
         client = connect(config.redis)
         undo.push_async_callback(client.aclose)
         credentials = read_credentials(config)
-        seal = MemberSeal(credentials.secret, config.cluster)
-        platform = await make_platform(config, RoleTeller(client, config.cluster, credentials, seal))
+        signatures = MemberSignatures(credentials.secret, config.cluster)
+        platform = await make_platform(config, RoleTeller(client, config.cluster, credentials, signatures))
         undo.push_async_callback(platform.close)
         server = RpcServer(config.host, config.port, credentials, name)
         undo.push_async_callback(server.close, 0)
         address = server.known_as(reachable_address(config, server.bind()))
         await server.start()
-        service = PlannerService(planner, platform, client, config.cluster, seal, name, config.drain_seconds, record)
+        service = PlannerService(
+            planner, platform, client, config.cluster, signatures, name, config.drain_seconds, record
+        )
         epoch, process = time.time_ns(), ProcessSamples()
 
         def describe() -> Member:
             metrics = metrics_to_pb([*service.metrics.samples(), *process])
             return Member(name, "planner", epoch, address, "", plan=service.report(), metrics=metrics)
 
-        registrar = Registrar(config.redis, config.cluster, describe, seal)
+        registrar = Registrar(config.redis, config.cluster, describe, signatures)
         undo.push_async_callback(registrar.stop)
         await registrar.start()
         await server.set_ready(True)

@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 from paceline.core.errors import BusyError, InvalidRequestError, StaleError, UnavailableError
 from paceline.core.planner.reports import Role
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member, read_members
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.set_role import set_role
@@ -18,11 +18,11 @@ from paceline.services.platforms.platform import KnownWorker
 class RoleTeller:
     """Finds workers in Redis and calls them."""
 
-    def __init__(self, client: Redis, cluster: str, credentials: Credentials, seal: MemberSeal) -> None:
+    def __init__(self, client: Redis, cluster: str, credentials: Credentials, signatures: MemberSignatures) -> None:
         self._client = client
         self._cluster = cluster
         self._credentials = credentials
-        self._seal = seal
+        self._signatures = signatures
 
     async def tell(self, worker_id: str, role: Role) -> None:
         """Give a running worker a role. A worker that has it already does nothing.
@@ -50,6 +50,6 @@ class RoleTeller:
 
     async def _members(self) -> list[Member]:
         try:
-            return await read_members(self._client, self._cluster, self._seal)
+            return await read_members(self._client, self._cluster, self._signatures)
         except (TimeoutError, RedisError, OSError) as error:
             raise UnavailableError(f"Redis does not answer ({error}), so nobody knows the workers") from error

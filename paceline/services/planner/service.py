@@ -22,7 +22,7 @@ from paceline.core.planner.budget import limits_of
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 from paceline.proto.fleet_pb2 import Decided, PlanReport
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.pins import Pins
 from paceline.services.common.registry import read_ages, read_members
 from paceline.services.planner.asked import Asked
@@ -70,7 +70,7 @@ class PlannerService:
         platform: Platform,
         client: Redis,
         cluster: str,
-        seal: MemberSeal,
+        signatures: MemberSignatures,
         name: str,
         drain_seconds: float = 30.0,
         record: RecordFile | None = None,
@@ -83,7 +83,7 @@ class PlannerService:
         self._platform = platform
         self._client = client
         self._cluster = cluster
-        self._seal = seal
+        self._signatures = signatures
         self._record = record
         self._clock = clock
         self._lease = Lease(client, cluster, name)
@@ -142,7 +142,7 @@ class PlannerService:
 
     async def _look(self, now: float) -> None:
         """Read the members and renew the lease. Raises RedisError."""
-        members = await read_members(self._client, self._cluster, self._seal)
+        members = await read_members(self._client, self._cluster, self._signatures)
         ages = await read_ages(self._client, self._cluster, members)
         self._builder.observe(now, map(Seen, members, ages))
         self.metrics.leads = await self._lease.renew()

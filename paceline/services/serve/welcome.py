@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from paceline.core import env
 from paceline.core.config import ServeConfig
 from paceline.core.errors import UnavailableError
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import connect, read_members
 from paceline.services.common.secret import Secret
 from paceline.services.serve.settings import served_name
@@ -47,7 +47,9 @@ async def numerics_in_use(redis: str, clusters: Iterable[str], secret: Secret) -
     """Return the numerics of the clusters' workers, each once; [] if Redis does not answer."""
     client = connect(redis)
     try:
-        members = [member for each in clusters for member in await read_members(client, each, MemberSeal(secret, each))]
+        members = [
+            member for each in clusters for member in await read_members(client, each, MemberSignatures(secret, each))
+        ]
     except (RedisError, OSError):
         return []
     finally:

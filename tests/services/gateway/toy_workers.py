@@ -19,7 +19,7 @@ from paceline.engine.stats import SchedulerStats
 from paceline.proto import kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import HostReport, LoadReport
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_seal import MemberSeal
+from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.wire_version import OURS, WireVersions
@@ -110,7 +110,7 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
                 await asyncio.sleep(0.1)
         self.port = await self._rpc.start()
         await self._rpc.set_ready(True)
-        self._registrar = Registrar(redis_url, cluster, self._member, MemberSeal(self._secret, cluster))
+        self._registrar = Registrar(redis_url, cluster, self._member, MemberSignatures(self._secret, cluster))
         await self._registrar.start()
         return self
 

@@ -21,7 +21,7 @@ from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 from paceline.core.request_classes import read_classes
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport, WorkReport
-from paceline.services.common.member_seal import UNSIGNED, MemberSeal
+from paceline.services.common.member_signatures import UNSIGNED, MemberSignatures
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect, write_member
 from paceline.services.common.secret import Secret
@@ -135,12 +135,14 @@ async def test_the_log_says_once_that_workers_share_cores(bench: Bench, caplog: 
 
 
 async def test_what_others_write_to_redis_is_in_no_report(bench: Bench) -> None:
-    ours, theirs = (MemberSeal(Secret(f"the secret of {whose}"), bench.cluster) for whose in ("us", "another cluster"))
+    ours, theirs = (
+        MemberSignatures(Secret(f"the secret of {whose}"), bench.cluster) for whose in ("us", "another cluster")
+    )
     wishes = Wishes()
     service = PlannerService(wishes, bench.platform, bench.client, bench.cluster, ours, "one", clock=lambda: bench.now)
     traffic = TrafficReport(seconds=5, classes=[ClassTraffic(name="default", waiting=1000)])
-    for name, seal in (("ours", ours), ("forged", theirs), ("unsigned", UNSIGNED)):
-        await write_member(bench.client, bench.cluster, Member(name, "gateway", 1, "", "", traffic=traffic), seal)
+    for name, signatures in (("ours", ours), ("forged", theirs), ("unsigned", UNSIGNED)):
+        await write_member(bench.client, bench.cluster, Member(name, "gateway", 1, "", "", traffic=traffic), signatures)
     await bench.tick(service)
     assert wishes.reports[-1].traffic["default"].waiting == 1000
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import BusyError, DrainingError
 from paceline.core.turns import DecodeTurns, PrefillTurns
 from paceline.proto import worker_pb2, worker_pb2_grpc
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.common.rpc_errors import unmapped_error
 from paceline.services.common.set_role import set_role

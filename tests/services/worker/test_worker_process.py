@@ -22,7 +22,7 @@ from paceline.kernels import instruction_set_of, select_kernels
 from paceline.models.identity import model_identity
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.member_seal import UNSIGNED
+from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, connect, read_members
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
 from paceline.services.gateway.event_feed import EventFeed

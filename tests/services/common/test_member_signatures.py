@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.proto import fleet_pb2 as pb
-from paceline.services.common import member_seal
+from paceline.services.common import member_signatures
 from paceline.services.common.auth import CLOCK_SECONDS
-from paceline.services.common.member_seal import TTL_SECONDS, UNSIGNED, MemberSeal, version_of
+from paceline.services.common.member_signatures import TTL_SECONDS, UNSIGNED, MemberSignatures, version_of
 from paceline.services.common.registry import Member
 from paceline.services.common.secret import Secret
 
@@ -19,28 +19,28 @@ SECRET = Secret("the secret of this cluster")
 MEMBER = Member("d", "decode", 7, "10.0.0.1:7300", "host").to_bytes()
 
 
-def seal(secret: Secret = SECRET, cluster: str = "c") -> MemberSeal:
-    return MemberSeal(secret, cluster)
+def signing(secret: Secret = SECRET, cluster: str = "c") -> MemberSignatures:
+    return MemberSignatures(secret, cluster)
 
 
 @given(st.text(min_size=1), st.binary(max_size=200))
 def test_what_was_signed_is_taken_as_it_was(name: str, member: bytes) -> None:
-    value, beat = seal().sign(name, member)
-    reader = seal()
+    value, beat = signing().sign(name, member)
+    reader = signing()
     assert reader.version(name, beat) == version_of(member)
     assert reader.open(name, value) == member
 
 
 @given(st.data(), st.integers(1, 255))
 def test_each_byte_is_covered(data: st.DataObject, change: int) -> None:
-    value, beat = seal().sign("d", MEMBER)
+    value, beat = signing().sign("d", MEMBER)
 
     def changed(text: bytes) -> bytes:
         place = data.draw(st.integers(0, len(text) - 1))
         return text[:place] + bytes((text[place] ^ change,)) + text[place + 1 :]
 
-    assert seal().open("d", changed(value)) is None
-    assert seal().version("d", changed(beat)) is None
+    assert signing().open("d", changed(value)) is None
+    assert signing().version("d", changed(beat)) is None
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def test_each_byte_is_covered(data: st.DataObject, change: int) -> None:
     ids=["secret", "cluster", "name"],
 )
 def test_a_signature_is_of_no_use_elsewhere(secret: Secret, cluster: str, name: str) -> None:
-    value, beat = seal(secret, cluster).sign("d", MEMBER)
-    assert seal().open(name, value) is None
-    assert seal().version(name, beat) is None
+    value, beat = signing(secret, cluster).sign("d", MEMBER)
+    assert signing().open(name, value) is None
+    assert signing().version(name, beat) is None
 
 
 @pytest.mark.parametrize("value", [b"", MEMBER, b"x" * 300, MEMBER + b"\xe2\x01\x28" + bytes(40)])
 def test_what_is_not_signed_is_not_taken(value: bytes) -> None:
-    assert seal().open("d", value) is None
-    assert seal().version("d", value) is None
+    assert signing().open("d", value) is None
+    assert signing().version("d", value) is None
 
 
 def test_without_a_secret_everything_is_taken() -> None:
-    signed, beat = seal().sign("d", MEMBER)
+    signed, beat = signing().sign("d", MEMBER)
     assert UNSIGNED.sign("d", MEMBER) == (MEMBER, version_of(MEMBER))
     assert UNSIGNED.open("d", MEMBER) == MEMBER
     taken = UNSIGNED.open("d", signed)
@@ -71,7 +71,7 @@ def test_without_a_secret_everything_is_taken() -> None:
 
 
 def test_releases_without_signatures_can_read_signed_members() -> None:
-    value, _ = seal().sign("d", MEMBER)
+    value, _ = signing().sign("d", MEMBER)
     message = pb.Member.FromString(value)
     assert (message.worker_id, len(message.mark)) == ("d", 40)
 
@@ -93,12 +93,12 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     clocks = Clocks()
-    monkeypatch.setattr(member_seal, "time", clocks)
+    monkeypatch.setattr(member_signatures, "time", clocks)
     return clocks
 
 
 def test_a_member_that_has_ended_cannot_be_brought_back(clocks: Clocks) -> None:
-    writer, reader = seal(), seal()
+    writer, reader = signing(), signing()
     earlier, last = (writer.sign("d", MEMBER) for _ in range(2))
     assert reader.version("d", last[1]) is not None
     assert reader.open("d", last[0]) == MEMBER
@@ -109,30 +109,30 @@ def test_a_member_that_has_ended_cannot_be_brought_back(clocks: Clocks) -> None:
     assert reader.open("d", last[0]) is None
     assert reader.version("d", last[1]) is None
     clocks.at += CLOCK_SECONDS
-    assert seal().open("d", last[0]) is None  # nor at a service that has just started
+    assert signing().open("d", last[0]) is None  # nor at a service that has just started
     assert reader.open("d", writer.sign("d", MEMBER)[0]) == MEMBER
 
 
 @pytest.mark.parametrize("ahead", [-CLOCK_SECONDS, CLOCK_SECONDS])
 def test_clocks_may_differ_a_little(ahead: float, clocks: Clocks) -> None:
     clocks.ahead = ahead
-    value, _ = seal().sign("d", MEMBER)
+    value, _ = signing().sign("d", MEMBER)
     clocks.ahead = 2.2 * ahead
-    far, _ = seal().sign("e", MEMBER)
+    far, _ = signing().sign("e", MEMBER)
     clocks.ahead = 0.0
-    assert seal().open("d", value) == MEMBER
-    assert seal().open("e", far) is None
+    assert signing().open("d", value) == MEMBER
+    assert signing().open("e", far) is None
 
 
 def test_a_clock_that_is_set_back_stops_no_service(clocks: Clocks) -> None:
-    writer, reader = seal(), seal()
+    writer, reader = signing(), signing()
     assert reader.open("d", writer.sign("d", MEMBER)[0]) == MEMBER
     clocks.ahead = -3.0
     assert reader.open("d", writer.sign("d", MEMBER)[0]) == MEMBER
 
 
 def test_names_that_are_gone_are_forgotten(clocks: Clocks) -> None:
-    writer, reader = seal(), seal()
+    writer, reader = signing(), signing()
     for number in range(100):
         clocks.at += 10.0
         assert reader.open(f"d{number}", writer.sign(f"d{number}", MEMBER)[0]) == MEMBER
@@ -141,9 +141,9 @@ def test_names_that_are_gone_are_forgotten(clocks: Clocks) -> None:
 
 def test_what_is_ignored_is_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     ignored: list[None] = []
-    reader = seal()
+    reader = signing()
     reader.on_ignored = lambda: ignored.append(None)
-    forged, _ = seal(Secret("the secret of another one")).sign("d", MEMBER)
+    forged, _ = signing(Secret("the secret of another one")).sign("d", MEMBER)
     with caplog.at_level(logging.WARNING):
         for value in (MEMBER, forged, MEMBER, forged):
             assert reader.open("d", value) is None

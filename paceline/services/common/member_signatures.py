@@ -45,7 +45,7 @@ class _Newest(NamedTuple):
     """When this mark was read first, on time.monotonic()."""
 
 
-class MemberSeal:
+class MemberSignatures:
     """Signs the members that one service writes, and checks those that it reads.
 
     Without a secret nothing is signed, and everything is taken.
@@ -136,5 +136,5 @@ class MemberSeal:
         return False
 
 
-UNSIGNED = MemberSeal(Secret(), "")
+UNSIGNED = MemberSignatures(Secret(), "")
 """Signs nothing and takes everything, as in a cluster without a secret."""
