@@ -87,6 +87,7 @@ class Member(_message.Message):
     BEATS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """gateway, prefill, decode, encode, kvtransfer, planner, or standby: a worker that waits for a role."""
@@ -115,6 +116,10 @@ class Member(_message.Message):
     weights: _builtins.str
     """Digest of the model's config and weights. Empty if unknown: the worker has not loaded them, or is of an earlier
     release.
+    """
+    mark: _builtins.bytes
+    """In Redis, the last field of a cluster with a secret: when the member was written, and a keyed hash of it
+    (services/common/member_signatures.py). Services that make and read members leave it out.
     """
     @_builtins.property
     def load(self) -> Global___LoadReport:
@@ -183,10 +188,11 @@ class Member(_message.Message):
         beats: _builtins.bool = ...,
         weights: _builtins.str = ...,
         files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        mark: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "mark", b"mark", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

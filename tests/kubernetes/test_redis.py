@@ -61,7 +61,7 @@ def shipped(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shipped]
 
 async def test_who_has_the_password_is_let_in_and_nobody_else(shipped: Shipped) -> None:
     await wait_for_redis(with_password(shipped.url, str(shipped.file)), 20)
-    with pytest.raises(UnavailableError, match="Authentication required"):
+    with pytest.raises(UnavailableError, match="--redis-password-file"):
         await wait_for_redis(shipped.url, 0.2)
 
 

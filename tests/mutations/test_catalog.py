@@ -6,6 +6,7 @@ import ast
 from collections import Counter
 
 import pytest
+import yaml
 
 from tests.mutations.catalog import ROOT, Mutation, load_mutations
 
@@ -14,11 +15,15 @@ MUTATIONS = load_mutations()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_applies_and_leaves_valid_python(mutation: Mutation) -> None:
+def test_each_applies_and_leaves_a_valid_file(mutation: Mutation) -> None:
     source = (ROOT / mutation.file).read_text()
-    mutated = mutation.apply(source)
-    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
+    assert _read(mutation.file, mutation.apply(source)) != _read(mutation.file, source)
     assert all((ROOT / test).exists() for test in mutation.tests), mutation.tests
+
+
+def _read(file: str, text: str) -> object:
+    """Return what a Python or YAML file means. Raises an error if it is none."""
+    return list(yaml.safe_load_all(text)) if file.endswith(".yaml") else ast.dump(ast.parse(text))
 
 
 def test_there_are_many_and_each_has_a_name_of_its_own() -> None:

@@ -171,6 +171,14 @@ def connect(url: str) -> redis.Redis:
     return client
 
 
+def reason(error: Exception) -> str:
+    """Return why Redis does not answer, for a message."""
+    text = str(error) or type(error).__name__
+    if "authenticat" in text.lower() or "WRONGPASS" in text or "invalid username-password" in text:
+        return "it wants a password: --redis-password-file"
+    return text
+
+
 def member_key(cluster: str, worker_id: str) -> str:
     """Return the key of a member's value."""
     return f"paceline:{cluster}:member:{worker_id}"
@@ -291,7 +299,7 @@ class Registrar:
                 reachable = True
             except (RedisError, OSError) as error:
                 if reachable:
-                    log.warning("Redis does not answer (%s); going on without it", error)
+                    log.warning("Redis does not answer (%s); going on without it", reason(error))
                 reachable = False
             except Exception:
                 log.exception("unexpected error in a heartbeat")

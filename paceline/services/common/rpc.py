@@ -180,9 +180,10 @@ async def health_of(
     """
     stub = health_pb2_grpc.HealthStub(channel)
     prover = channel.prover if isinstance(channel, ChannelWithMetadata) else None
-    challenge = () if prover is None else (prover.challenge(),)
+    challenge = None if prover is None else prover.challenge()
+    asked = () if challenge is None else (challenge,)
     try:
-        call = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout, metadata=challenge)
+        call = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout, metadata=asked)
         reply = await heeding_cancellation(call)
         answered = await call.trailing_metadata()
     except grpc.aio.AioRpcError as error:
@@ -190,7 +191,7 @@ async def health_of(
         if isinstance(reason, RefusedError | UntrustedError):
             raise reason from None
         return None
-    if prover is not None and not prover.is_answered(*challenge, answered or ()):
+    if prover and challenge and not prover.is_answered(challenge, answered or ()):
         raise UntrustedError(
             f"{name or 'the service'} does not prove that it has the secret of this cluster: it was started without "
             "--auth-token-file, or another program has taken its address"

@@ -22,7 +22,7 @@ from paceline.core.model_folder import ModelFiles
 from paceline.services.common.avoid import Avoided
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import MemberSignatures
-from paceline.services.common.registry import Member
+from paceline.services.common.registry import Member, reason
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.candidate_table import CandidateTable
 from paceline.services.gateway.candidates import Link
@@ -235,7 +235,7 @@ class Fleet:
             self.redis_answers = True
         except (RedisError, OSError, TimeoutError) as error:
             if self.redis_answers:
-                log.warning("Redis does not answer (%s); routing uses the last known state", error)
+                log.warning("Redis does not answer (%s); routing uses the last known state", reason(error))
             self.redis_answers = False
         self._members.look()
         self.snapshot().settle()  # so that the next request need not do it

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.services.common.redis_url import without_password
-from paceline.services.common.registry import connect
+from paceline.services.common.registry import connect, reason
 
 
 def redis_command(socket: Path) -> list[str]:
@@ -51,7 +51,7 @@ async def wait_for_redis(url: str, seconds: float) -> None:
                     problem = error
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        place = without_password(url)
-        raise UnavailableError(f"Redis at {place} does not answer: {problem or 'no reply'}") from problem
+        why = "no reply" if problem is None else reason(problem)
+        raise UnavailableError(f"Redis at {without_password(url)} does not answer: {why}") from problem
     finally:
         await client.aclose()
