@@ -208,7 +208,7 @@ def _late_header(prover: Prover, method: str) -> tuple[str, str]:
 
 def test_used_proofs_are_remembered_while_they_are_good_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     used, now = auth._UsedNonces(), time.monotonic()
-    for seconds in (0.0, 1.0, 2 * CLOCK_SECONDS - 1, 2 * CLOCK_SECONDS):
+    for seconds in (0.0, 1.0, CLOCK_SECONDS - 1, 1.5 * CLOCK_SECONDS, 2 * CLOCK_SECONDS - 1, 2 * CLOCK_SECONDS):
         monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
         assert used.add("one") is (seconds == 0.0)
         used.add(f"at {seconds}")
