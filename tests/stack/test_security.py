@@ -122,13 +122,16 @@ def keyed(stack: FuzzStack) -> Iterator[KeyedGateway]:
 
 async def test_a_key_cannot_guess_the_prompts_of_another_one(keyed: KeyedGateway) -> None:
     def guess(pin: int) -> dict[str, Any]:
-        return {"prompt": f"This is the bank account of Alice Liddell in Oxford, and its PIN is {pin}. Hello!", **FEW}
+        return {
+            "prompt": f"This is the bank account of Alice Liddell in Oxford, and its PIN is {pin}. Hello to you!",
+            **FEW,
+        }
 
     await keyed.tokens("alice", "/v1/completions", guess(4711))
-    assert {await keyed.tokens("bob", "/v1/completions", guess(pin)) for pin in (4711, 4712)} == {(0, 82), (64, 18)}
+    assert {await keyed.tokens("bob", "/v1/completions", guess(pin)) for pin in (4711, 4712)} == {(0, 87), (64, 23)}
     # Now bob knows only what he has sent himself.
-    assert await keyed.tokens("bob", "/v1/completions", guess(4713)) == (64, 18)
-    assert await keyed.tokens("alice", "/v1/completions", guess(4711)) == (80, 2)
+    assert await keyed.tokens("bob", "/v1/completions", guess(4713)) == (64, 23)
+    assert await keyed.tokens("alice", "/v1/completions", guess(4711)) == (80, 7)
 
 
 @pytest.mark.parametrize("path", ID_PREFIXES)
