@@ -84,22 +84,25 @@ def salts(stack: Stack) -> set[str]:
     return {work.cache_salt for work in works}
 
 
-@pytest.mark.parametrize("path", ID_PREFIXES)
-async def test_the_blocks_of_a_key_are_its_own(scoring: Stack, path: str) -> None:
-    async def salt(name: str, **fields: str) -> str:
+async def test_the_blocks_of_a_key_are_its_own_on_every_route(scoring: Stack) -> None:
+    async def salt(name: str, path: str, **fields: str) -> str:
         answer = await post(scoring, name, path, **bodies("hello")[path], **fields)
         assert answer.status_code == 200, answer.text
         (found,) = salts(scoring)
         return found
 
-    alice = await salt("alice")
-    assert len({alice, await salt("bob"), await salt("root"), await salt("carol"), ""}) == 5
-    assert (await salt("carol"), await salt("alice")) == (await salt("dave"), alice)
-    if "score" in path or "rerank" in path:
-        return
-    # Neither can a client choose the salt of another one.
-    assert alice not in (await salt("bob", cache_salt=alice), await salt("alice", cache_salt="x"))
-    assert await salt("carol", cache_salt="x") == await salt("dave", cache_salt="x")
+    names = ("alice", "bob", "root", "carol", "dave")
+    found = {(await salt(name, path), name) for path in ID_PREFIXES for name in names}
+    assert len(found) == len(names), "a key has one salt on all routes"
+    alice, _, _, carol, dave = (next(own for own, name in found if name == wanted) for wanted in names)
+    assert carol == dave
+    assert len({own for own, _ in found} - {""}) == 4
+    for path in ID_PREFIXES:
+        if "scor" not in path and "rerank" not in path:
+            # No client can choose the salt of another one.
+            chosen = [await salt(name, path, cache_salt=alice) for name in ("alice", "bob", "carol", "dave")]
+            assert len({*chosen, alice, carol}) == 5
+            assert chosen[2] == chosen[3]
 
 
 async def test_the_blocks_of_lines_and_of_responses_in_the_background_are_their_keys_own(stack: Stack) -> None:
