@@ -10,6 +10,9 @@ rest, uses all of them, and gives them back. The figure is the share of all bloc
 `belady` knows the future: it evicts the block that is needed last. `returning` is `forecast` that also knows which
 blocks are requested again, but not when. `--take` measures the time to make room for new blocks.
 
+`--owners N` deals the conversations of each trace to N keys, each of which has its blocks for itself; 0 gives all
+conversations with one system prompt to one key. With `--shared-prompts` all keys share the system prompts.
+
 `--hints` adds rows for the first policy with hints. After each request the policy is told which of its blocks will be
 requested again: after all requests (`all`), after a random half of them (`half`), or after all, with one of five hints
 wrong (`wrong`). A wrong hint is the opposite of the truth: none about blocks that return, or one about the whole
@@ -30,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.cache_oracles import Belady, Returning, name_of
-from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace
+from bench.cache_traces import SYNTHETIC, Trace, make_trace, read_trace, with_owners
 from bench.load import new_file, table
 from paceline.core.block_pool import BlockPool
 from paceline.core.cache_policy.base import CachePolicy
@@ -190,15 +193,21 @@ def main() -> int:
         "--take", type=int, metavar="SLOTS", help="time the taking of 100 blocks from a pool of this size"
     )
     parser.add_argument("--hints", nargs="*", choices=QUALITIES, default=[], help="qualities of hints [none]")
+    parser.add_argument("--owners", type=int, metavar="N", help="keys that share no blocks; 0 for one a system prompt")
+    parser.add_argument("--shared-prompts", action="store_true", help="all keys share the system prompts")
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic traces and of hints [%(default)s]")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
+    if options.shared_prompts and options.owners is None:
+        parser.error("--shared-prompts needs --owners")
     if min(options.blocks) < 1 or not (options.traces or options.take):
         parser.error("name a trace or --take; cache sizes must be at least one block")
     figures = {}
     try:
         for name in options.traces:
             trace = make_trace(name, options.seed) if name in SYNTHETIC else read_trace(Path(name))
+            if options.owners is not None:
+                trace = with_owners(trace, options.owners, options.shared_prompts, options.seed)
             found = measure(trace, options.blocks, options.policies, options.hints, options.seed)
             asked = sum(map(len, trace))
             print(f"\n{name}: {len(trace)} requests, {asked} blocks, {len({b for r in trace for b in r})} different\n")

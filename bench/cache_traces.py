@@ -184,6 +184,33 @@ def tenants(source: _Source) -> Trace:
     return _merged(itertools.chain(talks, [scans()]), 4000)
 
 
+def with_owners(trace: Trace, owners: int, shares_prompts: bool = False, seed: int = 0) -> Trace:
+    """Return a trace in which each conversation belongs to an owner, and owners have their blocks for themselves.
+
+    A conversation begins after the last block that different blocks follow, which is where a system prompt ends.
+
+    Args:
+        owners: number of owners, to which the conversations are dealt at random. 0 gives all conversations with one
+            first block, such as those with one system prompt, to one owner.
+        shares_prompts: whether all owners share the blocks before a conversation, as with `--shared-prompts`.
+    """
+    draw = random.Random(f"owners/{seed}")
+    followers: dict[int, set[int]] = {}
+    for blocks in trace:
+        for block, after in itertools.pairwise(blocks):
+            followers.setdefault(block, set()).add(after)
+    dealt: dict[int, int] = {}
+    names: dict[tuple[int, int], int] = {}
+    made = []
+    for blocks in trace:
+        forks = (place for place, block in enumerate(blocks, 1) if len(followers.get(block, ())) > 1)
+        start = min(max(forks, default=0), len(blocks) - 1)
+        owner = dealt.setdefault(blocks[start], draw.randrange(owners)) if owners else blocks[0]
+        whose = [-1 if shares_prompts and place < start else owner for place in range(len(blocks))]
+        made.append([names.setdefault(pair, len(names)) for pair in zip(whose, blocks)])
+    return made
+
+
 SYNTHETIC: dict[str, Callable[[_Source], Trace]] = {
     "conversations": conversations,
     "system-prompts": system_prompts,

@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.experts_gguf": "{model} {folder}/tiny.gguf",
     "bench.agent_loop": "{url} --calls 2 --flood-tokens 300 --result-words 5",
     "bench.batches": "--lines 4 --rounds 1 --seconds 1",
-    "bench.cache_policy": "agents --blocks 1000 --policies lru",
+    "bench.cache_policy": "agents --blocks 1000 --policies lru --owners 10",
     "bench.cache_survey": "--traces agents --blocks 1000",
     "bench.compare": "a={url} b={url} --rounds 1 --workload shared-prefix",
     "bench.control_plane": "{model} --workers 16 --gateways 1 --processes 1 --blocks 10 --rate 2 --seconds 1 --settle 3"

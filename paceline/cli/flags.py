@@ -33,6 +33,7 @@ _METAVARS = {
     "models_file": "FILE",
     "record_trace": "FILE",
     "root_path": "PATH",
+    "shared_prompts": "FILE",
     "ssl_ca_certs": "FILE",
     "ssl_cert_reqs": "0|1|2",
     "ssl_certfile": "FILE",

@@ -7,10 +7,16 @@ A block of a group is named by the link at its end.
     root ──▶ link 0 (tokens 0-15) ──▶ link 1 (tokens 16-31) ──▶ …
 
 `ContextRoot` has everything that all tokens depend on: the KV layout, which includes the model, and the cache salt; in
-the future perhaps an adapter's digest. The KV of an image's tokens depends on the image, so the links of these tokens
-also hash its digest, its grid and the place of the link within it. The positions of later tokens may depend on the
-grid, so they follow from the links, too. An absent part must not change the hash, because cached blocks outlive a
-release.
+the future perhaps an adapter's digest. If the context begins with tokens that all owners share, such as an operator's
+system prompt, the links of these tokens do not hash the salt, and the next link does:
+
+    root without salt ──▶ link 0 ──▶ … ──▶ last shared link ──▶ salt ──▶ next link ──▶ …
+
+The name of a tail within the shared tokens hashes the salt, unless the tail ends on a link.
+
+The KV of an image's tokens depends on the image, so the links of these tokens also hash its digest, its grid and the
+place of the link within it. The positions of later tokens may depend on the grid, so they follow from the links, too.
+An absent part must not change the hash, because cached blocks outlive a release.
 
 An encoding is a context, too: its root has the digest of the encoder's input, and its tokens have no ids.
 """
@@ -37,7 +43,7 @@ class ContextRoot:
     layout: str
     """Fingerprint of the KV layout: model, weights, dtype and shapes."""
     cache_salt: str = ""
-    """Contexts with different salts share no block."""
+    """Contexts with different salts share no block, except for those of shared tokens, whose root has no salt."""
     encoding: bytes = b""
     """Digest of an encoder's input if the blocks have its encoding rather than KV."""
 
@@ -65,6 +71,7 @@ class Context:
         token_ids: the tokens so far. The list is copied.
         cache_salt, encoding: see `ContextRoot`.
         media: runs of placeholder tokens, in order and apart from each other.
+        shared_tokens: number of tokens at the front whose links do not depend on the salt, a multiple of `BASE_TOKENS`.
     """
 
     def __init__(
@@ -73,11 +80,13 @@ class Context:
         cache_salt: str = "",
         media: Sequence[MediaSpan] = (),
         encoding: bytes = b"",
+        shared_tokens: int = 0,
     ) -> None:
         self.token_ids = list(token_ids)
         self.media = tuple(media)
-        self._cache_salt = cache_salt
+        self.cache_salt = cache_salt
         self._encoding = encoding
+        self._shared_links = shared_tokens // BASE_TOKENS
         self._links: dict[str, list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -97,8 +106,13 @@ class Context:
     def name(self, layout: str, length: int) -> bytes:
         """Return the name of the first `length` tokens: a hash of all of them. It is a link if it ends on one."""
         count, rest = divmod(length, BASE_TOKENS)
-        parent = self.links(layout)[count - 1] if count else self._root(layout)
-        return self._link(parent, length - rest, length) if rest else parent
+        links = self.links(layout)[:count]
+        if not rest:
+            return links[-1] if links else self._parent(layout, links)
+        parent = self._parent(layout, links)
+        if count < self._shared_links:  # only whole links are shared
+            parent = self._salted(parent)
+        return self._link(parent, length - rest, length)
 
     def block_name(self, layout: KVLayout, group: int, block: int, length: int) -> bytes:
         """Return the name of a block's content while only the first `length` tokens of the context are computed.
@@ -113,17 +127,21 @@ class Context:
         """Return the tails after these numbers of tokens. Lengths beyond the context are left out."""
         return [Tail(length, self.name(layout, length)) for length in lengths if 0 < length <= len(self.token_ids)]
 
-    def _root(self, layout: str) -> bytes:
-        return ContextRoot(layout, self._cache_salt, self._encoding).digest()
+    def _parent(self, layout: str, links: Sequence[bytes]) -> bytes:
+        """Return what the hash of the tokens after these links, the first ones of the context, begins with."""
+        if not links:
+            return ContextRoot(layout, "" if self._shared_links else self.cache_salt, self._encoding).digest()
+        return self._salted(links[-1]) if len(links) == self._shared_links else links[-1]
+
+    def _salted(self, parent: bytes) -> bytes:
+        return _hash(repr((parent, self.cache_salt)).encode())
 
     def _grow(self, layout: str, links: list[bytes]) -> None:
-        parent = links[-1] if links else self._root(layout)
         begin, end = len(links) * BASE_TOKENS, len(self.token_ids) // BASE_TOKENS * BASE_TOKENS
         ids = self._packed(begin, end)
         for start in range(begin, end, BASE_TOKENS):
             own = ids[_ID_BYTES * (start - begin) : _ID_BYTES * (start - begin + BASE_TOKENS)]
-            parent = _hash(parent + own + self._seen(start, start + BASE_TOKENS))
-            links.append(parent)
+            links.append(_hash(self._parent(layout, links) + own + self._seen(start, start + BASE_TOKENS)))
 
     def _link(self, parent: bytes, start: int, end: int) -> bytes:
         """Return the hash of tokens [start, end) and everything before them."""

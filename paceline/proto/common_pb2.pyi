@@ -436,12 +436,15 @@ class Work(_message.Message):
     TAILS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SHARED_TOKENS_FIELD_NUMBER: _builtins.int
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
     prompt_tokens: _builtins.int
     cache_salt: _builtins.str
-    """Requests with different salts do not share cached blocks."""
+    """Requests with different salts do not share cached blocks, except for those of shared_tokens. The gateway derives it
+    from the owner of the request and the salt that the client has chosen, so that no client can choose another one's.
+    """
     prefix_source: _builtins.str
     """Address of a kvtransfer service that probably has more of the context cached than the worker's host. Only the
     worker that computes the context gets it, and fetches the cached blocks first.
@@ -456,6 +459,10 @@ class Work(_message.Message):
     kept_tokens: _builtins.int
     """Number of tokens at the front of token_ids after which later requests probably go on otherwise. If the model has
     states, the blocks that end there are kept for them, full or not. 0 keeps none.
+    """
+    shared_tokens: _builtins.int
+    """Number of tokens at the front of token_ids whose blocks do not depend on the salt, because they are an operator's
+    shared prompt. A multiple of 16.
     """
     worker_epoch: _builtins.int
     """Epoch of the member to which the gateway sends this, so that a worker that has got another role refuses it; 0 if
@@ -501,11 +508,12 @@ class Work(_message.Message):
         tails: _abc.Iterable[_builtins.int] | None = ...,
         ttft_seconds: _builtins.float | None = ...,
         kept_tokens: _builtins.int = ...,
+        shared_tokens: _builtins.int = ...,
         worker_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "key", b"key", "media_input", b"media_input", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "shared_tokens", b"shared_tokens", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_seconds: _TypeAlias = _typing.Literal["ttft_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttft_seconds: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds"]  # noqa: Y015

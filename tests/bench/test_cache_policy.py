@@ -10,7 +10,7 @@ import pytest
 
 from bench.cache_oracles import Belady, Returning
 from bench.cache_policy import measure, replay
-from bench.cache_traces import SYNTHETIC, make_trace, read_trace
+from bench.cache_traces import SYNTHETIC, make_trace, read_trace, with_owners
 from paceline.core.cache_policy.lru import LRU
 from paceline.core.cache_policy.registry import POLICIES
 
@@ -44,6 +44,22 @@ def test_what_is_known_to_return_stays() -> None:
     trace = [[1, 2], [3, 4], [5, 6], [1, 2]]
     assert replay(trace, 4, LRU(4)).found == 0
     assert replay(trace, 4, Returning(4, trace)).found == 2
+
+
+def test_owners_share_no_block_but_those_of_shared_prompts() -> None:
+    system = [1, 2]
+    talks = [[[*system, *range(10 * talk, 10 * talk + turn)] for turn in (2, 4)] for talk in range(1, 9)]
+    trace = [request for turn in zip(*talks) for request in turn]
+
+    def different(**options: object) -> int:
+        made = with_owners(trace, **options)  # type: ignore[arg-type]
+        assert [len(request) for request in made] == [len(request) for request in trace]
+        assert all(made[place + 8][:4] == made[place] for place in range(8)), "a conversation has one owner"
+        return len({block for request in made for block in request})
+
+    assert different(owners=1) == different(owners=0) == different(owners=1000, shares_prompts=True) == 2 + 8 * 4
+    assert different(owners=1000) == 8 * 6
+    assert different(owners=2, seed=1) == 2 * 2 + 8 * 4
 
 
 @pytest.mark.slow

@@ -126,6 +126,38 @@ def test_a_block_has_the_name_of_the_context_up_to_its_end() -> None:
         assert context.block_name(layout, index, len(full), 150) == context.name(layout.fingerprint, 150)
 
 
+@given(Tokens, st.integers(0, 6), st.integers(0, 6))
+def test_contexts_with_other_salts_share_exactly_the_links_of_their_shared_tokens(
+    tokens: list[int], ours: int, theirs: int
+) -> None:
+    full = len(tokens) // BASE_TOKENS
+    ours, theirs = min(ours, full), min(theirs, full)
+
+    def names(salt: str, shared: int) -> list[bytes]:
+        context = Context(tokens, salt, shared_tokens=shared * BASE_TOKENS)
+        return [context.name("model", length) for length in range(1, len(tokens) + 1)]
+
+    def common(one: list[bytes], other: list[bytes]) -> list[int]:
+        return [length for length, pair in enumerate(zip(one, other, strict=True), 1) if pair[0] == pair[1]]
+
+    alice, bob = names("alice", ours), names("bob", theirs)
+    assert len({*alice, *bob}) == 2 * len(tokens) - min(ours, theirs), "no name stands for two contents"
+    # Neither the name of a tail within them nor any later name is shared.
+    assert common(alice, bob) == [BASE_TOKENS * link for link in range(1, min(ours, theirs) + 1)]
+    assert common(alice, names("alice", ours)) == list(range(1, len(tokens) + 1))
+
+
+def test_shared_tokens_are_named_as_in_a_context_without_a_salt() -> None:
+    tokens = list(range(40))
+    context = Context(tokens, "salt", shared_tokens=BASE_TOKENS)
+    assert context.links("model")[0] == links(tokens)[0]
+    # See `test_names_do_not_change_between_releases`.
+    assert (context.links("model")[1].hex(), context.name("model", 7).hex()) == (
+        "9650c13f54a2041d304c84cd10564d95",
+        "0feea2480358fee5f0bd140480ce742e",
+    )
+
+
 @given(st.binary(min_size=16, max_size=16), st.integers(1, 1000), st.text(max_size=3))
 def test_an_encoding_is_named_by_its_input_and_salt(digest: bytes, length: int, salt: str) -> None:
     layout = make_layout((GroupShape("full", (0,), 1, 96),), 2, "m", encoding_size=96)

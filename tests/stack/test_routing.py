@@ -18,6 +18,7 @@ from paceline.core.context import Context
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import read_members
+from tests.services.gateway.toy_kvtransfer import salt_of
 from tests.stack.cluster import Cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]
@@ -61,7 +62,7 @@ class Hints:
 
     async def tell_of(self, context: Sequence[int]) -> None:
         """Wait until the gateway knows all full blocks of a context."""
-        links = Context(context[:-1]).links(self.layout)  # the KV of the newest token is not computed yet
+        links = Context(context[:-1], salt_of()).links(self.layout)  # the KV of the newest token is not computed yet
         async with asyncio.timeout(10):
             while links[-1] not in [event.hash for batch in await self.batches() for event in batch.events]:
                 await asyncio.sleep(0.05)
@@ -157,7 +158,7 @@ async def test_a_wrong_hint_costs_a_miss(cluster: Cluster, hints: Hints) -> None
     await hints.tell_of(told + answer.token_ids)
     *_, batch = await hints.batches()
     prompt = tokens("not there")
-    links = Context(prompt).links(hints.layout)
+    links = Context(prompt, salt_of()).links(hints.layout)
     lies = tuple(BlockEvent("stored", 0, digest) for digest in links)
     lie = BlockBatch(batch.host_id, batch.pool, batch.first + len(batch.events), lies)
     await hints.client.xadd(blocks_stream("default"), lie.to_entry())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import stat
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import redis
 from grpc_health.v1 import health_pb2
 
-from bench.services import Process
+from bench.services import Process, free_port
 from paceline.core.errors import RefusedError
 from paceline.proto import kvtransfer_pb2, worker_pb2
 from paceline.services.common.credentials import Credentials
@@ -25,13 +26,16 @@ from paceline.services.common.member_signatures import version_of
 from paceline.services.common.registry import Member, beats_key, member_key, names_key
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
+from paceline.services.gateway.middleware import ID_PREFIXES
 from tests.fuzz.run import fuzz
 from tests.fuzz.stack import ROLES, FuzzStack, fuzz_stack
+from tests.services.gateway.computed_routes import bodies
 from tests.stack.processes import arenas
 
 pytestmark = pytest.mark.stack
 
 PROMPT = list(range(80))
+FEW = {"max_tokens": 2, "temperature": 0}
 METHODS = [
     f"/{service.full_name}/{method.name}"
     for file in (kvtransfer_pb2.DESCRIPTOR, worker_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
@@ -65,6 +69,100 @@ async def test_a_tenant_finds_its_own_blocks_alone(stack: FuzzStack) -> None:
     assert await cached_tokens(stack) == 0
     assert await cached_tokens(stack, cache_salt="two") == 64
     assert await cached_tokens(stack) == 64
+
+
+SYSTEM = "You answer questions about trains, and about nothing else. "
+KEYS = """
+[alice]
+key = "key-of-alice"
+[bob]
+key = "key-of-bob"
+[carol]
+key = "key-of-carol"
+share_cache = "team"
+[dave]
+key = "key-of-dave"
+share_cache = "team"
+"""
+
+
+class KeyedGateway:
+    """A gateway of the stack whose clients need keys."""
+
+    def __init__(self, stack: FuzzStack) -> None:
+        folder, port = stack.folder / "keyed", free_port()
+        folder.mkdir()
+        (folder / "keys.toml").touch(0o600)
+        (folder / "keys.toml").write_text(KEYS)
+        (folder / "shared.toml").write_text(f'[trains]\ntext = "{SYSTEM}"')
+        files = f"--api-keys-file={folder / 'keys.toml'}", f"--shared-prompts={folder / 'shared.toml'}"
+        options = f"--config={stack.folder / 'fuzz.toml'}", f"--port={port}", "--score-tokens=y,n"
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = Process(folder / "log", "gateway", *options, *files)
+        self.process.wait_for("serving m at")
+
+    async def tokens(self, key: str, path: str, body: dict[str, Any]) -> tuple[int, int]:
+        """Send a request and return how many tokens of its prompts its key is told were cached, and computed."""
+        headers = {"x-api-key": f"key-of-{key}", "x-request-id": uuid.uuid4().hex}
+        async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
+            reply = await client.post(path, json=body, headers=headers)
+            assert reply.status_code == 200, reply.text
+            parts = (await client.get(f"/trace/{headers['x-request-id']}", headers=headers)).json()["parts"]
+        attempts = [part["attempts"][-1] for part in parts]
+        cached = sum(attempt["admission"]["cached_tokens"] for attempt in attempts)
+        usage = reply.json().get("usage", {})
+        for place in ("prompt_tokens_details", "input_tokens_details"):
+            assert usage.get(place, {}).get("cached_tokens", cached) == cached
+        assert usage.get("cache_read_input_tokens", cached) == cached
+        return cached, sum(attempt["prefill"]["tokens"] for attempt in attempts)
+
+
+@pytest.fixture(scope="module")
+def keyed(stack: FuzzStack) -> Iterator[KeyedGateway]:
+    gateway = KeyedGateway(stack)
+    yield gateway
+    gateway.process.stop()
+
+
+async def test_a_key_cannot_guess_the_prompts_of_another_one(keyed: KeyedGateway) -> None:
+    def guess(pin: int) -> dict[str, Any]:
+        return {
+            "prompt": f"This is the bank account of Alice Liddell in Oxford, and its PIN is {pin}. Hello to you!",
+            **FEW,
+        }
+
+    await keyed.tokens("alice", "/v1/completions", guess(4711))
+    assert {await keyed.tokens("bob", "/v1/completions", guess(pin)) for pin in (4711, 4712)} == {(0, 87), (64, 23)}
+    # Now bob knows only what he has sent himself.
+    assert await keyed.tokens("bob", "/v1/completions", guess(4713)) == (64, 23)
+    assert await keyed.tokens("alice", "/v1/completions", guess(4711)) == (80, 7)
+
+
+@pytest.mark.parametrize("path", ID_PREFIXES)
+async def test_a_prompt_of_another_key_takes_as_long_as_a_new_one(keyed: KeyedGateway, path: str) -> None:
+    body = bodies(f"A text of the key of alice that she has sent to {path} and to nobody else")[path]
+    first = await keyed.tokens("alice", path, body)
+    again = await keyed.tokens("alice", path, body)
+    assert again[0] > first[0]
+    assert await keyed.tokens("bob", path, body) == first
+    assert await keyed.tokens("carol", path, body) == first
+    assert await keyed.tokens("dave", path, body) == again
+
+
+async def test_only_the_operators_text_is_shared(keyed: KeyedGateway) -> None:
+    def chat(text: str) -> dict[str, Any]:
+        return {"messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}], **FEW}
+
+    secret = chat("My train is the one at 10:31 from Oxford to London Paddington, which I take alone")
+    shared = len("<|system|>") + len(SYSTEM)
+    assert (await keyed.tokens("alice", "/v1/chat/completions", secret))[0] == 0
+    assert (await keyed.tokens("alice", "/v1/chat/completions", secret))[0] > shared
+    assert (await keyed.tokens("bob", "/v1/chat/completions", secret))[0] == 64 <= shared
+    assert (await keyed.tokens("carol", "/v1/chat/completions", chat("Hello")))[0] == 64
+    # A text that only begins like the operator's is its key's own.
+    for key in ("alice", "bob"):
+        other = {"messages": [{"role": "system", "content": SYSTEM[:40]}, {"role": "user", "content": "x" * 40}], **FEW}
+        assert (await keyed.tokens(key, "/v1/chat/completions", other))[0] == 0
 
 
 @pytest.mark.parametrize("role", ROLES[:-1])

@@ -24,6 +24,12 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     chat_template: str = option(
         "", "file with a Jinja chat template, which replaces all templates of the model", "model"
     )
+    shared_prompts: str = option(
+        "",
+        "TOML file with a table for each text, such as a system prompt, whose cached blocks all keys share if their "
+        "prompts begin with it: text, or file, which names a file beside this one. All gateways need the same file",
+        "model",
+    )
     generation_config: GenerationConfig = option(
         "auto",
         "sampling parameters of requests that leave them out. auto: those of the model's generation_config.json. none: "

@@ -62,6 +62,13 @@ class HttpOptions(Options):
         "its owner may be able to read it. It is read again when it changes",
         "network",
     )
+    share_cache: bool = option(
+        False,
+        "all keys share cached prompts and media, so that a client can find out by cached_tokens and by times what "
+        "others have sent. Default: each key has a cache of its own, which it shares with the keys of --api-keys-file "
+        "that have the same share_cache",
+        "network",
+    )
     allowed_origins: str = option(
         "",
         "origins whose web pages may call the API from a browser (CORS), separated by commas, such as "

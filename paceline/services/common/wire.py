@@ -167,7 +167,7 @@ def _grid(sizes: Sequence[int], length: int) -> Grid | None:
 
 def context_from_pb(work: pb.Work) -> Context:
     """Return the context of an attempt. Raises InvalidRequestError like `spans_from_pb`."""
-    return Context(work.token_ids, work.cache_salt, spans_from_pb(work.media))
+    return Context(work.token_ids, work.cache_salt, spans_from_pb(work.media), shared_tokens=work.shared_tokens)
 
 
 def media_input_to_pb(own: MediaInput) -> pb.MediaInput:

@@ -221,6 +221,7 @@ class Generation:
                     # Each prompt of a list gets the tokens that it would get alone.
                     sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sibling) % 2**64),
                     cache_salt=self.plan.cache_salt,
+                    shared_tokens=prompt.shared_tokens,
                     media=prompt.media,
                     media_inputs=prompt.inputs,
                     priority=self.plan.priority,

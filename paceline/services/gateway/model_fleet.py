@@ -25,6 +25,7 @@ from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.secret import Secret
+from paceline.services.gateway.access.sharing import CacheSalts, SharedPrompts, read_shared_prompts
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.console.feed import Feed
@@ -87,6 +88,8 @@ class ModelFleet:
             tokenizer.vocabulary.added_tokens,
         )
         self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
+        self.cache_salts = CacheSalts(shared.credentials.secret, config.share_cache)
+        self._shared_prompts = SharedPrompts(read_shared_prompts(config.shared_prompts), tokenizer, self.forms)
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False
@@ -174,7 +177,8 @@ class ModelFleet:
             with self.runner.traffic.early():
                 await until_disconnect(receive, self.runner.first_worker.wait(self.config.request_seconds, decodes))
         longest = self.fleet.max_model_len(decodes)
-        return ServedModel(self.tokenizer, longest, self.forms, self._logprob_rules)
+        rules = self._logprob_rules
+        return ServedModel(self.tokenizer, longest, self.forms, rules, shared_prompts=self._shared_prompts)
 
     def waiting_requests(self) -> int:
         """Return how many sequences wait for a worker to have room, at all gateways.

@@ -11,6 +11,7 @@ from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.request_classes import DEFAULT
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
+from paceline.services.gateway.access.sharing import SharedPrompts
 from paceline.services.gateway.answer_plan import AnswerPlan
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.cache_hints import Learnt, Mark
@@ -33,6 +34,8 @@ class ServedModel:
     rules: LogprobRules = LogprobRules()
     now: datetime.datetime | None = None
     """Local time that chat templates see; None is the present."""
+    shared_prompts: SharedPrompts | None = None
+    """Beginnings of prompts whose blocks all owners share; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class PromptPlan:
     """The client's cache breakpoints."""
     dropped_tokens: int = 0
     """Number of last tokens that the prompts of later turns do not have; see `Tokenizer.dropped_end`."""
+    shared_tokens: int = 0
+    """Tokens at the front whose blocks all owners share; see `SharedPrompts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,7 @@ class Plan:
     include_stop: bool
     skip_special_tokens: bool
     cache_salt: str
+    """The salt that the client has chosen. In a request that runs, the one that `CacheSalts` has derived from it."""
     wanted_priority: int | None = None
     """The priority that the client wants; None if it does not say."""
     priority: int = 0

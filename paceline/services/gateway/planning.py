@@ -268,7 +268,8 @@ def _plan_prompt(
     if max_tokens is None:
         max_tokens = min(wanted.default_max_tokens, longest - len(token_ids))
     sampling = resolve_sampling(request, model.tokenizer, max_tokens, wanted.logprobs, wanted.prompt_logprobs)
-    return PromptPlan(text, token_ids, sampling, offsets=offsets)
+    shared = 0 if model.shared_prompts is None else model.shared_prompts.shared_tokens(token_ids, model.now)
+    return PromptPlan(text, token_ids, sampling, offsets=offsets, shared_tokens=shared)
 
 
 def _offsets(

@@ -102,8 +102,9 @@ class PrefixIndex:
         """The id of the host with each number."""
         self._holders: dict[KVLayout, BlockHolders] = {}
         self._layouts: Mapping[str, str] = {}
-        self._ends: dict[bytes, dict[int, None]] = {}
-        """For the last link before each noted end, the lengths of the contexts that end after it. Oldest first."""
+        self._ends: dict[tuple[str, bytes], dict[int, None]] = {}
+        """For each cache salt and the last link before each noted end, the lengths of the contexts that end after it.
+        Oldest first."""
 
     def host(self, host_id: str) -> HostBlocks | None:
         host = self._hosts.get(host_id)
@@ -167,15 +168,15 @@ class PrefixIndex:
         although they are not full. Only hosts whose layout has states keep such blocks."""
         count = length // BASE_TOKENS
         if count and (not self._holders or any(layout.keeps_tails for layout in self._holders)):
-            link = context.links(_ANY_LAYOUT)[count - 1]
-            self._ends[link] = {**self._ends.pop(link, {}), length: None}
+            place = _place(context, context.links(_ANY_LAYOUT)[count - 1])
+            self._ends[place] = {**self._ends.pop(place, {}), length: None}
         while len(self._ends) > _MOST_ENDS:
             del self._ends[next(iter(self._ends))]
 
     def ends(self, context: Context) -> list[int]:
         """Return the lengths at which other requests may have ended in this context: the longest ones, ascending."""
         links = context.links(_ANY_LAYOUT) if self._ends else ()
-        found = {length for link in links for length in self._ends.get(link, ())}
+        found = {length for link in links for length in self._ends.get(_place(context, link), ())}
         return sorted(length for length in found if length < len(context))[-_TRIED_ENDS:]
 
     def encoding_hosts(self, digest: bytes, length: int, cache_salt: str) -> list[str]:
@@ -187,6 +188,11 @@ class PrefixIndex:
                 rows = holders.cached_rows(context.links(layout.encodings.fingerprint), len(context))
                 found += [self._ids[number] for number, count in rows.items() if count == len(context)]
         return sorted(found)
+
+
+def _place(context: Context, link: bytes) -> tuple[str, bytes]:
+    """Return a place in a context of one owner. Contexts of several owners have the same links in a shared prompt."""
+    return context.cache_salt, link
 
 
 def _changes(before: Sequence[Set[bytes]], after: Sequence[Set[bytes]]) -> Iterator[tuple[str, int, bytes]]:

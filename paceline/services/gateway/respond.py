@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import uuid
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def start(
     no tokens left.
     """
     plan, ids = with_headers(plan, request), None
+    plan = dataclasses.replace(plan, cache_salt=model.cache_salts.salt(caller_of(request), plan.cache_salt))
     if resumable is not None and wants_ids(request.headers):
         plan, ids = _with_ids(plan, resumable, request)
     else:

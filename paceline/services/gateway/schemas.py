@@ -99,6 +99,7 @@ class GenerationRequest(NamedRequest):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    """Requests with different salts share no cached blocks. Those of other keys are not shared whatever it is."""
     request_id: str | None = None
     session_id: str | None = Field(None, max_length=MAX_SESSION_CHARACTERS)
     """Shown in the request's trace, so that all requests of a conversation can be found."""

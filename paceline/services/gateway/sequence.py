@@ -33,6 +33,9 @@ class SequenceRun:
     prompt_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    """Requests with different salts share no block; see `access/sharing.py`."""
+    shared_tokens: int = 0
+    """Tokens at the front whose blocks all owners share, a multiple of BASE_TOKENS."""
     media: tuple[MediaSpan, ...] = ()
     """Runs of placeholder tokens in the prompt, in order."""
     media_inputs: tuple[MediaInput, ...] = ()
@@ -86,7 +89,7 @@ class SequenceRun:
     """Ids of workers on which an attempt failed."""
 
     def __post_init__(self) -> None:
-        self.context = Context(self.prompt_ids, self.cache_salt, self.media)
+        self.context = Context(self.prompt_ids, self.cache_salt, self.media, shared_tokens=self.shared_tokens)
         self.failed_at = self.trace.arrived
 
     @property
@@ -126,6 +129,7 @@ class SequenceRun:
             prompt_tokens=len(self.prompt_ids),
             sampling=sampling_to_pb(sampling),
             cache_salt=self.cache_salt,
+            shared_tokens=self.shared_tokens,
             priority=self.priority,
             background=self.background,
             ttft_seconds=ttft_seconds,

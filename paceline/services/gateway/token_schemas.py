@@ -66,6 +66,7 @@ class TokensRequest(NamedRequest):
     return_token_ids: bool | None = None
     """Whether the answer has the prompt's token ids."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    """Requests with different salts share no cached blocks. Those of other keys are not shared whatever it is."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
     @model_validator(mode="after")

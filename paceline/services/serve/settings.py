@@ -24,6 +24,7 @@ _GATEWAY = (
     "admin_key",
     "api_keys_file",
     "classes_file",
+    "share_cache",
     "allowed_origins",
     "allowed_methods",
     "allowed_headers",

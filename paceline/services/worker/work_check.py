@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.kv_layout import BASE_TOKENS
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.wire import spans_from_pb
 
@@ -50,6 +51,11 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int, has_grids: bo
         raise InvalidRequestError(
             f"this model's spans of media {'need a' if has_grids else 'have no'} grid: gateway and workers must be of "
             "one release"
+        )
+    shared = work.shared_tokens
+    if shared > work.prompt_tokens or shared % BASE_TOKENS or any(span.start < shared for span in spans):
+        raise InvalidRequestError(
+            f"shared_tokens must be a multiple of {BASE_TOKENS} at the front of the prompt without media", "prompt"
         )
     if len(work.prefix_source) > MAX_ADDRESS_CHARACTERS:
         raise InvalidRequestError(f"prefix_source may have at most {MAX_ADDRESS_CHARACTERS} characters")

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.services.gateway.conftest import Stack, StartStack, eventually
+from tests.services.gateway.toy_kvtransfer import salt_of
 from tests.services.gateway.toy_model import END
 from tests.services.gateway.toy_workers import TEXT
 
@@ -230,7 +231,12 @@ async def test_the_sampling_reaches_the_workers(stack: Stack) -> None:
     for worker in stack.workers.values():
         work = worker.calls[0].work
         assert (work.sampling.temperature, work.sampling.top_k, work.sampling.seed) == (0.5, 3, 7)
-        assert (work.cache_salt, work.priority, work.prompt_tokens, work.sampling.max_tokens) == ("me", -2, 1, 5)
+        assert (work.cache_salt, work.priority, work.prompt_tokens, work.sampling.max_tokens) == (
+            salt_of("me"),
+            -2,
+            1,
+            5,
+        )
 
 
 async def test_the_headers_of_vllm(stack: Stack) -> None:

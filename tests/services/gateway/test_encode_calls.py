@@ -50,6 +50,7 @@ class Request:
         gap: int = 17,
         kind: int = common_pb2.WORK_KIND_GENERATE,
         name: str = "r",
+        salt: str = "",
     ) -> None:
         self.inputs = [image(number) for number in images]
         spans = [
@@ -60,6 +61,7 @@ class Request:
             request_id=name,
             prompt_ids=[1] * (len(images) * (gap + ROWS) + 1),
             sampling=SamplingParams(max_tokens=9, prompt_logprobs=scores),
+            cache_salt=salt,
             media=tuple(spans),
             media_inputs=tuple(self.inputs),
             kind=kind,  # type: ignore[arg-type]
@@ -89,8 +91,9 @@ def encodings(worker: ToyWorker) -> list[Call]:
 
 async def test_the_prefill_worker_encodes_each_image_once(cluster: Cluster) -> None:
     decode, prefill = await cluster.add("d"), await cluster.add("p", "prefill")
-    request = Request(runner_of(cluster), [1, 2, 1])
+    request = Request(runner_of(cluster), [1, 2, 1], salt="alice")
     assert len(await request.task) == 9
+    assert {call.work.cache_salt for call in encodings(prefill)} == {"alice"}
     assert [call.work.media_input.data for call in encodings(prefill)] == [own.data for own in request.inputs[:2]]
     assert prefill.told == dict.fromkeys(request.digests, "kv of host")
     assert not encodings(decode)
@@ -315,3 +318,9 @@ async def test_an_input_that_no_encoder_can_read_ends_the_request(cluster: Clust
     with pytest.raises(InvalidRequestError):
         await request.task
     await eventually(lambda: prefill.active == 0)
+
+
+def test_an_encoding_under_way_belongs_to_its_owner() -> None:
+    index, span = EncodingIndex(PrefixIndex()), MediaSpan(0, ROWS, image(1).digest, MediaKind.IMAGE)
+    with index.computing(span, "alice", "p"), index.computing(span, "bob", "q"):
+        assert [index.workers(span, salt) for salt in ("alice", "bob", "")] == [{"p"}, {"q"}, frozenset()]

@@ -233,6 +233,19 @@ def test_the_end_of_a_request_is_found_with_the_blocks_that_are_not_full() -> No
     assert index.cached_tokens(Context(TOKENS), 199) == {"a": 128}
 
 
+def test_ends_belong_to_an_owner_even_after_a_shared_prompt() -> None:
+    index = PrefixIndex()
+
+    def context(salt: str) -> Context:
+        return Context(TOKENS, salt, shared_tokens=96)
+
+    assert context("alice").links("test")[5] == context("bob").links("test")[5]
+    for length in (90, 100, 130):
+        index.note_end(context("alice"), length)
+    assert index.ends(context("alice")) == [90, 100, 130]
+    assert index.ends(context("bob")) == []
+
+
 def test_a_fleet_without_states_remembers_no_ends() -> None:
     index = PrefixIndex()
     index.replace("a", blocks(FULL, TOKENS))

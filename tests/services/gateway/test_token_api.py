@@ -11,6 +11,7 @@ import httpx
 from paceline.core.types import ConstraintKind
 from paceline.services.common.wire import sampling_from_pb
 from tests.services.gateway.conftest import Stack, StartStack, eventually
+from tests.services.gateway.toy_kvtransfer import salt_of
 from tests.services.gateway.toy_model import END
 from tests.services.gateway.toy_workers import TEXT
 
@@ -40,7 +41,7 @@ async def test_tokens_in_tokens_out(stack: Stack) -> None:
     assert (answer["request_id"], answer["output_mode"], answer["prompt_token_ids"]) == ("mine", "tokens", PROMPT)
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (7, 4)
     work = stack.workers["prefill-0"].calls[0].work
-    assert (list(work.token_ids), work.cache_salt, work.priority) == (PROMPT, "s", -3)
+    assert (list(work.token_ids), work.cache_salt, work.priority) == (PROMPT, salt_of("s"), -3)
 
 
 async def test_the_model_s_own_end_and_the_longest_answer_are_defaults(stack: Stack) -> None:

@@ -9,6 +9,14 @@ import grpc.aio
 
 from paceline.core.context import Context
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
+from paceline.services.common.secret import Secret
+from paceline.services.gateway.access.callers import ANYONE
+from paceline.services.gateway.access.sharing import CacheSalts
+
+
+def salt_of(wanted: str = "") -> str:
+    """Return the salt of requests without a key, in a cluster without a secret."""
+    return CacheSalts(Secret()).salt(ANYONE, wanted)
 
 
 class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
@@ -29,7 +37,7 @@ class ToyKVTransfer(kvtransfer_pb2_grpc.KVTransferServicer):
     async def Reusable(  # type: ignore[override]
         self, request: kvtransfer_pb2.ReusableRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        links = Context(self.pretends_to_cache).links(self.layout)
+        links = Context(self.pretends_to_cache, salt_of()).links(self.layout)
         layout = kvtransfer_pb2.KVLayout(
             fingerprint=self.layout,
             slot_bytes=4096,

@@ -34,11 +34,14 @@ def prompt_with(images: Sequence[MediaInput], text: Sequence[int] = range(10, 40
     return tokens, spans
 
 
-def encode_work(host: Host, own: MediaInput, name: str = "e", with_input: bool = True) -> common_pb2.Work:
+def encode_work(
+    host: Host, own: MediaInput, name: str = "e", with_input: bool = True, salt: str = ""
+) -> common_pb2.Work:
     return common_pb2.Work(
         key=common_pb2.Key(request_id=name, attempt=1, generation=1),
         model=host.model,
         kind=common_pb2.WORK_KIND_ENCODE,
+        cache_salt=salt,
         media=[span_to_pb(MediaSpan(0, own.length, own.digest, own.kind))],
         media_input=media_input_to_pb(own) if with_input else None,
     )
@@ -46,10 +49,10 @@ def encode_work(host: Host, own: MediaInput, name: str = "e", with_input: bool =
 
 @contextlib.asynccontextmanager
 async def encoding(
-    host: Host, own: MediaInput, role: int = 0, with_input: bool = True
+    host: Host, own: MediaInput, role: int = 0, with_input: bool = True, salt: str = ""
 ) -> AsyncIterator[worker_pb2.ComputeEvent]:
     """Have an image encoded by the prefill (0) or decode (1) worker, and hold the encoding. Yield the last event."""
-    call = compute(host, encode_work(host, own, with_input=with_input), role)
+    call = compute(host, encode_work(host, own, with_input=with_input, salt=salt), role)
     try:
         assert (await call.read()).HasField("opened")
         while (event := await call.read()).HasField("alive"):

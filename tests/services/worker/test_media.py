@@ -75,11 +75,12 @@ async def test_requests_for_the_same_encoding_share_its_computation(start: Start
     async with start() as host:
         own = image(5)
 
-        async def cached() -> bool:
-            async with encoding(host, own) as event:
-                return bool(event.encoded.cached)
+        async def cached(salt: str) -> tuple[str, bool]:
+            async with encoding(host, own, salt=salt) as event:
+                return salt, bool(event.encoded.cached)
 
-        assert sorted(await asyncio.gather(*(cached() for _ in range(4)))) == [False, True, True, True]
+        found = await asyncio.gather(*(cached(salt) for salt in ("alice", "alice", "bob", "alice")))
+        assert sorted(found) == [("alice", False), ("alice", True), ("alice", True), ("bob", False)]
         assert await host.all_blocks_back()
 
 

@@ -90,6 +90,17 @@ def test_what_is_out_of_bounds_is_refused(param: str | None, changes: dict[str, 
     assert caught.value.param == param
 
 
+def test_only_text_at_the_front_of_the_prompt_is_shared() -> None:
+    def image(start: int) -> pb.MediaSpan:
+        return pb.MediaSpan(start=start, length=2, digest=bytes(16), kind=pb.MEDIA_KIND_IMAGE)
+
+    fields = {"token_ids": [1] * 20, "prompt_tokens": 18, "shared_tokens": 16}
+    check(**fields, media=[image(16)])
+    for wrong in ({"shared_tokens": 17}, {"prompt_tokens": 15}, {"media": [image(15)]}):
+        with pytest.raises(InvalidRequestError, match="shared_tokens must be a multiple of 16"):
+            check(**{**fields, **wrong})
+
+
 @pytest.mark.parametrize("has_grids", [False, True])
 def test_spans_have_a_grid_exactly_if_the_model_reads_it(has_grids: bool) -> None:
     span = pb.MediaSpan(start=1, length=2, digest=bytes(16), kind=pb.MEDIA_KIND_IMAGE, grid=[1, 1, 2] * has_grids)

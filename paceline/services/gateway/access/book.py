@@ -98,7 +98,8 @@ class AccessBook:
 
 def caller_with(key: Key) -> Caller:
     """Return the caller that has sent a key."""
-    return Caller(key.name, key.digest.hex(), key.role == "admin", key.priority, key.request_class)
+    is_admin = key.role == "admin"
+    return Caller(key.name, key.digest.hex(), is_admin, key.priority, key.request_class, key.share_cache)
 
 
 def _version(file: str) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ class Caller:
     """Priority of requests that state none, and the most urgent one that a key may use; lower is more urgent."""
     request_class: str = DEFAULT
     """Class of its requests."""
+    share_cache: str = ""
+    """Name of the group of keys with which the caller shares cached blocks; "" if it shares them with none."""
 
     def may_see(self, owner: str) -> bool:
         """Return whether the caller may see and end what `owner` has sent."""

@@ -4,6 +4,7 @@
 sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 priority = 10
 class = "interactive"
+share_cache = "team-a"
 requests_per_minute = 60
 tokens_per_minute = 100_000
 max_concurrent = 8
@@ -57,6 +58,8 @@ class Key:
     limits: Limits = Limits()
     request_class: str = DEFAULT
     """Class of its requests, a name in `Classes`."""
+    share_cache: str = ""
+    """Name of the group of keys with which it shares cached blocks; "" if it shares them with none."""
 
 
 class _Entry(BaseModel):
@@ -69,6 +72,7 @@ class _Entry(BaseModel):
     role: Role = "client"
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_class: Annotated[str, Field(alias="class")] = DEFAULT
+    share_cache: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     requests_per_minute: Amount | None = None
     tokens_per_minute: Amount | None = None
     max_concurrent: Amount | None = None
@@ -122,4 +126,4 @@ def _key(file: str, name: str, table: Any) -> Key:
         raise ConfigError(f"--api-keys-file {file}: [{name}] needs either key or sha256; {_ADVICE}")
     digest = digest_of(entry.key) if entry.key is not None else bytes.fromhex(entry.sha256 or "")
     limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
-    return Key(name, digest, entry.role, entry.priority, limits, entry.request_class)
+    return Key(name, digest, entry.role, entry.priority, limits, entry.request_class, entry.share_cache or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.services.common.wire import context_from_pb
 from paceline.services.gateway.access import book
+from paceline.services.gateway.middleware import ID_PREFIXES
+from tests.services.gateway.computed_routes import bodies
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
 FILE = """
@@ -30,6 +34,12 @@ max_concurrent = 1
 [root]
 key = "key-of-root"
 role = "admin"
+[carol]
+key = "key-of-carol"
+share_cache = "team"
+[dave]
+key = "key-of-dave"
+share_cache = "team"
 """
 SECRETS = ("key-of-alice", "key-of-bob", "key-of-eve", "key-of-slow", "key-of-root", "key-of-nobody")
 
@@ -49,6 +59,12 @@ async def stack(start_stack: StartStack, keys: Path) -> Stack:
     return stack
 
 
+@pytest.fixture
+async def scoring(start_stack: StartStack, keys: Path) -> Stack:
+    """A stack that can score."""
+    return await start_stack(api_keys_file=str(keys), store=f"{keys.parent}/responses.db", score_tokens="y,n")
+
+
 async def post(stack: Stack, name: str, path: str = "/v1/completions", /, **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer key-of-{name}"}
     if path == "/v1/completions":
@@ -58,6 +74,86 @@ async def post(stack: Stack, name: str, path: str = "/v1/completions", /, **body
 
 async def get(stack: Stack, name: str, path: str) -> httpx.Response:
     return await stack.http.get(path, headers={"x-api-key": f"key-of-{name}"})
+
+
+def salts(stack: Stack) -> set[str]:
+    """Return the salts of all work that came since the last call."""
+    works = [call.work for worker in stack.workers.values() for call in worker.calls]
+    for worker in stack.workers.values():
+        worker.calls.clear()
+    return {work.cache_salt for work in works}
+
+
+async def test_the_blocks_of_a_key_are_its_own_on_every_route(scoring: Stack) -> None:
+    async def salt(name: str, path: str, **fields: str) -> str:
+        answer = await post(scoring, name, path, **bodies("hello")[path], **fields)
+        assert answer.status_code == 200, answer.text
+        (found,) = salts(scoring)
+        return found
+
+    names = ("alice", "bob", "root", "carol", "dave")
+    found = {(await salt(name, path), name) for path in ID_PREFIXES for name in names}
+    assert len(found) == len(names), "a key has one salt on all routes"
+    alice, _, _, carol, dave = (next(own for own, name in found if name == wanted) for wanted in names)
+    assert carol == dave
+    assert len({own for own, _ in found} - {""}) == 4
+    for path in ID_PREFIXES:
+        if "scor" not in path and "rerank" not in path:
+            # No client can choose the salt of another one.
+            chosen = [await salt(name, path, cache_salt=alice) for name in ("alice", "bob", "carol", "dave")]
+            assert len({*chosen, alice, carol}) == 5
+            assert chosen[2] == chosen[3]
+
+
+async def test_the_blocks_of_lines_and_of_responses_in_the_background_are_their_keys_own(stack: Stack) -> None:
+    await post(stack, "alice")
+    (own,) = salts(stack)
+    made = await post(stack, "alice", "/v1/responses", input="x", background=True, max_output_tokens=2)
+    assert made.status_code == 200, made.text
+    decode = stack.workers["decode-0"]
+    await eventually(lambda: len(decode.calls) == 1 and not decode.active)
+    assert salts(stack) == {own}
+    headers = {"x-api-key": "key-of-alice"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
+    uploaded = await stack.http.post(
+        "/v1/files", files={"file": json.dumps(line).encode()}, data={"purpose": "batch"}, headers=headers
+    )
+    batch = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    assert (await stack.http.post("/v1/batches", json=batch, headers=headers)).status_code == 200
+    await eventually(lambda: len(decode.calls) == 1 and not decode.active)
+    assert salts(stack) == {own}
+
+
+async def test_all_gateways_give_a_key_the_same_salt(stack: Stack) -> None:
+    other = await stack.another_gateway()
+    await post(stack, "alice")
+    own = salts(stack)
+    answer = await other.http.post("/v1/completions", json={"prompt": "x"}, headers={"x-api-key": "key-of-alice"})
+    assert answer.status_code == 200
+    assert salts(stack) == own != {""}
+
+
+async def test_all_keys_may_share_their_blocks(start_stack: StartStack, keys: Path) -> None:
+    stack = await start_stack(api_keys_file=str(keys), share_cache=True)
+    for name in ("alice", "bob", "carol"):
+        await post(stack, name)
+    assert len(salts(stack)) == 1
+    await post(stack, "alice", cache_salt="x")
+    await post(stack, "bob", cache_salt="y")
+    assert len(salts(stack)) == 2
+
+
+async def test_shared_prompts_are_shared_by_all_keys(start_stack: StartStack, keys: Path, tmp_path: Path) -> None:
+    (tmp_path / "shared.toml").write_text(f'[a]\ntext = "{"system " * 8}"')
+    stack = await start_stack(api_keys_file=str(keys), shared_prompts=str(tmp_path / "shared.toml"))
+    for name, text in (("alice", "my PIN is 4711"), ("bob", "my PIN is 4712"), ("bob", "")):
+        messages = [{"role": "system", "content": "system " * 8 + text}, {"role": "user", "content": "x"}]
+        await post(stack, name, "/v1/chat/completions", messages=messages, max_tokens=2)
+    works = [call.work for call in stack.workers["prefill-0"].calls]
+    assert [work.shared_tokens for work in works] == [64, 64, 64]
+    contexts = [context_from_pb(work).links("layout") for work in works]
+    assert contexts[0][:4] == contexts[1][:4] == contexts[2][:4]
+    assert contexts[0][4] != contexts[1][4]
 
 
 async def test_a_key_sees_its_own_traces_only(stack: Stack) -> None:
