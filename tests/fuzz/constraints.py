@@ -41,7 +41,7 @@ from tests.fuzz.hostile import Fields, random_fields
 LIMITS = Limits(cpu_seconds=2, memory=256 << 20, seconds=20.0)
 MASK_SECONDS = 0.5
 """Most CPU time of one mask."""
-_TOKENS = 24
+_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)

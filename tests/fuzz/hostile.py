@@ -85,19 +85,18 @@ def _wide(rng: random.Random, depth: int) -> Any:
     count = rng.choice([3, 40, 300, 1500])
     inner = hostile_schema(rng, 0)
     names = [f"{rng.choice(_WORDS)}{index}" for index in range(count)]
-    return rng.choice(
-        [
-            {"enum": names},
-            {"enum": [{"a": name, "b": [index]} for index, name in enumerate(names)]},
-            {"anyOf": [{"const": name} for name in names]},
-            {"oneOf": [{"properties": {name: inner}} for name in names[:60]]},
-            {"type": "object", "properties": dict.fromkeys(names, inner)},
-            {"type": "object", "properties": dict.fromkeys(names, inner), "required": names},
-            {"patternProperties": {hostile_regex(rng): inner for _ in range(min(count, 12))}},
-            {"allOf": [{"properties": {name: inner}} for name in names[:60]]},
-            {"propertyNames": {"enum": names}, "minProperties": count // 2},
-        ]
-    )
+    ways: list[Callable[[], Any]] = [
+        lambda: {"enum": names},
+        lambda: {"enum": [{"a": name, "b": [index]} for index, name in enumerate(names)]},
+        lambda: {"anyOf": [{"const": name} for name in names]},
+        lambda: {"oneOf": [{"properties": {name: inner}} for name in names[:60]]},
+        lambda: {"type": "object", "properties": dict.fromkeys(names, inner)},
+        lambda: {"type": "object", "properties": dict.fromkeys(names, inner), "required": names},
+        lambda: {"patternProperties": {hostile_regex(rng): inner for _ in range(min(count, 12))}},
+        lambda: {"allOf": [{"properties": {name: inner}} for name in names[:60]]},
+        lambda: {"propertyNames": {"enum": names}, "minProperties": count // 2},
+    ]
+    return rng.choice(ways)()
 
 
 _SCHEMAS: list[Callable[[random.Random, int], Any]] = [_numbers, _referenced, _nested, _counted, _wide]
@@ -109,18 +108,17 @@ def hostile_regex(rng: random.Random, depth: int = 4) -> str:
         return rng.choice([*_CLASSES, "a", "ab?", "é", r"\x{1F600}"])
     inner = hostile_regex(rng, depth - 1)
     low, high = sorted(rng.sample(_COUNTS[:8], 2))
-    return rng.choice(
-        [
-            f"({inner}){{{low},{high}}}",
-            f"({inner}){{{low},}}",
-            f"({inner})*",
-            f"(({inner})+)+",
-            f"({inner}|{hostile_regex(rng, depth - 1)})",
-            f".*{inner}.{{{min(low, 60)}}}",
-            f"{inner}{hostile_regex(rng, depth - 1)}",
-            "(" + "|".join(f"{rng.randint(0, 10**6)}{inner}" for _ in range(rng.choice([2, 30, 400]))) + ")",
-        ]
-    )[:20_000]
+    ways: list[Callable[[], str]] = [
+        lambda: f"({inner}){{{low},{high}}}",
+        lambda: f"({inner}){{{low},}}",
+        lambda: f"({inner})*",
+        lambda: f"(({inner})+)+",
+        lambda: f"({inner}|{hostile_regex(rng, depth - 1)})",
+        lambda: f".*{inner}.{{{min(low, 60)}}}",
+        lambda: f"{inner}{hostile_regex(rng, depth - 1)}",
+        lambda: "(" + "|".join(f"{rng.randint(0, 10**6)}{inner}" for _ in range(rng.choice([2, 30, 400]))) + ")",
+    ]
+    return rng.choice(ways)()[:20_000]
 
 
 def _lark(rng: random.Random) -> str:
@@ -128,15 +126,18 @@ def _lark(rng: random.Random) -> str:
 
     def part(depth: int) -> str:
         if depth == 0:
-            leaves = [rng.choice(names), json.dumps(rng.choice(_WORDS)), f"/{hostile_regex(rng, 2)}/", "TEXT"]
-            return rng.choice([*leaves, f"<[{rng.randint(0, 60_000)}]>", "<|im_end|>", f"%json {json.dumps(small())}"])
+            leaves: list[Callable[[], str]] = [
+                lambda: rng.choice([*names, "TEXT", "<|im_end|>"]),
+                lambda: json.dumps(rng.choice(_WORDS)),
+                lambda: f"/{hostile_regex(rng, 2)}/",
+                lambda: f"<[{rng.randint(0, 60_000)}]>",
+                lambda: f"%json {json.dumps(random_schema(rng, 1))}",
+            ]
+            return rng.choice(leaves)()
         inner, other = part(depth - 1), part(depth - 1)
         low, high = sorted(rng.sample(_COUNTS[:8], 2))
         repeated = f"({inner}){{{low},{high}}}"
         return rng.choice([f"({inner} {other})", f"({inner} | {other})", f"({inner})*", f"({inner})?", repeated])
-
-    def small() -> Any:
-        return random_schema(rng, 1)
 
     attributes = ["", "", "[lazy]", f"[max_tokens={rng.choice(_COUNTS)}]", '[stop="a"]', "[capture]"]
     lines = [f"{name}{rng.choice(attributes)}: {part(rng.randint(0, 3))}" for name in names]
@@ -160,15 +161,14 @@ def _choices(rng: random.Random) -> list[str]:
 
 def _tag(rng: random.Random, depth: int = 3) -> Any:
     if depth == 0:
-        return rng.choice(
-            [
-                {"type": "const_string", "value": rng.choice(_WORDS)},
-                {"type": "json_schema", "json_schema": hostile_schema(rng, 1)},
-                {"type": "any_text", "excludes": [word for word in _WORDS if word][: rng.randint(0, 9)]},
-                {"type": "regex", "pattern": hostile_regex(rng, 3)},
-                {"type": "grammar", "grammar": _lark(rng)},
-            ]
-        )
+        leaves: list[Callable[[], Any]] = [
+            lambda: {"type": "const_string", "value": rng.choice(_WORDS)},
+            lambda: {"type": "json_schema", "json_schema": hostile_schema(rng, 1)},
+            lambda: {"type": "any_text", "excludes": [word for word in _WORDS if word][: rng.randint(0, 9)]},
+            lambda: {"type": "regex", "pattern": hostile_regex(rng, 3)},
+            lambda: {"type": "grammar", "grammar": _lark(rng)},
+        ]
+        return rng.choice(leaves)()
     inner = [_tag(rng, depth - 1) for _ in range(rng.choice([1, 2, 5]))]
     tags = [
         {"type": "tag", "begin": f"<{index}", "content": each, "end": rng.choice(["", ">", ["a", "b"]])}

@@ -26,6 +26,9 @@ MAX_BYTES = 4 << 20
 """Largest size of the fields as JSON. A grammar that is made of them has a lower limit of its own."""
 
 
+_MESSAGE_CHARACTERS = 500
+
+
 @dataclass(frozen=True, slots=True)
 class WantedConstraint:
     """The fields of one request, for the process that makes its constraint."""
@@ -88,8 +91,9 @@ class ConstraintFields(Body):
         try:
             text = self.model_dump_json(by_alias=True).encode()
         except ValueError as error:
-            # Texts and numbers come from JSON. So nothing but the depth can be wrong.
-            raise InvalidRequestError(f"{self.place}: {TOO_DEEP}", self.place) from error
+            reason = str(error).removeprefix("Error serializing to JSON: ")
+            reason = TOO_DEEP if "depth" in reason else reason[:_MESSAGE_CHARACTERS]
+            raise InvalidRequestError(f"{self.place}: {reason}", self.place) from error
         if len(text) > MAX_BYTES:
             raise InvalidRequestError(f"{self.place}: it is larger than {MAX_BYTES >> 20} MiB; shorten it", self.place)
         return WantedConstraint(text, hashlib.sha256(text).digest(), self.place)
@@ -148,7 +152,7 @@ def completion_fields(
 
 def _fields(request: GenerationRequest, budget: int | None, **others: Any) -> ConstraintFields:
     copied = {name: getattr(request, name) for name in _COPIED}
-    ids = None if request.allowed_token_ids is None else []
+    ids: list[int] | None = None if request.allowed_token_ids is None else []
     return ConstraintFields.model_construct(**copied, allowed_token_ids=ids, budget=budget, **others)
 
 

@@ -34,7 +34,9 @@ because the host is busy."""
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
-"""Workers of the same host get nine times the CPU time of a trial, if both want it."""
+"""Workers of the same host get nine times the CPU time of a trial that takes long, if both want it."""
+_SHORT_SECONDS = 0.2
+"""A trial takes long after this time. Nearly all end before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,15 @@ def main(descriptor: int) -> None:
     _Server(gateway, models, limits).run()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Trial:
-    """A running child."""
+    """A running child. Instants are of time.monotonic()."""
 
     pid: int
     connection: socket.socket
     deadline: float
+    next_look: float
+    """When to lower its priority, and then the deadline."""
 
 
 class _Server:
@@ -107,7 +111,7 @@ class _Server:
 
     def run(self) -> None:
         while True:
-            first = min((trial.deadline for trial in self._trials.values()), default=None)
+            first = min((min(trial.next_look, trial.deadline) for trial in self._trials.values()), default=None)
             left = None if first is None else max(0.0, first - time.monotonic())
             for key, _ in self._selector.select(left):
                 if key.fileobj is not self._gateway:
@@ -119,6 +123,9 @@ class _Server:
                 if trial.deadline <= now:
                     os.kill(trial.pid, signal.SIGKILL)
                     self._end(end, TOO_LATE)
+                elif trial.next_look <= now:
+                    os.setpriority(os.PRIO_PROCESS, trial.pid, _NICENESS)
+                    trial.next_look = trial.deadline
 
     def _accept(self) -> bool:
         """Begin a trial. Return False if the gateway has closed the socket."""
@@ -130,7 +137,8 @@ class _Server:
         if (pid := os.fork()) == 0:
             self._run_child(connection, self._models[message[0]])
         os.close(theirs)
-        self._trials[ours] = _Trial(pid, connection, time.monotonic() + self._limits.seconds)
+        now = time.monotonic()
+        self._trials[ours] = _Trial(pid, connection, now + self._limits.seconds, now + _SHORT_SECONDS)
         self._selector.register(ours, selectors.EVENT_READ)
         return True
 
@@ -163,7 +171,6 @@ class _Server:
 
 def limit_process(limits: Limits) -> None:
     """Limit what this process may use from now on."""
-    os.nice(_NICENESS)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)  # what the library says before it is killed would fill the gateway's log
     size = 0
