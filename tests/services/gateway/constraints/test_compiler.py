@@ -168,7 +168,8 @@ async def test_the_end_of_the_process_is_no_outage(desk: Desk) -> None:
     assert await desk.make(guided_regex="a")
     first = desk.compiler.pid
     assert first is not None
-    trial = asyncio.create_task(desk.make(**object_schema(1000)))
+    await until(lambda: not children(first))
+    trial = asyncio.create_task(desk.make(**object_schema(1500)))
     await until(lambda: children(first))
     (child,) = children(first)
     os.kill(first, signal.SIGKILL)
