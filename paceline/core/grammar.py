@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, grammar_from, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar_errors import explain
@@ -173,3 +173,22 @@ def check_grammar(kind: ConstraintKind, text: str) -> None:
     if wrong:
         message = explain(messages[0], with_place=kind is ConstraintKind.GRAMMAR)
         raise ConstraintError(message[:_MESSAGE_CHARACTERS])
+
+
+def compile_grammar(grammar: str, tokenizer: LLTokenizer, kind: ConstraintKind) -> LLMatcher:
+    """Return the matcher at the beginning of an output, which has computed the first mask.
+
+    Args:
+        grammar: what `grammar_of` has returned.
+        kind: the language in which the constraint was written.
+
+    Raises:
+        ConstraintError: the grammar cannot be enforced, or no output can follow it.
+    """
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        message = explain(matcher.get_error(), with_place=kind is ConstraintKind.GRAMMAR)
+        raise ConstraintError(message[:_MESSAGE_CHARACTERS])
+    return matcher

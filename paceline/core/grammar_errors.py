@@ -10,6 +10,8 @@ NO_TOKEN = "no token is possible"
 MAX_DEPTH = 120
 """Levels of a schema's objects and lists that the library can read, about: its own parser of JSON stops at 128."""
 
+TOO_DEEP = f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep"
+
 _LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 """The source lines around a mistake. They are cut off, because some are not the user's but ours."""
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -21,7 +23,7 @@ _WORDS = tuple(
         # JSON schemas.
         (
             r"(?:recursion limit|maximum recursion depth) exceeded",
-            f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep",
+            TOO_DEEP,
         ),
         # Regular expressions.
         (r"regex parse error:.*\nerror: (.*)", r"a regular expression cannot be read: \1; it is read in Rust's syntax"),

@@ -55,6 +55,9 @@ class Constraint:
     """Field of the API that the client used, such as "structured_outputs.regex". Only gateways know it."""
     unenforced: tuple[str, ...] = field(default=(), compare=False)
     """Keywords of JSON schemas that are not enforced, each with the field of the API. Only gateways know them."""
+    grammar: str = field(default="", compare=False)
+    """What the text means as a grammar of the library, which a gateway has compiled on trial; "" if it has not been
+    translated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ grammars and their state stay on the runner's side.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -21,10 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.core.errors import ConstraintError, ModelError, PacelineError
-from paceline.core.grammar import LIMITS, grammar_of
+from paceline.core.end_tokens import read_end_token_ids
+from paceline.core.errors import ModelError, PacelineError
+from paceline.core.grammar import compile_grammar, grammar_of
 from paceline.core.grammar_errors import NO_TOKEN, explain
-from paceline.core.types import Constraint, ConstraintKind
+from paceline.core.types import Constraint
 
 MASK_SECONDS = 60.0
 """Deadline for a step's masks. The library's limits end the slowest masks long before; later than this, the thread is
@@ -110,11 +112,12 @@ class Grammar:
 class Grammars:
     """Compiled constraints for the tokenizer of a model folder.
 
-    The tokenizer's file is opened here and parsed when the first constraint comes: another file may be in its place by
-    then. A grammar is kept while a request uses it. The last _CACHED_GRAMMARS ones are kept longer.
+    The tokenizer's file is opened here and parsed later: another file may be in its place by then. A grammar is kept
+    while a request uses it. The last _CACHED_GRAMMARS ones are kept longer.
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._path = folder / "tokenizer.json"
         self._file: int | None = None
         if self._path.is_file():
@@ -124,41 +127,78 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: weakref.WeakValueDictionary[Constraint, Grammar] = weakref.WeakValueDictionary()
         self._recent: deque[Grammar] = deque(maxlen=_CACHED_GRAMMARS)
+        self._compiling: dict[Constraint, Future[Grammar]] = {}
+        self._tokenizer_lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._end_token_ids: frozenset[int] = frozenset()
+        self.built = 0
+        """Number of times that the tokenizer was built."""
+
+    def prepare(self) -> None:
+        """Build the tokenizer for the model's own end tokens, which takes seconds and lets no other thread run.
+
+        Call this while nobody is served. If the tokenizer cannot constrain outputs, `compile` says so later.
+        """
+        with contextlib.suppress(ModelError):
+            if ends := read_end_token_ids(self._folder, self._text()):
+                self._tokenizer_for(ends)
+
+    def find(self, constraint: Constraint) -> Grammar | None:
+        """Return a constraint that is compiled already; None if it is not."""
+        with self._lock:
+            return self._known(constraint)
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Return the compiled constraint. Takes milliseconds, the first time seconds. Any thread may call this.
+        """Return the compiled constraint, within milliseconds if a gateway has tried it. Any thread may call this.
 
         Raises:
             ConstraintError: the constraint cannot be compiled.
             ModelError: the model's tokenizer cannot be constrained.
         """
         with self._lock:
-            grammar = self._compiled.get(constraint)
-        if grammar is None:
-            text = grammar_of(constraint.kind, constraint.text)
-            start = LLMatcher(self._tokenizer_for(constraint.end_token_ids), text, log_level=0, limits=LIMITS)
-            if start.is_error():
-                own_text = constraint.kind is ConstraintKind.GRAMMAR
-                raise ConstraintError(explain(start.get_error(), with_place=own_text))
-            grammar = Grammar(start, constraint.end_token_ids)
-        with self._lock:
-            self._compiled[constraint] = grammar
-            if grammar in self._recent:
-                self._recent.remove(grammar)
-            self._recent.append(grammar)
+            if (grammar := self._known(constraint)) is not None:
+                return grammar
+            if is_first := (done := self._compiling.get(constraint)) is None:
+                done = self._compiling[constraint] = Future()
+        assert done is not None
+        if is_first:
+            try:
+                done.set_result(self._compile(constraint))
+            except BaseException as error:
+                done.set_exception(error)
+            with self._lock:
+                del self._compiling[constraint]
+                if done.exception() is None:
+                    self._keep(constraint, done.result())
+        return done.result()
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        text = constraint.grammar or grammar_of(constraint.kind, constraint.text)
+        tokenizer = self._tokenizer_for(constraint.end_token_ids)
+        return Grammar(compile_grammar(text, tokenizer, constraint.kind), constraint.end_token_ids)
+
+    def _known(self, constraint: Constraint) -> Grammar | None:
+        grammar = self._compiled.get(constraint)
+        if grammar is not None:
+            self._keep(constraint, grammar)
         return grammar
+
+    def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
+        self._compiled[constraint] = grammar
+        if grammar in self._recent:
+            self._recent.remove(grammar)
+        self._recent.append(grammar)
 
     def _tokenizer_for(self, end_token_ids: frozenset[int]) -> LLTokenizer:
         # In practice there is one set of end tokens: the model's own.
-        with self._lock:
+        with self._tokenizer_lock:
             if self._tokenizer is None or end_token_ids != self._end_token_ids:
                 try:
                     self._tokenizer = LLTokenizer(self._text(), eos_token=sorted(end_token_ids))
                 except ValueError as error:
                     raise ModelError(f"cannot constrain outputs with {self._path}: {error}") from error
                 self._end_token_ids = end_token_ids
+                self.built += 1
             return self._tokenizer
 
     def _text(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,10 @@ def load(
     identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
     grammars = Grammars(folder)
     code = (model_impl, trust_remote_code)
-    model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
+    with ThreadPoolExecutor(1, "grammars") as thread:  # beside the reading of weights
+        preparing = thread.submit(grammars.prepare)
+        model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
+    preparing.result()
     draft_folder, has_assistant = _draft(speculative)
     draft_model = assistant = None
     if draft_folder is not None and has_assistant:

@@ -321,8 +321,11 @@ class Constraint(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     kind: Global___ConstraintKind.ValueType
     text: _builtins.str
+    grammar: _builtins.str
+    """The text as a grammar of the library, so that workers need not translate it. A gateway has compiled it on trial."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that say that the output is complete. They are allowed only when it may end, and always end the request."""
@@ -333,10 +336,11 @@ class Constraint(_message.Message):
         kind: Global___ConstraintKind.ValueType = ...,
         text: _builtins.str = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "kind", b"kind", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_token_ids", b"end_token_ids", "grammar", b"grammar", "kind", b"kind", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

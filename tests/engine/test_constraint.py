@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.types import Constraint, FinishReason, SamplingParams
-from paceline.engine.constraint import Grammars, Matcher
+from paceline.engine.constraint import Grammar, Grammars, Matcher
 from paceline.models.base import Model
 from tests.engine.constrained_loop import WAYS, Ask, ConstrainedLoop, choice, lark, regex, sampled, schema
 from tests.engine.loops import DRAFTS
@@ -200,6 +202,22 @@ def test_requests_share_a_compiled_grammar_and_each_has_a_matcher_of_its_own(gra
     first, second = matcher_of(grammars, regex("ab"), b"a"), matcher_of(grammars, regex("ab"))
     assert allowed(first) == [{ord("b")}]
     assert allowed(second) == [{ord("a")}]
+
+
+def test_a_constraint_that_a_gateway_has_tried_is_not_translated_again(grammars: Grammars) -> None:
+    tried = replace(schema({"type": "integer"}), grammar='start: "tried"')
+    assert allowed(matcher_of(grammars, tried)) == [{ord("t")}]
+
+
+def test_equal_constraints_at_the_same_time_are_compiled_once(grammars: Grammars) -> None:
+    constraint, together = schema({"properties": {f"p{index}": {} for index in range(99)}}), threading.Barrier(4)
+
+    def compile_one(_: int) -> Grammar:
+        together.wait()
+        return grammars.compile(constraint)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len({id(found) for found in threads.map(compile_one, range(4))}) == 1
 
 
 def test_a_grammar_stays_compiled_while_a_request_uses_it(grammars: Grammars) -> None:

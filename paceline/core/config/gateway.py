@@ -66,6 +66,18 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         "limits",
         at_least=-1,
     )
+    constraint_seconds: int = option(
+        2,
+        "CPU time in seconds within which a schema, grammar or set of tools must compile. It is compiled on trial in a "
+        "process of its own, which ends at the limit. Then the request gets 400, and no worker sees it",
+        "limits",
+        at_least=1,
+    )
+    constraint_memory: Size = option(
+        "256MiB",
+        "memory within which a schema, grammar or set of tools must compile; see --constraint-seconds",
+        "limits",
+    )
     return_tokens_as_token_ids: bool = option(
         False,
         "logprobs name tokens by id, as token_id:7, because several tokens may have the same text; a request may say "
@@ -227,8 +239,8 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     )
     media_processes: int = option(
         2,
-        "processes that decode media, one item at a time each; they start when the first item comes. Videos and audio "
-        "leave one of them free for images, if there are two or more",
+        "processes that decode media, one item at a time each. One starts with a gateway whose model takes media, the "
+        "others when items come. Videos and audio leave one of them free for images, if there are two or more",
         "media",
         at_least=1,
     )

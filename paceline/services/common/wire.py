@@ -118,7 +118,8 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
 
 def constraint_to_pb(constraint: Constraint) -> pb.Constraint:
     ends = sorted(constraint.end_token_ids)
-    return pb.Constraint(kind=_KINDS[constraint.kind], text=constraint.text, end_token_ids=ends)
+    kind, grammar = _KINDS[constraint.kind], constraint.grammar
+    return pb.Constraint(kind=kind, text=constraint.text, end_token_ids=ends, grammar=grammar)
 
 
 def constraint_from_pb(message: pb.Constraint) -> Constraint:
@@ -126,7 +127,7 @@ def constraint_from_pb(message: pb.Constraint) -> Constraint:
     kind = next((ours for ours, theirs in _KINDS.items() if theirs == message.kind), None)
     if kind is None:
         raise ConstraintError(f"a worker does not know constraint kind {message.kind}; it is older than the gateway")
-    return Constraint(kind, message.text, frozenset(message.end_token_ids))
+    return Constraint(kind, message.text, frozenset(message.end_token_ids), grammar=message.grammar)
 
 
 def scores_to_pb(first: int, tokens: Sequence[Token]) -> Iterator[pb.PromptLogprobs]:

@@ -1,29 +1,20 @@
-"""The output format that a client asks for, and the constraint with which workers enforce it.
+"""The output format that a client asks for; `constraints/content.py` makes a constraint of it.
 
 Clients use OpenAI's `response_format`, or vLLM's `structured_outputs` and older `guided_*` fields.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
-from paceline.core.grammar import OPTIONS, check_grammar, check_options, unenforced
-from paceline.core.grammar_errors import explain
-from paceline.core.types import Constraint, ConstraintKind
-from paceline.services.gateway.answers.expressions import Spelling
-from paceline.services.gateway.answers.structural_tag import Form, JsonSchema, Tag, TriggeredTags, grammar_of_tag
+from paceline.core.types import Constraint
+from paceline.services.gateway.answers.structural_tag import Form
 from paceline.services.gateway.errors import ApiError
-
-if TYPE_CHECKING:
-    from paceline.services.gateway.schemas import GenerationRequest
 
 
 class Body(BaseModel):
@@ -125,7 +116,7 @@ class StructuredOutputs(Body):
     @property
     def options(self) -> dict[str, Any]:
         """How the grammar reads schemas; see `grammar.OPTIONS`."""
-        spacing = COMPACT if self.disable_any_whitespace else _spacing(self.whitespace_pattern)
+        spacing = COMPACT if self.disable_any_whitespace else spacing_of(self.whitespace_pattern)
         return {**spacing, "closed": False} if self.allow_additional_properties else spacing
 
 
@@ -138,61 +129,6 @@ because small models may otherwise write white space for ever."""
 
 UNENFORCED_HEADER = "x-schema-unenforced"
 _HEADER_CHARACTERS = 2000
-
-_NO_TOKENS: Mapping[str, int] = {}
-
-
-class Wish(NamedTuple):
-    """A constraint that a field of a request asks for."""
-
-    place: str
-    """The field."""
-    kind: ConstraintKind
-    text: str
-    is_strict: bool = False
-    """Whether all of a schema must be enforced."""
-
-
-def constraint_of(
-    request: GenerationRequest, end_token_ids: frozenset[int], own_tokens: Mapping[str, int] = _NO_TOKENS
-) -> Constraint | None:
-    """Return the constraint that a request asks for, after checking it; None if it asks for none.
-
-    Args:
-        end_token_ids: ids of the tokens with which the model ends an answer.
-        own_tokens: ids of the tokens that were added to the vocabulary, by text.
-
-    Raises:
-        InvalidRequestError: there are several constraints, or it cannot be enforced. The error names the field.
-    """
-    wishes = list(_wishes(request, Spelling(own_tokens)))
-    if not wishes:
-        return None
-    place, kind, text, is_strict = wishes[0]
-    if len(wishes) > 1:
-        places = " and ".join(wish.place for wish in wishes)
-        raise InvalidRequestError(f"{places}: set only one of them", place)
-    if request.allowed_token_ids is not None:
-        raise InvalidRequestError(f"allowed_token_ids and {place}: set only one of them", "allowed_token_ids")
-    if not end_token_ids:
-        raise InvalidRequestError(f"{place}: this model has no token that ends an answer", place)
-    try:
-        check_constraint(kind, text)
-    except ConstraintError as error:
-        raise InvalidRequestError(f"{place}: {error}", place) from error
-    return Constraint(kind, text, end_token_ids, place, what_is_left(kind, text, place, is_strict))
-
-
-def what_is_left(kind: ConstraintKind, text: str, place: str, is_strict: bool | None) -> tuple[str, ...]:
-    """Return the fields of the API with keywords of JSON schemas that a constraint does not enforce.
-
-    Raises InvalidRequestError if everything must be enforced. Formats are annotations, as the specification has it.
-    """
-    left = unenforced(kind, text)
-    if is_strict and (broken := [each.path for each in left if each.keyword != "format"]):
-        message = f"{place}: {', '.join(broken)} cannot be enforced in full; leave it out, or set strict to false"
-        raise InvalidRequestError(message, place)
-    return tuple(f"{place}.{each.path}" for each in left)
 
 
 def unenforced_header(constraint: Constraint | None) -> dict[str, str]:
@@ -209,113 +145,6 @@ def name_client_field(error: Exception, constraint: Constraint | None) -> Except
     return InvalidRequestError(f"{constraint.place}: {error}", constraint.place)
 
 
-# Cached, because clients send the same schema again and again.
-check_constraint = functools.lru_cache(maxsize=64)(check_grammar)
-
-
-def _wishes(request: GenerationRequest, spelling: Spelling) -> Iterator[Wish]:
-    wanted = request.structured_outputs
-    options = SPACED if wanted is None else wanted.options
-    if (form := request.response_format) is not None:
-        if form.type == "json_object":
-            text = _schema_text(ANY_OBJECT, "response_format", options)
-            yield Wish("response_format", ConstraintKind.JSON_SCHEMA, text)
-        elif form.type == "json_schema":
-            place = "response_format.json_schema"
-            if form.json_schema is None:
-                raise InvalidRequestError(f"{place} is missing: it holds a name and a schema", place)
-            place += ".schema"
-            if form.json_schema.schema_ is None:
-                raise InvalidRequestError(f"{place} is missing: it describes the answer", place)
-            text = _schema_text(form.json_schema.schema_, place, options)
-            yield Wish(place, ConstraintKind.JSON_SCHEMA, text, bool(form.json_schema.strict))
-        elif form.type == "structural_tag":
-            yield Wish("response_format", ConstraintKind.ANSWER, _tag_text(form, "response_format", spelling, options))
-    if wanted is not None:
-        given = (wanted.json_, wanted.regex, wanted.choice, wanted.grammar)
-        if form is None and all(each is None for each in (*given, wanted.json_object or None, wanted.structural_tag)):
-            place = "structured_outputs"
-            names = "json, regex, choice, grammar, json_object, structural_tag"
-            raise InvalidRequestError(f"{place} needs one of {names}, or a response_format", place)
-        yield from _said("structured_outputs.", *given, options)
-        if wanted.json_object:
-            place = "structured_outputs.json_object"
-            yield Wish(place, ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, place, options))
-        if wanted.structural_tag is not None:
-            place = "structured_outputs.structural_tag"
-            tag = _read_tag(wanted.structural_tag, place)
-            yield Wish(place, ConstraintKind.ANSWER, _tag_text(tag, place, spelling, options))
-    older = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
-    yield from _said("guided_", *older, _spacing(request.guided_whitespace_pattern))
-
-
-def _said(
-    prefix: str,
-    schema: object,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-    options: dict[str, Any],
-) -> Iterator[Wish]:
-    if schema is not None:
-        yield Wish(f"{prefix}json", ConstraintKind.JSON_SCHEMA, _schema_text(schema, f"{prefix}json", options))
-    if regex is not None:
-        yield Wish(f"{prefix}regex", ConstraintKind.REGEX, regex)
-    if choice is not None:
-        yield Wish(f"{prefix}choice", ConstraintKind.CHOICE, json.dumps(choice, ensure_ascii=False))
-    if grammar is not None:
-        yield Wish(f"{prefix}grammar", ConstraintKind.GRAMMAR, grammar)
-
-
-def _spacing(pattern: str | None) -> dict[str, Any]:
+def spacing_of(pattern: str | None) -> dict[str, Any]:
+    """Return the options for white space between JSON tokens that match a pattern, by default any white space."""
     return SPACED if pattern is None else {"whitespace_pattern": pattern}
-
-
-def _read_tag(text: str, place: str) -> AnswerFormat:
-    """Return a structural tag from its JSON text. Raises InvalidRequestError if it is none."""
-    try:
-        return AnswerFormat.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise InvalidRequestError(f"{place}: {where[:200]}: {first['msg']}", place) from error
-
-
-def _tag_text(tag: AnswerFormat, place: str, spelling: Spelling, options: dict[str, Any]) -> str:
-    """Return the grammar of a structural tag. Raises InvalidRequestError if it cannot be enforced."""
-    form = tag.format
-    if (form is None) == (tag.structures is None or tag.triggers is None):
-        raise InvalidRequestError(f"{place}: a structural tag has either format, or structures and triggers", place)
-    if form is None:
-        assert tag.structures is not None
-        assert tag.triggers is not None
-        tags = [
-            Tag(begin=each.begin, content=JsonSchema(type="json_schema", json_schema=each.schema_), end=each.end)
-            for each in tag.structures
-        ]
-        form = TriggeredTags(type="triggered_tags", triggers=tag.triggers, tags=tags)
-    try:
-        return grammar_of_tag(form, spelling, options)
-    except (ConstraintError, RecursionError) as error:
-        raise InvalidRequestError(f"{place}: {error}", place) from error
-
-
-def _schema_text(schema: object, place: str, options: dict[str, Any]) -> str:
-    """Return a schema as JSON text that also has options for its grammar.
-
-    Raises InvalidRequestError if it is not a JSON object, or has such options itself.
-    """
-    try:
-        if isinstance(schema, str):
-            schema = json.loads(schema)
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, dict):
-            raise InvalidRequestError(f"{place}: a schema must be a JSON object, or true to allow any value", place)
-        check_options(schema)
-        return json.dumps({**schema, OPTIONS: options}, ensure_ascii=False)
-    except ConstraintError as error:
-        raise InvalidRequestError(f"{place}: {error}", place) from error
-    except (ValueError, RecursionError) as error:
-        why = explain(str(error)) if isinstance(error, RecursionError) else f"not a JSON schema: {error}"
-        raise InvalidRequestError(f"{place}: {why}", place) from error

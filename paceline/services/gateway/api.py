@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_bodies import (
     ChatChunk,
     ChatCompletion,
@@ -64,6 +65,7 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
         model = gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
         plan = await model.plan(request.receive, lambda served: plan_completion(body, served), kind_of(body))
+        plan = await model.constrained(plan, owner_of(request))
         response_format = CompletionFormat(body, plan, response_id, model.name, model.tokenizer)
         return await respond(model, body, plan, response_format, request)
 

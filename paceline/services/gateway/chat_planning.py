@@ -63,7 +63,8 @@ async def plan_with_media(
 ) -> Plan:
     """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
     served = dataclasses.replace(await model.served_model(request.receive), now=rendering_time(request.headers))
-    return await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
+    plan = await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
+    return await model.constrained(plan, owner_of(request))
 
 
 async def plan_conversation(model: ModelFleet, chat: ChatRequest, request: Request) -> Plan:

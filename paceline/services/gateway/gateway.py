@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.access.book import AccessBook
 from paceline.services.gateway.access.limiter import Gateways, Limiter
+from paceline.services.gateway.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.errors import ApiError, LeavingError, NoWorkerError
 from paceline.services.gateway.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.media.items import NO_MEDIA
@@ -28,6 +30,8 @@ from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.media.processors.families import read_processor
 from paceline.services.gateway.model_fleet import ModelFleet, Shared
 from paceline.services.gateway.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 LoadedModel: TypeAlias = tuple[GatewayConfig, Tokenizer]
 """The gateway's options with those of one model in their place, and the model's tokenizer."""
@@ -61,15 +65,31 @@ class Gateway:
             media=MediaService(config, metrics=self.metrics.media),
             address=address,
             key_uses=self.limiter.report,
+            constraints=ConstraintCompiler(config, models),
         )
+        self.constraints = shared.constraints
         self.traces, self.requests = shared.traces, shared.requests
-        fleets = (ModelFleet(own, tokenizer, shared) for own, tokenizer in models)
+        fleets = (ModelFleet(own, tokenizer, shared, index) for index, (own, tokenizer) in enumerate(models))
         self.models = {fleet.name: fleet for fleet in fleets}
         """The models by their names in the API."""
         only = next(iter(self.models)) if len(self.models) == 1 else ""
         # A limit is applied before the body is read, so that only one model is known by its name then.
         self.limiter.on_refused = partial(self.metrics.count_refusal, only)
         self._tasks: list[asyncio.Task[None]] = []
+
+    async def prepare(self) -> None:
+        """Make everything that the first request of a kind would have to wait for.
+
+        A process that cannot start now is started again with the first request that needs it.
+        """
+        starting = [self.constraints.start()]
+        if any(model.media_preparer.kinds for model in self.models.values()):
+            starting.append(self._shared.media.pool.start())
+        for model in self.models.values():
+            model.tokenizer.prepare()
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.warning("not prepared: %s", outcome)
 
     async def start(self) -> None:
         """Read the fleets, and register this gateway in each of them."""
@@ -84,6 +104,7 @@ class Gateway:
         await end_tasks(*self._tasks)
         await asyncio.gather(*(model.close() for model in self.models.values()))
         await self._shared.media.close()
+        await self.constraints.close()
         await self._redis.aclose()
 
     async def drain(self, seconds: float) -> None:

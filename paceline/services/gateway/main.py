@@ -42,6 +42,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
     with listen(config) as listener:
         models = await start_unless_stopped(asyncio.to_thread(load_models, config), stop)
         gateway = Gateway(config, models, listener.address)
+        await start_unless_stopped(gateway.prepare(), stop)
         server = _Server(
             uvicorn.Config(
                 create_app(gateway),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from paceline.services.gateway.access.sharing import CacheSalts, SharedPrompts, 
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.block_feed import BlockFeed
 from paceline.services.gateway.console.feed import Feed
+from paceline.services.gateway.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.kinds import KINDS
@@ -62,6 +63,7 @@ class Shared:
     """host:port at which others reach the HTTP API; it is written to Redis."""
     key_uses: Callable[[], Sequence[KeyUse]]
     """Returns what the keys of this gateway use of their limits."""
+    constraints: ConstraintCompiler
     traces: TraceBook = field(default_factory=TraceBook)
     requests: RunningRequests = field(default_factory=RunningRequests)
     gateway_id: str = field(default_factory=partial(unique_name, "gateway"))
@@ -74,10 +76,12 @@ class ModelFleet:
 
     Args:
         config: the gateway's options with those of this model in their place.
+        index: number of the model at its gateway.
     """
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, shared: Shared) -> None:
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, shared: Shared, index: int = 0) -> None:
         self.config = config
+        self._index = index
         self.name = config.served_model_name or Path(config.model).name
         self.tokenizer = tokenizer
         self.media, self.traces, self.requests = shared.media, shared.traces, shared.requests
@@ -150,7 +154,7 @@ class ModelFleet:
     async def plan(
         self, receive: Receive, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE
     ) -> Plan:
-        """Return a request's plan, after the first workers have loaded the model.
+        """Return a request's plan without its constraints, after the first workers have loaded the model.
 
         Args:
             receive: as for `served_model`.
@@ -160,6 +164,22 @@ class ModelFleet:
         Raises the errors of `make` and `served_model`.
         """
         return await asyncio.to_thread(make, await self.served_model(receive, kind))
+
+    async def constrained(self, plan: Plan, owner: str) -> Plan:
+        """Return a plan with the constraints that it wants, which have been compiled on trial.
+
+        Args:
+            owner: who sent the request.
+
+        Raises the errors of `ConstraintCompiler.make`.
+        """
+        prompts = []
+        for prompt in plan.prompts:
+            if prompt.wanted is not None:
+                constraint = await self._shared.constraints.make(self._index, prompt.wanted, owner)
+                prompt = replace(prompt, sampling=replace(prompt.sampling, constraint=constraint))
+            prompts.append(prompt)
+        return replace(plan, prompts=prompts)
 
     async def served_model(self, receive: Receive, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
         """Return what plans are made for, after the first workers have loaded the model.

@@ -15,6 +15,7 @@ from paceline.services.gateway.access.sharing import SharedPrompts
 from paceline.services.gateway.answer_plan import AnswerPlan
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.cache_hints import Learnt, Mark
+from paceline.services.gateway.constraints.fields import WantedConstraint
 from paceline.services.gateway.sampling import LogprobRules, derived_seed
 from paceline.services.gateway.schemas import RepetitionDetection
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -60,6 +61,8 @@ class PromptPlan:
     """Number of last tokens that the prompts of later turns do not have; see `Tokenizer.dropped_end`."""
     shared_tokens: int = 0
     """Tokens at the front whose blocks all owners share; see `SharedPrompts`."""
+    wanted: WantedConstraint | None = None
+    """The constraint of the answers, before it has been made; None if they may have any form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import common_pb2
-from paceline.services.gateway.answer_plan import answer_constraint, completion_constraint, plan_answer
+from paceline.services.gateway.answer_plan import plan_answer
 from paceline.services.gateway.cache_hints import LATER_TURN, text_marks, token_marks
 from paceline.services.gateway.chat_prompt import dropped_tokens, render_chat
+from paceline.services.gateway.constraints.fields import chat_fields, completion_fields
 from paceline.services.gateway.errors import ContextLengthError, NoWorkerError
 from paceline.services.gateway.fill_in_middle import fill_in_middle
 from paceline.services.gateway.media.expansion import NO_ITEMS, Expansions
@@ -85,19 +86,19 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
     if rendered.items and request.truncate_prompt_tokens is not None:
         name = "truncate_prompt_tokens"
         raise InvalidRequestError(f"{name}: a prompt with images, videos or audio cannot be truncated", name)
-    wanted = _Wanted(
+    limits = _Wanted(
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
         tokenizer.defaults.max_new_tokens or model.max_model_len,
         logprob_count(request.top_logprobs or 0, "top_logprobs", rules, tokenizer) if request.logprobs else None,
         logprob_count(request.prompt_logprobs, "prompt_logprobs", rules, tokenizer),
     )
-    prompt = _plan_prompt(request, model, "messages", text, encoded.token_ids, wanted)
-    constraint = answer_constraint(request, forms, tokenizer, text, prompt.sampling.constraint)
-    sampling = dataclasses.replace(prompt.sampling, constraint=constraint)
+    prompt = _plan_prompt(request, model, "messages", text, encoded.token_ids, limits)
+    fields = chat_fields(request, forms, tokenizer, text)
+    wanted = None if fields is None else fields.wanted()
     answer = plan_answer(request, forms, tokenizer, text)
     dropped = dropped_tokens(request, prompt.token_ids, tokenizer)
-    prompt = dataclasses.replace(prompt, sampling=sampling, answer=answer, media=encoded.media, inputs=encoded.inputs)
-    prompt = dataclasses.replace(prompt, dropped_tokens=dropped)
+    prompt = dataclasses.replace(prompt, answer=answer, media=encoded.media, inputs=encoded.inputs)
+    prompt = dataclasses.replace(prompt, wanted=wanted, dropped_tokens=dropped)
     found = text_marks(text, request.messages, request.tools or (), request.cache_control)
     if found and request.truncate_prompt_tokens is None:
         prompt = dataclasses.replace(
@@ -121,7 +122,7 @@ def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
     """Return the plan of POST /inference/v1/generate. Errors are as for `plan_completion`."""
     params, tokenizer, rules = request.sampling_params, model.tokenizer, model.rules
     check_no_media(request.token_ids, tokenizer, "token_ids")
-    with _renamed({name: f"sampling_params.{name}" for name in type(params).model_fields}):
+    with in_sampling_params():
         wanted = _Wanted(
             params.max_tokens,
             tokenizer.defaults.max_new_tokens or model.max_model_len,
@@ -162,6 +163,11 @@ def plan_scores(prompts: Iterable[tuple[str, str | list[int]]], token_ids: Seque
             raise InvalidRequestError(told, param)
         plans.append(_plan_prompt(params, model, param, text, ids, _Wanted(1, 1, 0, None)))
     return _plan(params, plans, common_pb2.WORK_KIND_GENERATE, LogprobRules(most=-1))
+
+
+def in_sampling_params() -> contextlib.AbstractContextManager[None]:
+    """Rename the fields that errors name to those of POST /inference/v1/generate."""
+    return _renamed({name: f"sampling_params.{name}" for name in TokenSampling.model_fields})
 
 
 @contextlib.contextmanager
@@ -233,9 +239,8 @@ def _plan_text(
 ) -> PromptPlan:
     """Return the plan of a prompt that is no conversation. Arguments are as for `_plan_prompt`."""
     prompt = _plan_prompt(request, model, param, text, token_ids, wanted)
-    sampling = prompt.sampling
-    constraint = completion_constraint(request, model.forms, model.tokenizer, prompt.token_ids, sampling.constraint)
-    return dataclasses.replace(prompt, sampling=dataclasses.replace(sampling, constraint=constraint))
+    fields = completion_fields(request, model.forms, model.tokenizer, prompt.token_ids)
+    return prompt if fields is None else dataclasses.replace(prompt, wanted=fields.wanted())
 
 
 def _plan_prompt(

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.chat_prompt import media_of
 from paceline.services.gateway.derender import (
@@ -59,6 +60,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
         plan = await model.plan(request.receive, lambda served: plan_completion(body, served))
+        plan = await model.constrained(plan, owner_of(request))
         return render(body, plan, request_id, model.name)
 
     @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
@@ -67,6 +69,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         request_id = choose_id(body.request_id, request)
         check_no_media(body, model)
         plan = await model.plan(request.receive, lambda served: plan_chat(body, served))
+        plan = await model.constrained(plan, owner_of(request))
         return render(body, plan, request_id, model.name)[0]
 
     @router.post(

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import SamplingParams
-from paceline.services.gateway.answer_format import constraint_of
 from paceline.services.gateway.bad_words import sequences_of
 from paceline.services.gateway.schemas import GenerationRequest
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -78,7 +77,6 @@ def resolve_sampling(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        constraint=constraint_of(request, tokenizer.eos_token_ids, tokenizer.vocabulary.added_tokens),
         bad_words=bad_words,
         logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
     )

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.services.gateway.access.callers import caller_of
+from paceline.services.gateway.access.callers import caller_of, owner_of
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.planning import plan_tokens
+from paceline.services.gateway.planning import in_sampling_params, plan_tokens
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.token_format import TokensFormat
 from paceline.services.gateway.token_schemas import AbortRequest, TokensRequest
@@ -40,6 +40,8 @@ def add_token_api(router: APIRouter, gateway: Gateway) -> None:
         model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
         plan = await model.plan(request.receive, lambda served: plan_tokens(body, served))
+        with in_sampling_params():
+            plan = await model.constrained(plan, owner_of(request))
         tokens_format = TokensFormat(body, plan, request_id, model.name, model.tokenizer)
         return await respond(model, body, plan, tokens_format, request)
 

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from paceline.core.config import GenerationConfig
+from paceline.core.end_tokens import end_token_ids, special_tokens, text_value
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.core.model_folder import read_model_files, read_object
 from paceline.services.gateway.chat_template import ChatTemplate, Message
@@ -106,17 +107,18 @@ class Tokenizer:
         settings = read_object(folder / "tokenizer_config.json")
         generation = read_object(folder / "generation_config.json")
         model = read_object(folder / "config.json")
-        special_tokens = _special_tokens({**read_object(folder / "special_tokens_map.json"), **settings})
+        special = special_tokens(folder, settings)
 
         self.vocabulary = Vocabulary(self._tokenizer)
-        size = _text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
+        size = text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
         if not isinstance(size, int):
             raise ModelError(f"{folder / 'config.json'}: vocab_size must be a positive whole number, not {size!r:.80}")
         self.vocab_size = size
         """Width of the logits: every token id is lower."""
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         """Upper bound of the characters that one token stands for."""
-        self.eos_token_ids = self._eos_token_ids(generation, model, special_tokens)
+        own_end = self._tokenizer.token_to_id(special.get("eos_token", ""))
+        self.eos_token_ids = end_token_ids(generation, model, own_end, size)
         self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
         self.reserved_ids = media_tokens.reserved
         """Ids of tokens that belong to media."""
@@ -135,18 +137,24 @@ class Tokenizer:
         self.marks = MediaMarks({kind: "".join(self._text_of(own, folder) for own in ids) for kind, ids in markers})
         self.settings = settings
         """The content of tokenizer_config.json."""
-        self._special_tokens = special_tokens
+        self._special_tokens = special
         sources = _chat_templates(folder, settings, chat_template)
         self.chat_template_source = sources.get(_DEFAULT, "")
         """The Jinja text of the chat template for conversations without tools; "" if there is none."""
         self.tool_template_source = sources.get(_TOOL_USE, self.chat_template_source)
         """The same for conversations with tools. Most models have one template for both."""
         self._chat_templates = {
-            name: ChatTemplate(self.marks.hide_markers(source), special_tokens) for name, source in sources.items()
+            name: ChatTemplate(self.marks.hide_markers(source), special) for name, source in sources.items()
         }
         self._dropped_ends = lru_cache(_SWITCHES_KEPT)(self._find_dropped_end)
         if read_model_files(folder) != self.files:
             raise ModelError(f"{folder} changed while it was read; start again when it is complete")
+
+    def prepare(self) -> None:
+        """Make what is otherwise made with the first request: tables, and the end of a prompt that templates drop."""
+        self.vocabulary.prepare()
+        for has_tools in (False, True):
+            self.dropped_end({}, has_tools)
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode.
@@ -268,36 +276,6 @@ class Tokenizer:
                 f"{folder}: config.json gives media the token {token_id}, which tokenizer.json does not have"
             )
         return text
-
-    def _eos_token_ids(
-        self, generation: Mapping[str, Any], model: Mapping[str, Any], special_tokens: Mapping[str, str]
-    ) -> frozenset[int]:
-        file, listed = "generation_config.json", generation.get("eos_token_id")
-        if listed is None:
-            file, listed = "config.json", _text_value(model, "eos_token_id")
-        ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-            raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, not {listed!r}")
-        # A chat model's config may still name the base model's end of text; its tokenizer knows the end of a turn.
-        own = self._tokenizer.token_to_id(special_tokens.get("eos_token", ""))
-        # A model cannot choose an id outside of its vocabulary, such as the -1 of some configs.
-        ids = ids if own is None else [*ids, own]
-        return frozenset(token_id for token_id in ids if 0 <= token_id < self.vocab_size)
-
-
-def _text_value(config: Mapping[str, Any], name: str) -> Any:
-    """Return a value of config.json. Multimodal models have the language model's values in `text_config`."""
-    value = config.get(name)
-    return value if value is not None else (config.get("text_config") or {}).get(name)
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any], chosen: Path | None) -> dict[str, str]:

@@ -33,15 +33,19 @@ class Vocabulary:
         """Ids of the tokens that stand for a fixed text, such as a marker of reasoning, by text."""
 
     @cached_property
-    def spelling(self) -> Spelling:
-        """How texts are written in grammars. Made once, because a model may have thousands of added tokens.
-
-        The grammar library takes an added token for text, unless it is special or in angle brackets.
-        """
+    def own_tokens(self) -> dict[str, int]:
+        """Ids of added tokens that are no text for the grammar library: special ones and those in angle brackets."""
         tokens = self.added_tokens.items()
-        return Spelling(
-            {text: own for text, own in tokens if own in self.special_ids or (text[:1], text[-1:]) == ("<", ">")}
-        )
+        return {text: own for text, own in tokens if own in self.special_ids or (text[:1], text[-1:]) == ("<", ">")}
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How texts are written in grammars. Made once, because a model may have thousands of added tokens."""
+        return Spelling(self.own_tokens)
+
+    def prepare(self) -> None:
+        """Make the tables that are otherwise made at their first use."""
+        _ = self.spelling, self._byte_alphabet
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for an id without a token, such as the padding of a vocabulary."""

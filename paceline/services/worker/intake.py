@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from paceline.core.context import Context, Tail
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
 from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.machine import yield_to_others
 from paceline.core.types import Key
 from paceline.engine.constraint import Grammar
 from paceline.engine.loading import Loaded
@@ -19,6 +21,9 @@ from paceline.services.common.wire import sampling_from_pb
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.leases import Reservation
 from paceline.services.worker.work_check import check_token
+
+_COMPILERS = 2
+"""Constraints that a worker compiles at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +41,17 @@ class Intake:
         self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
         self._kv = kv
+        # Running requests have the cores first. Constraints compile without Python's lock.
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "compile", yield_to_others)
 
     async def compile_constraint(self, work: pb.Work) -> Grammar | None:
         """Compile the constraint of an output, if it has one. Raises ConstraintError or ModelError."""
         constraint = sampling_from_pb(work.sampling).constraint
-        return None if constraint is None else await asyncio.to_thread(self._grammars.compile, constraint)
+        if constraint is None:
+            return None
+        if (known := self._grammars.find(constraint)) is not None:
+            return known
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._grammars.compile, constraint)
 
     async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
         """Bring blocks of a context into this host's cache before blocks are reserved.

@@ -7,7 +7,7 @@ import os
 import socket
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +24,14 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.gateway import block_feed, fleet
+from paceline.services.gateway.constraints import compiler
 from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.main import run
 from paceline.services.gateway.media.processors.base import Processor
 from paceline.services.gateway.media.processors.families import read_processor
 from paceline.services.gateway.tokenizer import Tokenizer
+from tests.services.gateway.constraints.zygote import Zygote
 from tests.services.gateway.toy_model import write_toy_media_model, write_toy_model
 from tests.services.gateway.toy_workers import ToyWorker
 
@@ -255,6 +258,24 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.1)
     monkeypatch.setattr(block_feed, "_WATCH_SECONDS", 0.1)
     monkeypatch.setattr(block_feed, "_ASK_SECONDS", 0.2)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    started = Zygote()
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def cheap_processes(monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
+    """Let gateways start processes with the first request that needs one, and those for constraints in milliseconds."""
+
+    async def prepare(gateway: Gateway) -> None:
+        """Start nothing."""
+
+    monkeypatch.setattr(Gateway, "prepare", prepare)
+    monkeypatch.setattr(compiler, "launch", zygote.launch)
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,14 @@ from llguidance import LLMatcher
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import grammar_of
-from paceline.services.gateway.answer_format import constraint_of
-from paceline.services.gateway.answer_plan import answer_constraint, completion_constraint, plan_answer
+from paceline.services.gateway.answer_plan import plan_answer
 from paceline.services.gateway.answers.parser import AnswerParser
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.answers.registry import AnswerForms, choose_forms
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.core.json_grammar.matching import allows, bytes_only
+from tests.services.gateway.constraints.making import chat_constraint, completion_constraint
 from tests.services.gateway.toy_model import write_toy_model
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
@@ -86,7 +86,7 @@ def test_a_message_that_the_prompt_has_begun_goes_on_without_a_header(tokenizer:
     whole = chat(response_format=format_)
     begun = chat(messages=messages, continue_final_message=True, response_format=format_)
     for request, has_header in ((whole, True), (begun, False)):
-        made = answer_constraint(request, HARMONY, tokenizer, "", constraint_of(request, tokenizer.eos_token_ids))
+        made = chat_constraint(request, HARMONY, tokenizer, "")
         assert made is not None
         assert ("final" in made.text) is has_header
 
@@ -109,7 +109,7 @@ def test_only_reasoning_that_the_answer_goes_on_with_is_taken_from_the_budget(to
     )
     prompts = [*("hello<|assistant|>", "What does <think> mean?<|assistant|>"), "hello<|assistant|><think>so"]
     grammars = [
-        answer_constraint(request, forms, tokenizer, prompt, None)
+        chat_constraint(request, forms, tokenizer, prompt)
         for request, prompt in zip((fresh, fresh, begun), prompts, strict=True)
     ]
     texts = [constraint.text for constraint in grammars if constraint is not None]
@@ -128,10 +128,10 @@ def test_only_reasoning_that_the_answer_goes_on_with_is_taken_from_the_budget(to
 )
 def test_a_completion_has_a_budget_of_reasoning(tokenizer: Tokenizer, prompt: str, left: int | None) -> None:
     forms = choose_forms("none", "qwen3", "", {})
-    request = CompletionRequest(prompt=prompt, thinking_token_budget=6, guided_choice=["42"])
     ids = tokenizer.encode(prompt, False)
-    for content in (None, constraint_of(request, tokenizer.eos_token_ids)):
-        constraint = completion_constraint(request, forms, tokenizer, ids, content)
+    for content in (None, ["42"]):
+        request = CompletionRequest(prompt=prompt, thinking_token_budget=6, guided_choice=content)
+        constraint = completion_constraint(request, forms, tokenizer, ids)
         assert constraint is not None
         matcher = LLMatcher(bytes_only(), grammar_of(constraint.kind, constraint.text), log_level=0)
         begin, most = ("<think>", 6) if left is None else ("", left)
@@ -139,7 +139,7 @@ def test_a_completion_has_a_budget_of_reasoning(tokenizer: Tokenizer, prompt: st
         assert not allows(matcher, f"{begin}{'x' * (most + 1)}</think>42")
         assert allows(matcher, f"{begin}</think>so") is (content is None)
     endless = CompletionRequest(prompt=prompt, thinking_token_budget=-1)
-    assert completion_constraint(endless, forms, tokenizer, ids, None) is None
+    assert completion_constraint(endless, forms, tokenizer, ids) is None
 
 
 ESCAPED = [r"Caf\u00e9 S\u00e3o", r"hi \ud83d\ude00!", r"a\/b", r"\u0041\u007F", "Caf\u00e9 \U0001f600/\x7f"]
@@ -153,7 +153,7 @@ def test_arguments_may_have_every_spelling_of_strings(tokenizer: Tokenizer, name
     request = chat(tools=[TOOL], tool_choice="required")
     arguments = f'{{"a": "{text}"}}'
     written = forms.tools.write("f", arguments)
-    constraint = answer_constraint(request, forms, tokenizer, "", None)
+    constraint = chat_constraint(request, forms, tokenizer, "")
     assert constraint is not None
     matcher = LLMatcher(bytes_only(), grammar_of(constraint.kind, constraint.text), log_level=0)
     assert allows(matcher, written), matcher.get_error()
@@ -165,7 +165,7 @@ def test_one_keyword_does_not_drop_the_schema_of_a_tool(tokenizer: Tokenizer) ->
     parameters = {"properties": properties, "required": ["tags"]}
     forms = choose_forms("hermes", "none", "", {})
     request = chat(tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    constraint = answer_constraint(request, forms, tokenizer, "", None)
+    constraint = chat_constraint(request, forms, tokenizer, "")
     assert constraint is not None
     place = "tools[0].function.parameters.properties"
     assert sorted(constraint.unenforced) == [f"{place}.n.minimum", f"{place}.tags.uniqueItems"]
@@ -183,9 +183,9 @@ def test_a_strict_tool_is_refused_for_what_cannot_be_enforced(tokenizer: Tokeniz
         request = chat(tools=[{"type": "function", "function": function}])
         if is_refused:
             with pytest.raises(InvalidRequestError, match="uniqueItems cannot be enforced in full"):
-                answer_constraint(request, forms, tokenizer, "", None)
+                chat_constraint(request, forms, tokenizer, "")
         else:
-            assert answer_constraint(request, forms, tokenizer, "", None) is not None
+            assert chat_constraint(request, forms, tokenizer, "") is not None
 
 
 def test_what_one_notation_cannot_enforce_is_named(tokenizer: Tokenizer) -> None:
@@ -194,6 +194,6 @@ def test_what_one_notation_cannot_enforce_is_named(tokenizer: Tokenizer) -> None
         tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": value, "b>c": {}}}}}]
     )
     for form, left in (("hermes", []), ("qwen3_coder", ["tools[0].function.parameters.properties.a.multipleOf"])):
-        constraint = answer_constraint(request, choose_forms(form, "none", "", {}), tokenizer, "", None)
+        constraint = chat_constraint(request, choose_forms(form, "none", "", {}), tokenizer, "")
         assert constraint is not None
         assert [*constraint.unenforced] == left

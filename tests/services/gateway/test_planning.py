@@ -67,11 +67,11 @@ def test_a_budget_of_reasoning_holds_for_completions_and_token_ids(tokenizer: To
     params = {"thinking_token_budget": 3, "max_tokens": 9}
     text = plan_completion(CompletionRequest(prompt=["<think>", "hello"], **params), served)
     ids = plan_tokens(TokensRequest.model_validate({"token_ids": [*b"<think>"], "sampling_params": params}), served)
-    begun, fresh = (prompt.sampling.constraint for prompt in text.prompts)
+    begun, fresh = (prompt.wanted for prompt in text.prompts)
     assert begun is not None
     assert fresh is not None
     assert begun != fresh
-    assert ids.prompts[0].sampling.constraint == begun
+    assert ids.prompts[0].wanted == begun
     request = {"token_ids": [1], "sampling_params": params}
     with pytest.raises(InvalidRequestError) as error:
         plan_tokens(TokensRequest.model_validate(request), ServedModel(tokenizer, LIMIT))

@@ -10,7 +10,8 @@ import pytest
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.types import Constraint, ConstraintKind
-from paceline.services.gateway.answer_format import COMPACT, SPACED, constraint_of
+from paceline.services.gateway.answer_format import COMPACT, SPACED
+from paceline.services.gateway.constraints.content import constraint_of
 from paceline.services.gateway.schemas import ChatRequest
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.test_errors import error_of

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.answer_plan import answer_constraint
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.schemas import ChatRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.answers.vocabulary import Vocabulary
+from tests.services.gateway.constraints.making import chat_constraint
 from tests.services.gateway.toy_model import write_toy_model
 
 HERMES = choose_forms("hermes", "none", "", {})
@@ -30,7 +30,7 @@ def allowed(folder: Path, function: dict[str, Any]) -> list[str]:
     request = ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
     )
-    constraint = answer_constraint(request, HERMES, Tokenizer(folder), "", None)
+    constraint = chat_constraint(request, HERMES, Tokenizer(folder), "")
     assert constraint is not None
     vocabulary = Vocabulary(folder, ())
     call = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
-import os
-import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -28,7 +24,6 @@ _PACKED_BYTES = 32 << 10
 """Compressed bytes that are collected before the thread unpacks them. Each call of the thread takes time."""
 _MAX_PIECES, _PIECE_BYTES = 1024, 64
 """If a body comes in more pieces than this, they must have this size on average."""
-_UNPACK_NICENESS = 10
 
 Take: TypeAlias = Callable[[int], None]
 """A function that counts received bytes, and raises an error if there is no memory for them."""
@@ -68,7 +63,7 @@ class Body:
 
     Args:
         max_bytes: the size of the largest file.
-        unpackers: threads that unpack. See `yield_to_others`.
+        unpackers: threads that unpack. See `machine.yield_to_others`.
 
     Raises MediaError, also from its methods, if the file is too large or packed in a way that was not asked for.
     """
@@ -141,11 +136,3 @@ class Body:
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
             raise MediaError(f"the file is larger than {self._max_bytes} bytes (--max-media-size); send a smaller one")
-
-
-def yield_to_others() -> None:
-    """Lower the priority of this thread. On Linux, each thread has its own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + _UNPACK_NICENESS
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(niceness, 19))

@@ -21,8 +21,9 @@ from urllib.parse import quote, urljoin, urlsplit
 import h11
 
 import paceline
+from paceline.core.machine import yield_to_others
 from paceline.services.gateway.errors import MediaError, UnreachableMediaError
-from paceline.services.gateway.media.body import Body, Pace, Take, yield_to_others
+from paceline.services.gateway.media.body import Body, Pace, Take
 from paceline.services.gateway.media.guard import Guard, Target
 
 CONNECT_SECONDS = 5.0

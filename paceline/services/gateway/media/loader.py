@@ -48,7 +48,7 @@ class Video:
 
 
 class MediaService:
-    """The gateway's part that loads media. The first item starts its processes.
+    """The gateway's part that loads media.
 
     Args:
         resolve: how names of servers become addresses; the system's way unless a test needs another.

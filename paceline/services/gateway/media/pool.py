@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeProcess:
-    """One child process, which decodes one item at a time. It starts when the first item comes.
+    """One child process, which decodes one item at a time. It starts when the first item comes, if not before.
 
     Args:
         memory: the most bytes of address space that it may use.
@@ -93,6 +93,11 @@ class DecodeProcess:
                     log.warning("a process that decodes media failed at an item: %s", error)
                 self.is_usable = False
                 raise MediaError("it cannot be decoded; the file is broken, or too large") from None
+
+    def start(self) -> None:
+        """Start the process if it does not run, and wait until it can decode. Raises UnavailableError."""
+        with self._lock:
+            self._start()
 
     def kill(self) -> None:
         """End the process at once, whatever it does. A call of `decode` in another thread fails."""
@@ -172,7 +177,7 @@ class DecodeProcess:
 
 
 class DecodePool:
-    """Decodes items in a few processes, which start when they are first needed.
+    """Decodes items in a few processes, which start when they are first needed, or by `start`.
 
     Args:
         memory: the memory for media, from which the budgets of requests come.
@@ -200,6 +205,12 @@ class DecodePool:
     def processes(self) -> list[DecodeProcess]:
         """The processes that run now."""
         return [*self._idle, *self._busy]
+
+    async def start(self) -> None:
+        """Start a process, so that the first item need not wait for it. Raises UnavailableError."""
+        process = DecodeProcess(self._process_memory)
+        await asyncio.get_running_loop().run_in_executor(self._threads, process.start)
+        self._idle.append(process)
 
     async def decode(
         self,

@@ -83,6 +83,14 @@ async def test_starts_with_the_first_item_and_is_used_again(decoders: DecodePool
     assert [process.pid for process in decoders.processes] == [pid]
 
 
+async def test_the_first_item_need_not_wait_for_a_process(decoders: DecodePool, budget: RequestBudget) -> None:
+    await decoders.start()
+    (process,) = decoders.processes
+    assert process.pid is not None
+    await decode(decoders, budget)
+    assert [each.pid for each in decoders.processes] == [process.pid]
+
+
 async def test_counts_decoded_bytes(decoders: DecodePool, budget: RequestBudget) -> None:
     await decode(decoders, budget)
     assert budget.used == 4 * 6 * 3

@@ -1,0 +1,224 @@
+"""The process that tries constraints: what it lets pass, what ends a trial, and what its own end costs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, InvalidRequestError
+from paceline.core.grammar import compile_grammar
+from paceline.core.types import Constraint
+from paceline.services.gateway.answers.registry import choose_forms
+from paceline.services.gateway.constraints import compiler
+from paceline.services.gateway.constraints.compiler import ConstraintCompiler
+from paceline.services.gateway.constraints.fields import ConstraintFields, chat_fields
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.tokenizer import Tokenizer
+from tests.core.json_grammar.matching import allows
+from tests.services.gateway.toy_model import write_toy_model
+
+PREPARE, LAUNCH = Gateway.prepare, compiler.launch
+"""The functions themselves, which the tests of gateways replace."""
+
+
+class Desk:
+    """A compiler with one model, and requests to it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.tokenizer = Tokenizer(folder)
+        config = GatewayConfig(model=str(folder), tool_call_parser="hermes", **options)
+        self.compiler = ConstraintCompiler(config, [(config, self.tokenizer)])
+        self.give(seconds=60.0)  # the machine may be busy with other tests
+        self._forms = choose_forms("hermes", "auto", "", {})
+
+    def give(self, seconds: float) -> None:
+        """Set the time that a trial may take by the clock. Call this before the process starts."""
+        self.compiler._limits = dataclasses.replace(self.compiler._limits, seconds=seconds)
+
+    async def make(self, owner: str = "", **fields: Any) -> Constraint | None:
+        request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
+        found = chat_fields(request, self._forms, self.tokenizer, "")
+        assert found is not None
+        return await self.compiler.make(0, found.wanted(), owner)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy_model(tmp_path_factory.mktemp("toy") / "model")
+
+
+@pytest.fixture
+async def desk(folder: Path) -> AsyncIterator[Desk]:
+    desk = Desk(folder)
+    await desk.compiler.start()
+    yield desk
+    await desk.compiler.close()
+
+
+def object_schema(properties: int) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(properties)}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of a process's children."""
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_constraint_comes_with_the_grammar_that_a_worker_compiles(desk: Desk) -> None:
+    made = await desk.make(response_format={"type": "json_object"}, tools=None)
+    assert made is not None
+    assert (made.place, made.end_token_ids) == ("response_format", desk.tokenizer.eos_token_ids)
+    assert made.grammar != made.text
+    library = LLTokenizer(str(desk.folder / "tokenizer.json"), eos_token=sorted(made.end_token_ids))
+    matcher = compile_grammar(made.grammar, library, made.kind)
+    assert [allows(matcher, text) for text in ('{"a": [1]}', "[1]", "{")] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "words"),
+    [
+        ({"guided_regex": "("}, "guided_regex", "cannot be read"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "no rule defines"),
+        ({"guided_json": "{"}, "guided_json", "not a JSON schema"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_regex", "set only one of them"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+    ],
+)
+async def test_an_error_names_its_field(desk: Desk, fields: dict[str, Any], place: str, words: str) -> None:
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(InvalidRequestError, match=words) as error:
+            await desk.make(**fields)
+        assert error.value.param == place
+    assert desk.compiler.trials == 1
+
+
+async def test_outcomes_are_remembered_for_their_owner(desk: Desk) -> None:
+    one = {"guided_choice": ["a", "b"]}
+    made = await asyncio.gather(*(desk.make("x", **one) for _ in range(3)))
+    assert made[0] is not None
+    assert made[1:] == made[:2]
+    assert desk.compiler.trials == 1
+    await desk.make("x", **one)
+    assert desk.compiler.trials == 1
+    await desk.make("y", **one)
+    await desk.make("x", guided_choice=["a", "c"])
+    assert desk.compiler.trials == 3
+
+
+async def test_a_trial_that_needs_too_much_memory_is_ended_and_remembered(folder: Path) -> None:
+    desk = Desk(folder, constraint_memory="2MiB")
+    try:
+        large = object_schema(1000)
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match="takes more than 2 s or 2 MiB; make it smaller") as error:
+                await desk.make(**large)
+            assert error.value.param == "response_format.json_schema.schema"
+        assert desk.compiler.trials == 1
+        assert await desk.make(guided_regex="a")
+    finally:
+        await desk.compiler.close()
+
+
+async def test_a_trial_that_takes_too_long_is_ended(folder: Path) -> None:
+    desk = Desk(folder, constraint_seconds=1, constraint_memory="4GiB")
+    try:
+        with pytest.raises(InvalidRequestError, match="takes more than 1 s"):
+            await desk.make(**object_schema(4000))
+        assert await desk.make(guided_regex="a")
+    finally:
+        await desk.compiler.close()
+
+
+async def test_a_trial_on_a_busy_host_is_nobody_s_fault(folder: Path) -> None:
+    desk = Desk(folder)
+    desk.give(seconds=0.05)
+    try:
+        for trials in (1, 2):
+            with pytest.raises(BusyError, match="too busy to compile"):
+                await desk.make(**object_schema(1000))
+            assert desk.compiler.trials == trials  # it is not remembered
+    finally:
+        await desk.compiler.close()
+
+
+async def test_the_end_of_the_process_is_no_outage(desk: Desk) -> None:
+    assert await desk.make(guided_regex="a")
+    first = desk.compiler.pid
+    assert first is not None
+    await until(lambda: not children(first))
+    trial = asyncio.create_task(desk.make(**object_schema(1500)))
+    await until(lambda: children(first))
+    (child,) = children(first)
+    os.kill(first, signal.SIGKILL)
+    assert await trial
+    assert desk.compiler.pid not in (None, first)
+    await until(lambda: not is_running(child))
+    second = desk.compiler.pid
+    assert second is not None
+    os.kill(second, signal.SIGKILL)
+    await until(lambda: not is_running(second))
+    assert await desk.make(guided_regex="b")
+    assert desk.compiler.trials == 4
+
+
+async def test_the_process_ends_with_the_gateway(folder: Path) -> None:
+    desk = Desk(folder)
+    await desk.compiler.start()
+    pid = desk.compiler.pid
+    assert pid is not None
+    assert desk.compiler._gateway is not None
+    desk.compiler._gateway.close()  # as the system does when the gateway is killed
+    await until(lambda: not is_running(pid))
+    await desk.compiler.close()
+
+
+async def test_a_gateway_is_ready_after_its_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "launch", LAUNCH)
+    config = GatewayConfig(model=str(folder))
+    gateway = Gateway(config, [(config, Tokenizer(folder))])
+    await PREPARE(gateway)
+    try:
+        assert gateway.constraints.pid is not None
+        wanted = ConstraintFields(guided_regex="a").wanted()
+        assert await gateway.constraints.make(0, wanted, "")
+    finally:
+        await gateway.constraints.close()
+
+
+async def test_a_tokenizer_that_the_library_cannot_read_refuses_constraints_alone(folder: Path, tmp_path: Path) -> None:
+    desk = Desk(folder)
+    (told,) = desk.compiler._models
+    told["tokenizer"] = str(tmp_path / "nothing.json")
+    try:
+        with pytest.raises(InvalidRequestError, match="guided_regex: this model's answers cannot be constrained"):
+            await desk.make(guided_regex="a")
+    finally:
+        await desk.compiler.close()
