@@ -35,10 +35,6 @@ class BodyMemory:
         """The most bytes that the bodies of one caller may take."""
         return self.total // 2
 
-    def used_by(self, owner: str) -> int:
-        """Return the bytes that the bodies of a caller take now."""
-        return self._of_owner[owner]
-
     def take(self, owner: str, size: int) -> None:
         """Count further bytes of a caller's bodies. Raises HTTPException 429 if there is no room."""
         if self.used + size > self.total or self._of_owner[owner] + size > self.of_owner:
