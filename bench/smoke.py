@@ -57,6 +57,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.handoff": "--model {model} --prompt-tokens 100 --requests 2",
     "bench.headline": "a={url} b={url} --client {vllm} --tokenizer {model} --workload one --prompts 2 --rounds 1",
     "bench.hops": "",
+    "bench.hostile_bodies": "--bodies 2 --seconds 0.5 --no-goal --only /tokenize --only /v1/completions/derender",
     "bench.hosts": "{model} --prompt-tokens 100 --requests 2",
     "bench.kernels": "--rounds 1 --only rms_norm",
     "bench.limits": "{model} --seconds 2",

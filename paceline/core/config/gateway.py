@@ -87,6 +87,13 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     enable_force_include_usage: bool = option(
         False, "every chunk of every stream has the usage so far, whatever the request's stream_options say", "model"
     )
+    max_text_characters: int = option(
+        0,
+        "longest text that is tokenized at once, such as a prompt or a conversation, in characters. 0: a million, or "
+        "eight for each token of the model's context if these are more",
+        "limits",
+        at_least=0,
+    )
     store: str = option(
         "",
         "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
@@ -103,6 +110,12 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     stored_responses_size: Size = option("256MiB", "size of all responses that are kept for each API key", "store")
     stored_responses_seconds: float = option(
         30 * 86400.0, "a response is kept for this many seconds after its last use", "store", at_least=1
+    )
+    max_conversation_size: Size = option(
+        "64MiB",
+        "largest conversation that a response continues by previous_response_id, conversation or references, as JSON; "
+        "it is read into memory",
+        "store",
     )
     stored_files: int = option(
         1000, "files that each API key may have; an upload that is one too many is refused", "store", at_least=1

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from paceline.core.config.checks import check_http
-from paceline.core.options import Options, option
+from paceline.core.options import Options, Size, option
 
 
 class HttpOptions(Options):
@@ -81,6 +81,32 @@ class HttpOptions(Options):
         False, "these pages may use a key that the browser itself keeps; needs named origins", "network"
     )
     max_body_bytes: int = option(32 << 20, "largest request body in bytes; larger ones get 413", "limits", at_least=1)
+    max_body_values: int = option(
+        500_000,
+        "most values in the JSON of a body, such as token ids; more get 413. Each member of a list counts as one, and "
+        "each member of an object as five. A batch of messages may have five times as many",
+        "limits",
+        at_least=1,
+    )
+    max_body_objects: int = option(
+        50_000,
+        "most lists and objects in the JSON of a body; more get 413. A batch of messages may have five times as many",
+        "limits",
+        at_least=1,
+    )
+    max_messages: int = option(
+        10_000, "most messages of a conversation, or items in the input of a response", "limits", at_least=1
+    )
+    max_content_parts: int = option(
+        10_000, "most parts in the contents of all messages of a request", "limits", at_least=1
+    )
+    max_tools: int = option(1000, "most tools of a request", "limits", at_least=1)
+    body_memory: Size = option(
+        "1GiB",
+        "memory for the bodies of all requests that run: four times their bytes, 1 KiB for each list and object, and "
+        "64 bytes for each value. The requests of one key may use half of it. A request that finds it full gets 429",
+        "limits",
+    )
 
     @model_validator(mode="after")
     def _check_http(self) -> Self:

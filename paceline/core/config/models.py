@@ -30,6 +30,7 @@ _ALSO = {
     "limit_mm_per_prompt",
     "local_prefill_tokens",
     "max_logprobs",
+    "max_text_characters",
     "max_waiting",
     "mm_processor_kwargs",
     "queue_seconds",

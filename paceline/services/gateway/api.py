@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.api_bodies import (
@@ -24,12 +24,22 @@ from paceline.services.gateway.chat_planning import encode_conversation, plan_co
 from paceline.services.gateway.completion_format import CompletionFormat
 from paceline.services.gateway.errors import NoWorkerError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning import kind_of, plan_completion
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.sampling import check_ids
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from paceline.services.gateway.vllm_bodies import Text, TokenizerInfo, Tokens
+
+LIST_PIECE = 10_000
+"""Values of a long list that are written at once, while no other thread runs."""
+
+
+def write_list(values: Sequence[int] | Sequence[str]) -> str:
+    """Return a list as JSON. It may have millions of values."""
+    pieces = (json.dumps(values[begin : begin + LIST_PIECE])[1:-1] for begin in range(0, len(values), LIST_PIECE))
+    return f"[{', '.join(pieces)}]"
 
 
 def add_api(router: APIRouter, gateway: Gateway) -> None:
@@ -64,7 +74,7 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
-        plan = await model.plan(request.receive, lambda served: plan_completion(body, served), kind_of(body))
+        plan = await model.plan(request, lambda served: plan_completion(body, served), kind_of(body))
         plan = await model.constrained(plan, owner_of(request))
         response_format = CompletionFormat(body, plan, response_id, model.name, model.tokenizer)
         return await respond(model, body, plan, response_format, request)
@@ -84,15 +94,15 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
         if body.prompt is None:
             tokens = (await encode_conversation(model, body, request, special is True)).token_ids
         else:
-            tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, special is not False)
+            tokens = await aside(request, tokenizer.encode, body.prompt, special is not False)
 
         def encode() -> bytes:
             strings = [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
-            count = {"count": len(tokens), "max_model_len": model.fleet.max_model_len()}
-            return json.dumps({**count, "tokens": tokens, "token_strs": strings}).encode()
+            count = json.dumps({"count": len(tokens), "max_model_len": model.fleet.max_model_len()})
+            written = "null" if strings is None else write_list(strings)
+            return f'{count[:-1]}, "tokens": {write_list(tokens)}, "token_strs": {written}}}'.encode()
 
-        # In a thread, because a text may have millions of tokens.
-        return Response(await asyncio.to_thread(encode), media_type="application/json")
+        return Response(await aside(request, encode), media_type="application/json")
 
     @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
     async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
@@ -101,7 +111,11 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
         return {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings, **template}
 
     @router.post("/detokenize", response_model=None, responses=answers(Text))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
-        await asyncio.to_thread(check_ids, body.tokens, model.tokenizer.vocab_size, "tokens")
-        return {"prompt": await asyncio.to_thread(model.tokenizer.decode, body.tokens)}
+
+        def decode() -> Response:
+            check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+            return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
+
+        return await aside(request, decode)

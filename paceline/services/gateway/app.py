@@ -18,7 +18,7 @@ from paceline.services.gateway.access.cors import cors_options
 from paceline.services.gateway.access.decisions import DECISIONS, check_decided
 from paceline.services.gateway.access.guard import Guard, warn_without_admins
 from paceline.services.gateway.api import add_api
-from paceline.services.gateway.api_schema import ERRORS, add_referenced
+from paceline.services.gateway.api_schema import ERRORS, add_schema
 from paceline.services.gateway.batch_api.routes import add_batches
 from paceline.services.gateway.cache_reset import add_cache_reset
 from paceline.services.gateway.chat_batch import add_chat_batch
@@ -26,8 +26,11 @@ from paceline.services.gateway.console.routes import add_console
 from paceline.services.gateway.errors import install_error_handlers
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.bodies import BodyMiddleware
+from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.http.head import HeadMiddleware
+from paceline.services.gateway.http.memory import BodyMemory
 from paceline.services.gateway.http.paths import PathMiddleware, check_root_path
+from paceline.services.gateway.http.reading import BodyRoute
 from paceline.services.gateway.messages_api.routes import add_messages
 from paceline.services.gateway.middleware import RequestIdMiddleware
 from paceline.services.gateway.operations import add_operations
@@ -72,6 +75,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         title="Paceline",
         version=paceline.__version__,
         lifespan=lifespan,
+        openapi_url=None,  # see `add_schema`
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -80,7 +84,10 @@ def create_app(gateway: Gateway) -> FastAPI:
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    add_referenced(app)
+    bounds = app.state.bounds = Bounds.of(config)
+    app.state.bodies = gateway.bodies
+    app.router.route_class = BodyRoute
+    add_schema(app)
     install_error_handlers(app)
     # Functions `add_…` use the router of the application, because FastAPI makes each route of an included one twice.
     add_api(app.router, gateway)
@@ -108,7 +115,11 @@ def create_app(gateway: Gateway) -> FastAPI:
         is_exposed=is_exposed,
     )
     app.add_middleware(
-        BodyMiddleware, max_bytes=config.max_body_bytes, max_upload_bytes=parse_bytes(config.max_file_size)
+        BodyMiddleware,
+        max_bytes=config.max_body_bytes,
+        bounds=bounds,
+        memory=BodyMemory(parse_bytes(config.body_memory)),
+        max_upload_bytes=parse_bytes(config.max_file_size),
     )
     if (cors := cors_options(config)) is not None:
         app.add_middleware(CORSMiddleware, **cors)

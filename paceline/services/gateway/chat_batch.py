@@ -58,7 +58,7 @@ def add_chat_batch(router: APIRouter, gateway: Gateway) -> None:
         chats = body.chats()
         plan = await plan_with_media(model, chats, request, lambda served, media: plan_chats(chats, served, media))
         formats = [ChatFormat(chat, plan, response_id, model.name, model.tokenizer) for chat in chats]
-        generation = start(model, plan, request, is_streamed=False)
+        generation = await start(model, plan, request, is_streamed=False)
         return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
 
 

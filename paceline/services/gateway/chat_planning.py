@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
 
 from paceline.services.gateway.access.callers import owner_of
 from paceline.services.gateway.chat_prompt import media_of, render_chat
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.media.expansion import Expansions
 from paceline.services.gateway.media.prompt import Prompt
 from paceline.services.gateway.model_fleet import ModelFleet
@@ -48,9 +50,11 @@ async def with_media(
         param=param,
         most_tokens=most_tokens,
         keeps_newest=keeps_newest,
+        run=partial(aside, request),
     )
     # If a client leaves, its media no longer occupy memory and a process that decodes.
-    return await until_disconnect(request.receive, work) if items else await work
+    made: T = await until_disconnect(request.receive, work) if items else await work
+    return made
 
 
 async def plan_with_media(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.types import Token
@@ -41,23 +42,26 @@ class Delta:
 
     def add_parts(self, parts: list[Part]) -> None:
         """Append parts."""
-        self.parts = join_parts([*self.parts, *parts]) if self.parts else parts
-        for part in parts:
-            if isinstance(part, Content):
-                self.text += part.text
+        self.parts = join_parts([*self.parts, *parts]) if self.parts or len(parts) > 1 else parts
+        self.text += "".join(part.text for part in parts if isinstance(part, Content))
 
-    def add(self, later: Delta) -> None:
-        """Append a later delta of the same choice."""
-        if later.parts:
-            self.add_parts(later.parts)
-        else:
-            self.text += later.text
-        self.reasoning_tokens += later.reasoning_tokens
-        self.tokens += later.tokens
-        self.answer_tokens += later.answer_tokens
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-        self.has_open_call = later.has_open_call
-        self.prompt_scores = self.prompt_scores or later.prompt_scores
+
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Return deltas of one choice, at least one, as one. To join them one by one would take quadratic time."""
+    first, last = deltas[0], deltas[-1]
+    # A delta whose text is parsed may still have no parts, but then it has no text either.
+    return Delta(
+        index=first.index,
+        text="".join(delta.text for delta in deltas),
+        parts=join_parts([part for delta in deltas for part in delta.parts]),
+        reasoning_tokens=sum(delta.reasoning_tokens for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        answer_tokens=[token for delta in deltas for token in delta.answer_tokens],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        has_open_call=last.has_open_call,
+        prompt_scores=next((delta.prompt_scores for delta in deltas if delta.prompt_scores), None),
+    )
 
 
 class Choice:
@@ -119,19 +123,25 @@ class Choice:
         delta = self._take_scores(Delta(self._index))
         parser = self._parser
         repeats = False
+        texts: list[str] = []
+        parts: list[Part] = []
         for token in tokens:
             text = self._detokenizer.push(token.id)
             delta.tokens.append(token)
             self.tokens += 1
             if parser is None:
-                delta.text += text
+                texts.append(text)
             else:
-                self._parse(parser, token, text, delta)
+                parts += self._parse(parser, token, text, delta)
             repeats = self._repetition is not None and self._repetition.push(token.id)
             # As in vLLM, an end token and the longest answer come first.
             repeats = repeats and self._min_tokens <= self.tokens < self._max_tokens
             if repeats or self._detokenizer.stop_reason is not None:
                 break
+        # All at once, because many tokens may come together.
+        delta.text += "".join(texts)
+        if parts:
+            delta.add_parts(parts)
         stop = self._detokenizer.stop_reason
         self.ended_by_text = isinstance(stop, str) or (repeats and stop is None)
         if isinstance(stop, str):
@@ -142,18 +152,19 @@ class Choice:
             self._count_reasoning(delta, parser)
         return delta
 
-    def _parse(self, parser: AnswerParser, token: Token, text: str, delta: Delta) -> None:
+    def _parse(self, parser: AnswerParser, token: Token, text: str, delta: Delta) -> list[Part]:
+        """Return the parts that are certain with the text of the next token."""
         was_thinking = parser.is_thinking
-        if parts := parser.push(text):
-            delta.add_parts(parts)
-            self.calls_tools |= any(isinstance(part, CallBegin) for part in parts)
+        parts = parser.push(text)
+        self.calls_tools |= any(isinstance(part, CallBegin) for part in parts)
         if was_thinking or parser.is_thinking:
             self._undecided.clear()
-            return
+            return parts
         self._undecided.append(token)
         if parts:
             delta.answer_tokens += self._undecided
             self._undecided.clear()
+        return parts
 
     def _count_reasoning(self, delta: Delta, parser: AnswerParser) -> None:
         delta.reasoning_tokens = parser.reasoning_tokens - self._reasoning_tokens

@@ -14,7 +14,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.services.gateway.attempt import Generated
 from paceline.services.gateway.chat_format import ChatFormat
-from paceline.services.gateway.choice import Choice, Delta
+from paceline.services.gateway.choice import Choice, Delta, join_deltas
 from paceline.services.gateway.completion_format import CompletionFormat
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.response_format import ResponseFormat, TextChunk
@@ -214,13 +214,12 @@ def _read(answers: Iterable[TokensAnswer], plan: Plan, tokenizer: Tokenizer) -> 
 
 
 def _read_choice(choice: TokensChoice, reader: Choice, *, is_last: bool = True) -> Delta:
-    scores: Sequence[ChosenLogprob | None] = (choice.logprobs and choice.logprobs.content) or ()
-    scores = scores if len(scores) == len(choice.token_ids) else [None] * len(choice.token_ids)
-    tokens = [Token(token_id, _logprobs(score)) for token_id, score in zip(choice.token_ids, scores)]
+    scores: Sequence[ChosenLogprob | None] = choice.scores or [None] * len(choice.token_ids)
+    tokens = [Token(token_id, _logprobs(score)) for token_id, score in zip(choice.token_ids, scores, strict=True)]
     delta = Delta(0) if reader.has_ended else reader.take(Generated(tokens))
     assert delta is not None
     if is_last and not reader.has_ended:
-        delta.add(reader.end(choice.finish_reason or "stop"))
+        delta = join_deltas([delta, reader.end(choice.finish_reason or "stop")])
     delta.finish_reason = choice.finish_reason
     if choice.stop_reason is not None:
         delta.stop_reason = choice.stop_reason
@@ -236,8 +235,7 @@ def _logprobs(score: ChosenLogprob | None) -> tuple[Logprob, ...]:
 
 def _shown_logprobs(answers: Iterable[TokensAnswer]) -> int | None:
     """Return the number of likely tokens that answers show for each token; None if they have no logprobs."""
-    shown = [choice.logprobs.content for answer in answers for choice in answer.choices if choice.logprobs]
-    counts = [_shown(entry) for content in shown for entry in content or ()]
+    counts = [_shown(entry) for answer in answers for choice in answer.choices for entry in choice.scores or ()]
     return max(counts, default=None)
 
 

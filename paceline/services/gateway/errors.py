@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ log = logging.getLogger(__name__)
 _ALL_THAT_FITS = "Input should be "
 _AN_OBJECT = "Input should be a JSON object"
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+_FRAMEWORKS = "There was an error parsing the body"
 _NAME_CHARACTERS = 80
 """The most characters of a field name that an error message quotes, because a client may send any name."""
 
@@ -225,15 +225,14 @@ def _respond(request: Request, error: Exception) -> JSONResponse:
 def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     messages = {
-        400: "the body is not valid JSON in UTF-8",
         404: f"no such path: {request.method} {request.url.path}",
         405: f"{request.url.path} does not take {request.method}",
     }
     message = messages.get(error.status_code, str(error.detail))
-    if isinstance(error.__cause__, RecursionError):
-        # Python's parser of JSON calls itself for each level.
-        message = f"the body is nested too deeply: JSON can have about {sys.getrecursionlimit() - 100} levels here"
-    response = ApiError(error.status_code, message).response()
+    if message == _FRAMEWORKS:
+        message = "the body is not valid JSON in UTF-8"
+    kind = "rate_limit_exceeded" if error.status_code == 429 else "invalid_request_error"
+    response = ApiError(error.status_code, message, type=kind).response()
     response.headers.update(error.headers or {})
     if error.status_code == 405:
         # The framework names the methods of one route only, but a path may have several.

@@ -25,6 +25,7 @@ from paceline.services.gateway.access.limiter import Gateways, Limiter
 from paceline.services.gateway.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.errors import ApiError, LeavingError, NoWorkerError
 from paceline.services.gateway.gateway_metrics import GatewayMetrics
+from paceline.services.gateway.http.pool import FairPool
 from paceline.services.gateway.media.items import NO_MEDIA
 from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.media.processors.families import read_processor
@@ -56,6 +57,8 @@ class Gateway:
         self.draining = False
         """Whether new requests are refused."""
         self.metrics = GatewayMetrics(classes, config.vllm_metric_names)
+        self.bodies = FairPool()
+        """Threads for work on the bodies of requests."""
         self._redis = connect(config.redis)
         self._shared = shared = Shared(
             redis=self._redis,
@@ -105,6 +108,7 @@ class Gateway:
         await asyncio.gather(*(model.close() for model in self.models.values()))
         await self._shared.media.close()
         await self.constraints.close()
+        await self.bodies.close()
         await self._redis.aclose()
 
     async def drain(self, seconds: float) -> None:
@@ -190,4 +194,4 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     chat_template = Path(config.chat_template) if config.chat_template else None
     processor = read_processor(folder)
     media_tokens = NO_MEDIA if processor is None else processor.tokens
-    return Tokenizer(folder, chat_template, config.generation_config, media_tokens)
+    return Tokenizer(folder, chat_template, config.generation_config, media_tokens, config.max_text_characters)

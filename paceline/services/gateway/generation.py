@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 from paceline.core.errors import UnavailableError
@@ -16,7 +17,7 @@ from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.answer_format import name_client_field
 from paceline.services.gateway.attempt import Event
 from paceline.services.gateway.cache_hints import OPEN_CALL, hints_after
-from paceline.services.gateway.choice import Choice, Delta
+from paceline.services.gateway.choice import Choice, Delta, join_deltas
 from paceline.services.gateway.event_feed import Mailbox
 from paceline.services.gateway.media.budget import MemoryBudget
 from paceline.services.gateway.media.prompt import media_tokens
@@ -168,15 +169,12 @@ class Generation:
 
     async def whole(self) -> list[Delta]:
         """Run all choices to their ends, and return each one as a whole, in the order of their indexes."""
-        choices: dict[int, Delta] = {}
+        choices = defaultdict[int, list[Delta]](list)
         async with self.running():
             while batch := await self.batch():
                 for delta in batch:
-                    if delta.index in choices:
-                        choices[delta.index].add(delta)
-                    else:
-                        choices[delta.index] = delta
-        return [choices[index] for index in sorted(choices)]
+                    choices[delta.index].append(delta)
+        return [join_deltas(choices[index]) for index in sorted(choices)]
 
     async def _run_choice(self, index: int) -> None:
         choice = Choice(index, self.plan, self._tokenizer)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 
 import uvicorn
@@ -22,6 +23,9 @@ from paceline.services.gateway.listener import Listener, listen
 LAST_WORDS_SECONDS = 5
 """Time after the drain in which the last bytes can reach their clients."""
 
+SWITCH_SECONDS = 0.001
+"""Time after which a thread that computes lets the event loop run. By default, 5 ms, it is as long as a token takes."""
+
 NOTICE_SECONDS = 5.0
 """Time at the beginning of a drain in which new connections are still accepted and their requests refused, so that load
 balancers that ask for /health notice the drain before a client does."""
@@ -37,6 +41,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
         ModelError: the model's folder holds no usable tokenizer.
     """
     stop = stop or stop_on_signals()
+    sys.setswitchinterval(SWITCH_SECONDS)
     give_back_large_memory()  # files of media, and what is decoded of them, are large
     raise_file_limit()  # each worker is a connection, and so is each client
     with listen(config) as listener:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from fastapi import Request
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.types import Receive
@@ -32,6 +33,7 @@ from paceline.services.gateway.console.feed import Feed
 from paceline.services.gateway.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.gateway_metrics import GatewayMetrics
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.kinds import KINDS
 from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.media.preparation import MediaPreparer
@@ -152,18 +154,17 @@ class ModelFleet:
         return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
 
     async def plan(
-        self, receive: Receive, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE
+        self, request: Request, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE
     ) -> Plan:
         """Return a request's plan without its constraints, after the first workers have loaded the model.
 
         Args:
-            receive: as for `served_model`.
             make: returns the plan. It runs on a thread, because to tokenize a long prompt takes a while.
             kind: as for `served_model`.
 
         Raises the errors of `make` and `served_model`.
         """
-        return await asyncio.to_thread(make, await self.served_model(receive, kind))
+        return await aside(request, make, await self.served_model(request.receive, kind))
 
     async def constrained(self, plan: Plan, owner: str) -> Plan:
         """Return a plan with the constraints that it wants, which have been compiled on trial.

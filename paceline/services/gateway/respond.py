@@ -17,6 +17,7 @@ from paceline.services.gateway.answer_format import unenforced_header
 from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.generation import Generation
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.middleware import is_valid_id
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.named_request import NamedRequest
@@ -34,6 +35,9 @@ from paceline.services.gateway.streaming import (
 )
 from paceline.services.gateway.token_schemas import TokensRequest
 from paceline.services.gateway.traces import RequestTrace
+
+SMALL_ANSWER_TOKENS = 64
+"""Tokens whose answer is written at once. With all logprobs, this takes about a millisecond."""
 
 
 def choose_id(wanted: str | None, request: Request) -> str:
@@ -54,7 +58,7 @@ def choose_id(wanted: str | None, request: Request) -> str:
     return str(state.request_id)
 
 
-def start(
+async def start(
     model: ModelFleet, plan: Plan, request: Request, is_streamed: bool, resumable: NamedRequest | None = None
 ) -> Generation:
     """Return a request's generation, which does not run yet, with its trace.
@@ -68,7 +72,7 @@ def start(
     plan, ids = with_headers(plan, request), None
     plan = dataclasses.replace(plan, cache_salt=model.cache_salts.salt(caller_of(request), plan.cache_salt))
     if resumable is not None and wants_ids(request.headers):
-        plan, ids = _with_ids(plan, resumable, request)
+        plan, ids = await aside(request, _with_ids, plan, resumable, request)
     else:
         plan = plan.seeded(secrets.randbits(64))
     request.state.headers |= unenforced_header(plan.prompts[0].sampling.constraint)
@@ -117,7 +121,7 @@ async def respond(
     request: Request,
 ) -> Response:
     """Run a planned request and return its response, a stream if the client wants one."""
-    generation = start(model, plan, request, bool(body.stream), body if body.stream else None)
+    generation = await start(model, plan, request, bool(body.stream), body if body.stream else None)
     if body.stream:
         options = body.stream_options or StreamOptions()
         if model.config.enable_force_include_usage:
@@ -140,7 +144,10 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
         body: returns the JSON body for the choices and the usage.
     """
     choices = await until_disconnect(request.receive, generation.whole())
-    return JSONResponse(body(choices, generation.usage()))
+    usage = generation.usage()
+    if sum(len(choice.tokens) + len(choice.prompt_scores or ()) for choice in choices) <= SMALL_ANSWER_TOKENS:
+        return JSONResponse(body(choices, usage))
+    return await aside(request, lambda: JSONResponse(body(choices, usage)))
 
 
 def _with_ids(plan: Plan, body: NamedRequest, request: Request) -> tuple[Plan, StreamIds]:

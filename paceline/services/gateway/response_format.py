@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from paceline.core.types import Token
-from paceline.services.gateway.choice import Delta
+from paceline.services.gateway.choice import Delta, join_deltas
 from paceline.services.gateway.logprobs import LogprobFormat
 from paceline.services.gateway.plan import Plan, PromptPlan
 from paceline.services.gateway.schemas import GenerationRequest
@@ -85,8 +85,7 @@ class ResponseFormat(ABC):
         """
         self._counts[delta.index] += len(delta.tokens)
         if (held := self._held.pop(delta.index, None)) is not None:
-            held.add(delta)
-            delta = held
+            delta = join_deltas([held, delta])
         sampling = self._prompt(delta).sampling
         count = self._counts[delta.index]
         ends = bool(delta.tokens) and sampling.ends(delta.tokens[-1].id, count)

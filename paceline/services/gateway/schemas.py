@@ -22,10 +22,13 @@ from paceline.services.gateway.named_request import NamedRequest
 
 MAX_CHOICES = 128
 MAX_LOGPROB_TOKENS = 128
+MAX_BIASES, MAX_STOP_IDS = 1024, 1024
+"""Most entries of `logit_bias` and `stop_token_ids`. Each choice takes all of them to its worker."""
 MAX_PATTERN_TOKENS = 1024
 MAX_SESSION_CHARACTERS = 256
 
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -71,9 +74,9 @@ class GenerationRequest(NamedRequest):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool = False
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
     prompt_logprobs: int | None = Field(None, ge=-1)

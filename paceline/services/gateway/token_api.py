@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from typing import Any
-
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -14,6 +11,8 @@ from paceline.services.gateway.access.callers import caller_of, owner_of
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.reading import parse
 from paceline.services.gateway.planning import in_sampling_params, plan_tokens
 from paceline.services.gateway.respond import choose_id, respond
 from paceline.services.gateway.token_format import TokensFormat
@@ -39,7 +38,7 @@ def add_token_api(router: APIRouter, gateway: Gateway) -> None:
     async def generate(body: TokensRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
-        plan = await model.plan(request.receive, lambda served: plan_tokens(body, served))
+        plan = await model.plan(request, lambda served: plan_tokens(body, served))
         with in_sampling_params():
             plan = await model.constrained(plan, owner_of(request))
         tokens_format = TokensFormat(body, plan, request_id, model.name, model.tokenizer)
@@ -49,11 +48,7 @@ def add_token_api(router: APIRouter, gateway: Gateway) -> None:
     async def invoke(request: Request) -> Response:
         """Answer as the route does that takes such a body, as Amazon SageMaker asks all models at one path."""
         body = await request.body()
-        try:
-            fields = await asyncio.to_thread(json.loads, body)
-        except (ValueError, RecursionError):
-            fields = None
-        return OtherRoute(router, _route_of(fields), body)
+        return OtherRoute(router, await aside(request, _route_of, body), body)
 
     @router.post("/abort_requests", response_class=Response)
     async def abort(body: AbortRequest, request: Request) -> Response:
@@ -81,8 +76,12 @@ class OtherRoute(Response):
         await self._router({**scope, "path": self._path, "raw_path": self._path.encode()}, again, send)
 
 
-def _route_of(fields: Any) -> str:
+def _route_of(body: bytes) -> str:
     """Return the route that takes a body. Raises ApiError if none does."""
+    try:
+        fields = parse(body)
+    except (RequestValidationError, ApiError):
+        fields = None
     fields = fields if isinstance(fields, dict) else {}
     for path, names in _INVOKED:
         if any(fields.keys() >= {*each} for each in names):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.named_request import NamedRequest
@@ -18,6 +20,9 @@ from paceline.services.gateway.schemas import (
     StreamOptions,
     TokenId,
 )
+
+MAX_ABORTED = 10_000
+"""Most requests that one request ends."""
 
 OutputMode = Literal["tokens", "text"]
 
@@ -82,7 +87,7 @@ class TokensRequest(NamedRequest):
 class AbortRequest(Body):
     """The body of POST /abort_requests. It ends requests of this gateway alone: other gateways have to be told, too."""
 
-    request_ids: list[str]
+    request_ids: Annotated[list[str], Field(max_length=MAX_ABORTED)]
 
 
 class TokenLogprob(Body):
@@ -111,6 +116,19 @@ class TokensChoice(Body):
     """What ended the choice, as its worker knows it; None if nobody does."""
     logprobs: ChoiceLogprobs | None = None
 
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> TokensChoice:
+        if self.scores is not None and len(self.scores) != len(self.token_ids):
+            message = "logprobs.content must have one entry for each of token_ids: {tokens}, not {scores}"
+            counts = {"tokens": len(self.token_ids), "scores": len(self.scores)}
+            raise PydanticCustomError("logprobs", message, counts)
+        return self
+
+    @property
+    def scores(self) -> list[ChosenLogprob] | None:
+        """The logprobs of the tokens; None if the choice has none."""
+        return None if self.logprobs is None else self.logprobs.content
+
 
 class TokensAnswer(Body):
     """An answer of POST /inference/v1/generate with the output mode "tokens"."""
@@ -122,14 +140,19 @@ class TokensAnswer(Body):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     """Are in the derendered answer as they are here."""
 
-    def check_ids(self, vocab_size: int, place: str) -> None:
-        """Raise InvalidRequestError if a token is not in the vocabulary."""
-        check_ids(self.prompt_token_ids or [], vocab_size, f"{place}.prompt_token_ids")
+    def check(self, vocab_size: int, most_tokens: int, place: str) -> None:
+        """Raise InvalidRequestError if a token is not in the vocabulary, or a list of tokens is longer than a context.
+
+        Args:
+            most_tokens: tokens of the longest context; 0 if it is not known.
+        """
+        _check_tokens(self.prompt_token_ids or [], vocab_size, most_tokens, f"{place}.prompt_token_ids")
         for index, choice in enumerate(self.choices):
             own = f"{place}.choices[{index}]"
-            check_ids(choice.token_ids, vocab_size, f"{own}.token_ids")
-            content = (choice.logprobs and choice.logprobs.content) or ()
-            scored = [entry.token_id for chosen in content for entry in (chosen, *chosen.top_logprobs)]
+            _check_tokens(choice.token_ids, vocab_size, most_tokens, f"{own}.token_ids")
+            if (choice.scores is None) != (self.choices[0].scores is None):
+                raise InvalidRequestError(f"{own}.logprobs: either all choices have them, or none", f"{own}.logprobs")
+            scored = [entry.token_id for chosen in choice.scores or () for entry in (chosen, *chosen.top_logprobs)]
             check_ids(scored, vocab_size, f"{own}.logprobs")
 
 
@@ -178,11 +201,18 @@ class DerenderStream(NamedRequest):
     """Default: what the event's usage says."""
     prompt_token_ids: list[TokenId] | None = None
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError if a token is not in the vocabulary."""
-        self.generate_chunk.check_ids(vocab_size, "generate_chunk")
+    @property
+    def answer_id(self) -> str | None:
+        """The id of the request that was answered; None if it is not known."""
+        return self.generate_chunk.request_id
+
+    def check(self, vocab_size: int, most_tokens: int) -> None:
+        """See `TokensAnswer.check`."""
+        self.generate_chunk.check(vocab_size, most_tokens, "generate_chunk")
+        _check_tokens(self.prompt_token_ids or [], vocab_size, most_tokens, "prompt_token_ids")
         if self.stream_state is not None:
-            check_ids(self.stream_state.output_token_ids, vocab_size, "stream_state.output_token_ids")
+            before = self.stream_state.output_token_ids
+            _check_tokens(before, vocab_size, most_tokens, "stream_state.output_token_ids")
 
 
 class DerenderChatStream(DerenderStream):
@@ -209,6 +239,16 @@ class DerenderChatRequest(NamedRequest):
     chat_request: ChatRequest | None = None
     """The request that was rendered. Without it, an answer is read as nothing but content."""
 
+    @property
+    def answer_id(self) -> str | None:
+        """The id of the request that was answered; None if it is not known."""
+        return self.generate_response.request_id
+
+    def check(self, vocab_size: int, most_tokens: int) -> None:
+        """See `TokensAnswer.check`."""
+        self.generate_response.check(vocab_size, most_tokens, "generate_response")
+        _check_tokens(self.prompt_token_ids or [], vocab_size, most_tokens, "prompt_token_ids")
+
 
 class DerenderCompletionRequest(NamedRequest):
     """The body of POST /v1/completions/derender: one answer for each prompt."""
@@ -226,6 +266,29 @@ class DerenderCompletionRequest(NamedRequest):
             if given is not None and len(given) != len(self.generate_responses):
                 raise ApiError(400, f"{name} must have one entry for each of generate_responses", param=name)
         return self
+
+    @property
+    def answer_id(self) -> str | None:
+        """The id of the request that was answered; None if it is not known."""
+        return self.generate_responses[0].request_id
+
+    def check(self, vocab_size: int, most_tokens: int) -> None:
+        """See `TokensAnswer.check`."""
+        first = self.generate_responses[0].choices[0]
+        for index, answer in enumerate(self.generate_responses):
+            place = f"generate_responses[{index}]"
+            answer.check(vocab_size, most_tokens, place)
+            if (answer.choices[0].scores is None) != (first.scores is None):
+                raise InvalidRequestError(f"{place}: either all answers have logprobs, or none", place)
+        for index, ids in enumerate(self.prompt_token_ids or ()):
+            _check_tokens(ids or [], vocab_size, most_tokens, f"prompt_token_ids[{index}]")
+
+
+def _check_tokens(token_ids: list[int], vocab_size: int, most: int, place: str) -> None:
+    if 0 < most < len(token_ids):
+        message = f"{place}: there are {len(token_ids)} tokens, and the longest context has {most}"
+        raise InvalidRequestError(message, place)
+    check_ids(token_ids, vocab_size, place)
 
 
 def _kind_of(body: Any) -> str:

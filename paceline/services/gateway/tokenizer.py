@@ -6,8 +6,9 @@ import datetime
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.core.end_tokens import end_token_ids, special_tokens, text_value
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.core.model_folder import read_model_files, read_object
 from paceline.services.gateway.chat_template import ChatTemplate, Message
+from paceline.services.gateway.media.body import yield_to_others
 from paceline.services.gateway.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.media.marks import MediaMarks
 from paceline.services.gateway.media.reserved import ReservedTokens
@@ -65,6 +67,16 @@ _RANGES = {
 """The numbers that requests accept."""
 _WHOLE = ("top_k", "max_new_tokens")
 
+LEAST_CHARACTERS, CONTEXT_CHARACTERS = 1 << 20, 8
+"""The longest text has at least so many characters, or so many for each token of the model's context."""
+LONG_TEXTS = 2
+"""Threads that read long texts."""
+LONG_CHARACTERS = 64 << 10
+"""Characters of a long text, which takes some hundredths of a second."""
+
+_QUOTED = re.compile(r"""["'](?=([^"'\n]+)["'])""")
+"""Finds each text between two quotes that has none itself."""
+
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 """The names that transformers gives to the chat templates it chooses from: the second one if there are tools."""
 
@@ -82,6 +94,7 @@ class Tokenizer:
         chat_template: a file that replaces the model's own template.
         generation_config: "none" ignores the sampling parameters in generation_config.json.
         media_tokens: the tokens that belong to media. No text becomes one of them.
+        max_characters: length of the longest text that `encode` takes; 0 follows from the model's context.
 
     Raises:
         ModelError: the folder does not hold a tokenizer that can be read, or the tokenizer lacks a token of media.
@@ -94,8 +107,11 @@ class Tokenizer:
         chat_template: Path | None = None,
         generation_config: GenerationConfig = "auto",
         media_tokens: MediaTokens = NO_MEDIA,
+        max_characters: int = 0,
     ) -> None:
         path = folder / "tokenizer.json"
+        self._long_texts = ThreadPoolExecutor(LONG_TEXTS, "tokenize", initializer=yield_to_others)
+        """Threads for long texts. Their priority is low, because no stream waits for them."""
         self.files = read_model_files(folder)
         """The config and the tokenizer, which workers must have, too."""
         if not path.is_file():
@@ -115,6 +131,9 @@ class Tokenizer:
             raise ModelError(f"{folder / 'config.json'}: vocab_size must be a positive whole number, not {size!r:.80}")
         self.vocab_size = size
         """Width of the logits: every token id is lower."""
+        context = text_value(model, "max_position_embeddings")
+        by_context = CONTEXT_CHARACTERS * (context if isinstance(context, int) else 0)
+        self._max_characters = max_characters or max(LEAST_CHARACTERS, by_context)
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
         """Upper bound of the characters that one token stands for."""
         own_end = self._tokenizer.token_to_id(special.get("eos_token", ""))
@@ -146,6 +165,7 @@ class Tokenizer:
         self._chat_templates = {
             name: ChatTemplate(self.marks.hide_markers(source), special) for name, source in sources.items()
         }
+        self._quoted_names = lru_cache(len(sources) or 1)(lambda source: frozenset(_QUOTED.findall(source)))
         self._dropped_ends = lru_cache(_SWITCHES_KEPT)(self._find_dropped_end)
         if read_model_files(folder) != self.files:
             raise ModelError(f"{folder} changed while it was read; start again when it is complete")
@@ -157,13 +177,18 @@ class Tokenizer:
             self.dropped_end({}, has_tools)
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode.
+        """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode, or if
+        it is too long: each token takes a hundred bytes while a text is read.
 
         A text that spells a reserved token becomes other tokens of the same text.
         """
+        if len(text) > self._max_characters:
+            most = f"{self._max_characters} at once (--max-text-characters)"
+            raise InvalidRequestError(f"{param}: the text has {len(text)} characters; this server reads {most}", param)
+        # Unlike `encode`, the batch form lets other Python threads run.
+        encode = partial(self._encoder.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
         try:
-            # Unlike `encode`, the batch form lets other Python threads run.
-            (encoded,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (encoded,) = encode() if len(text) < LONG_CHARACTERS else self._long_texts.submit(encode).result()
         except (UnicodeEncodeError, TypeError) as error:
             message = f"{param}: the text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
             raise InvalidRequestError(message, param) from error
@@ -259,7 +284,7 @@ class Tokenizer:
 
     def names_fields(self, fields: Iterable[str], has_tools: bool) -> bool:
         """Return whether the chat template names one of the fields of a text in quotes, and so reads it."""
-        return any(re.search(rf"""["']{re.escape(name)}["']""", self._source(has_tools)) for name in fields)
+        return not self._quoted_names(self._source(has_tools)).isdisjoint(fields)
 
     def _source(self, has_tools: bool) -> str:
         return self.tool_template_source if has_tools else self.chat_template_source

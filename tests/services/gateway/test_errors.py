@@ -233,7 +233,7 @@ async def test_what_asks_for_nothing_is_accepted(stack: Stack, caplog: pytest.Lo
         b"null",
         b'"text"',
         b"\xff\xfe",
-        b"[" * 100_000,
+        b"[" * 40_000,
         b'{"prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}",
         b'{"prompt": "x", "temperature": NaN}',
         b'{"prompt": "x", "temperature": 1e999}',

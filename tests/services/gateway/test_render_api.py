@@ -274,7 +274,7 @@ async def test_refusals(stack: Stack) -> None:
         assert (await stack.post(path, **body)).status_code == status, fields
 
 
-OUTSIDE = {"content": [{"token_id": 65, "logprob": -1.0, "top_logprobs": [{"token_id": 10**6, "logprob": -2.0}]}]}
+OUTSIDE = {"content": [{"token_id": 65, "logprob": -1.0, "top_logprobs": [{"token_id": 10**6, "logprob": -2.0}]}] * 3}
 
 
 async def test_what_the_worker_knew_is_told(stack: Stack) -> None:
@@ -302,3 +302,48 @@ async def test_other_apis_are_rendered_as_chats_are(stack: Stack) -> None:
         answer = await stack.post(GENERATE, **rendered)
         assert len(answer.json()["choices"][0]["token_ids"]) == 9
     assert (await stack.post("/v1/messages/render", messages=HELLO)).json()["type"] == "error"
+
+
+SCORE = {"token_id": 65, "logprob": -1.0, "rank": 1}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_logprobs_that_are_too_few_or_too_many_are_refused(stack: Stack, count: int) -> None:
+    own = answer("A", logprobs={"content": [SCORE] * count})
+    for path, body in (
+        (CHAT, {"generate_response": own}),
+        ("/v1/completions", {"generate_responses": [own]}),
+        (CHAT, {"stream": True, "generate_chunk": own}),
+    ):
+        refused = await stack.post(f"{path}/derender", **body)
+        assert refused.status_code == 400, refused.text
+        assert "one entry for each of token_ids: 2" in refused.json()["error"]["message"]
+
+
+async def test_all_choices_have_logprobs_or_none(stack: Stack) -> None:
+    scored, plain = answer("A", logprobs={"content": [SCORE] * 2}), answer("A")
+    mixed = {**scored, "choices": [*scored["choices"], *plain["choices"]]}
+    for path, body in (
+        (CHAT, {"generate_response": mixed}),
+        ("/v1/completions", {"generate_responses": [scored, plain]}),
+    ):
+        refused = await stack.post(f"{path}/derender", **body)
+        assert refused.status_code == 400
+        assert "or none" in refused.json()["error"]["message"]
+
+
+async def test_no_list_of_tokens_is_longer_than_a_context(stack: Stack) -> None:
+    longest = (await stack.http.get("/v1/models")).json()["data"][0]["max_model_len"]
+    long = {"index": 0, "token_ids": [65] * (longest + 1)}
+    state = {"output_token_ids": [65] * (longest + 1), "output_chunk_lens": [longest + 1]}
+    event = {"choices": [{"index": 0, "token_ids": [65]}]}
+    for path, body in (
+        (CHAT, {"generate_response": {"choices": [long]}}),
+        (CHAT, {"generate_response": answer("A"), "prompt_token_ids": long["token_ids"]}),
+        (CHAT, {"stream": True, "generate_chunk": event, "stream_state": state}),
+        ("/v1/completions", {"generate_responses": [{"choices": [long]}]}),
+        ("/v1/completions", {"generate_responses": [answer("A")], "prompt_token_ids": [long["token_ids"]]}),
+    ):
+        refused = await stack.post(f"{path}/derender", **body)
+        assert refused.status_code == 400, refused.text
+        assert f"the longest context has {longest}" in refused.json()["error"]["message"]

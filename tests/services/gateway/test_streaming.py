@@ -10,11 +10,15 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
+from paceline.core.config.http import HttpOptions
 from paceline.services.gateway.errors import ClientLeftError
 from paceline.services.gateway.http.bodies import BodyMiddleware
+from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.memory import BodyMemory
 from paceline.services.gateway.streaming import EventStreamResponse, until_disconnect
 
 SCOPE: Scope = {"type": "http", "path": "/", "headers": []}
+BOUNDS = Bounds.of(HttpOptions())
 
 
 async def silence(*_: Any) -> Any:
@@ -54,7 +58,7 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
         await receive()
 
     with pytest.raises(HTTPException) as caught:
-        await BodyMiddleware(app, 100, max_seconds=0.01)(SCOPE, silence, silence)
+        await BodyMiddleware(app, 100, BOUNDS, BodyMemory(1 << 20), max_seconds=0.01)(SCOPE, silence, silence)
     assert caught.value.status_code == 408
 
 
@@ -70,7 +74,7 @@ async def test_behind_the_body_there_is_no_limit() -> None:
         for _ in messages:
             seen.append((await receive())["type"])
 
-    await BodyMiddleware(app, 100, max_seconds=0.01)(SCOPE, receive, silence)
+    await BodyMiddleware(app, 100, BOUNDS, BodyMemory(1 << 20), max_seconds=0.01)(SCOPE, receive, silence)
     assert seen == ["http.request", "http.disconnect"]
 
 

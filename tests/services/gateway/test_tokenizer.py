@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
+from paceline.services.gateway import tokenizer as tokenizer_module
 from paceline.services.gateway.tokenizer import SamplingDefaults, Tokenizer
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
 
@@ -223,3 +224,21 @@ def test_a_real_chat_template_is_rendered_as_transformers_renders_it(real_model:
             assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
             expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
             assert ours.encode(text, add_special_tokens=False) == expected
+
+
+def test_long_texts_become_the_same_tokens_up_to_a_limit(toy_model: Path) -> None:
+    own = Tokenizer(toy_model, max_characters=tokenizer_module.LONG_CHARACTERS + 1)
+    text = "a" * tokenizer_module.LONG_CHARACTERS + "b"
+    assert own.encode(text, add_special_tokens=False) == [*text.encode()]
+    with pytest.raises(InvalidRequestError, match="--max-text-characters") as caught:
+        own.encode(text + "c", False, "messages")
+    assert caught.value.param == "messages"
+
+
+def test_the_fields_that_a_template_names_are_searched_once(tmp_path: Path) -> None:
+    template = """{{ m['source_lang'] }} {{ m["a-b"] }} {{ m.plain }} {{ 'it' ~ "'s" }}"""
+    own = Tokenizer(write_toy_model(tmp_path / "toy", chat_template=template))
+    named = [name for name in ("source_lang", "a-b", "plain", "it", "source") if own.names_fields({name}, False)]
+    assert named == ["source_lang", "a-b", "it"]
+    assert not own.names_fields({str(number) for number in range(1000)}, False)
+    assert own._quoted_names.cache_info().misses == 1

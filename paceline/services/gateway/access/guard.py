@@ -18,9 +18,11 @@ from paceline.services.gateway.access.decisions import Access, decision_for
 from paceline.services.gateway.access.limiter import Limiter
 from paceline.services.gateway.access.peers import is_foreign_page, is_forwarded, is_local, is_rebound
 from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.middleware import ID_PREFIXES
 
 log = logging.getLogger(__name__)
+
+_ENDS = ("/cancel", "/abort_requests")
+"""Ends of the paths of requests that end others."""
 
 
 class Guard:
@@ -54,7 +56,7 @@ class Guard:
         try:
             caller = state["caller"] = state.get("caller") or self._admit(scope)
             answer = self._with_limits(send, caller)
-            state["admission"] = self._begin(scope, caller) if _is_computed(scope) else Admission()
+            state["admission"] = self._begin(scope, caller) if _is_counted(scope) else Admission()
         except ApiError as refusal:
             await refusal.response()(scope, receive, answer)
             return
@@ -189,9 +191,14 @@ def path_of(scope: Scope) -> str:
     return str(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
-def _is_computed(scope: Scope) -> bool:
-    """Return whether workers compute the answer to a request, so that it counts as one of its key's requests."""
-    return scope["method"] == "POST" and path_of(scope) in ID_PREFIXES
+def _is_counted(scope: Scope) -> bool:
+    """Return whether a request counts as one of its key's requests.
+
+    All that send a body do, because to read and to answer it costs the gateway time, whether or not workers compute. A
+    request that ends others is never refused.
+    """
+    path = path_of(scope)
+    return scope["method"] == "POST" and decision_for(path) is Access.CLIENT and not path.endswith(_ENDS)
 
 
 def _sent_keys(headers: Headers) -> Iterator[str]:

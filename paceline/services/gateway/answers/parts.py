@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -45,17 +48,13 @@ Part: TypeAlias = Content | Reasoning | CallBegin | CallArguments
 def join_parts(parts: list[Part]) -> list[Part]:
     """Return the same parts, with neighbours of one kind joined."""
     joined: list[Part] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        match last, part:
-            case Content(before), Content(text):
-                joined[-1] = Content(before + text)
-            case Reasoning(before), Reasoning(text):
-                joined[-1] = Reasoning(before + text)
-            case CallArguments(index, before), CallArguments(other, text) if index == other:
-                joined[-1] = CallArguments(index, before + text)
-            case _:
-                joined.append(part)
+    for _, group in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
+        first, *others = group
+        if others and not isinstance(first, CallBegin):
+            whole = "".join([first.text, *(part.text for part in others if not isinstance(part, CallBegin))])
+            joined.append(dataclasses.replace(first, text=whole))
+        else:
+            joined += [first, *others]
     return joined
 
 
@@ -71,6 +70,9 @@ class Call:
 
 def calls_of(parts: Sequence[Part]) -> list[Call]:
     """Return the tool calls of an answer."""
-    begun = [part for part in parts if isinstance(part, CallBegin)]
-    pieces = [part for part in parts if isinstance(part, CallArguments)]
-    return [Call(b.id, b.name, "".join(p.text for p in pieces if p.index == b.index)) for b in begun]
+    pieces = defaultdict[int, list[str]](list)
+    for part in parts:
+        if isinstance(part, CallArguments):
+            pieces[part.index].append(part.text)
+    begun = (part for part in parts if isinstance(part, CallBegin))
+    return [Call(call.id, call.name, "".join(pieces[call.index])) for call in begun]

@@ -47,8 +47,8 @@ class Reader:
         self._text = ""
         self._at = 0
         """Where the text begins that has not been read."""
-        self._kept: int | None = None
-        """Where the text begins that `restore` returns to; None if none is kept."""
+        self._kept: list[str] | None = None
+        """Pieces of the text before `_text` that `restore` returns to; None if none is kept."""
         self.has_ended = False
         self.is_cut_off = False
         """Whether the answer has ended at a place that the model did not choose."""
@@ -59,12 +59,8 @@ class Reader:
 
     def feed(self, text: str) -> None:
         """Add the next piece of the answer."""
-        self._text = self._text[self._at if self._kept is None else self._kept :] + text
-        if self._kept is None:
-            self._at = 0
-        else:
-            self._at -= self._kept
-            self._kept = 0
+        self._drop_read()
+        self._text += text
 
     def end(self, is_cut_off: bool = False, follows: str = "") -> None:
         """Say that no more text comes.
@@ -89,16 +85,24 @@ class Reader:
 
     def keep(self) -> None:
         """Remember this place, so that `restore` can return to it. Text after it stays in memory."""
-        self._kept = self._at
+        self._kept = None
+        self._drop_read()
+        self._kept = []
 
     def restore(self) -> None:
         """Return to the place of `keep`."""
         assert self._kept is not None
-        self._at, self._kept = self._kept, None
+        self._text, self._at, self._kept = "".join([*self._kept, self._text]), 0, None
 
     def forget(self) -> None:
         """Forget the place of `keep`."""
         self._kept = None
+
+    def _drop_read(self) -> None:
+        """Take the text that has been read out of `_text`."""
+        if self._kept is not None and self._at:
+            self._kept.append(self._text[: self._at])
+        self._text, self._at = self._text[self._at :], 0
 
     def pass_until(self, markers: Sequence[str], sink: Sink, half: Sink | None = None) -> Steps[str | None]:
         """Pass text to a sink up to the first of the markers, which is read, too.
@@ -170,7 +174,7 @@ class Reader:
 
     def skip_space(self) -> Steps[None]:
         """Read white space. At the end of the answer this returns."""
-        yield from self.match(_SPACE)
+        yield from self._skip(_SPACE)
 
     def match(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read the longest text that matches a pattern and return it.
@@ -184,6 +188,16 @@ class Reader:
             if found.end() < len(self._text) or self.has_ended:
                 self._at = found.end()
                 return found[0]
+            yield
+
+    def _skip(self, space: re.Pattern[str]) -> Steps[None]:
+        """Read all text that matches a pattern of characters, as it comes."""
+        while True:
+            found = space.match(self._text, self._at)
+            assert found is not None
+            self._at = found.end()
+            if not self.is_empty or self.has_ended:
+                return
             yield
 
     def peek(self) -> Steps[str]:
@@ -239,17 +253,17 @@ class Reader:
 
         Call this at the beginning of the object, and again after each value.
         """
-        yield from self.match(_JSON_SPACE)
+        yield from self._skip(_JSON_SPACE)
         if (yield from self.expect("{", ",", "}")) == "}":
             return None
-        yield from self.match(_JSON_SPACE)
+        yield from self._skip(_JSON_SPACE)
         if (yield from self.peek()) == "}":
             yield from self.take()
             return None
         name = yield from self.json_string()
-        yield from self.match(_JSON_SPACE)
+        yield from self._skip(_JSON_SPACE)
         yield from self.expect(":")
-        yield from self.match(_JSON_SPACE)
+        yield from self._skip(_JSON_SPACE)
         return name
 
     def _pass_string(self, sink: Sink) -> Steps[None]:

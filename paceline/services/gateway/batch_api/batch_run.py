@@ -27,6 +27,8 @@ from paceline.services.gateway.batch_api.lines import (
 )
 from paceline.services.gateway.batch_api.pressure import LineGate
 from paceline.services.gateway.batch_api.refusals import RefusedLines
+from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.reading import SMALL_BYTES
 
 RETRIES = 20
 """Times that a line is tried again after a failure of the server. A line that brings workers down must end."""
@@ -52,6 +54,8 @@ class BatchLimits:
     max_line_bytes: int
     file_seconds: float
     """How long files of answers are kept if the batch does not say otherwise."""
+    bounds: Bounds | None = None
+    """What a line may hold; None is no limit."""
 
 
 class BatchRun:
@@ -101,7 +105,9 @@ class BatchRun:
     # ---- validation
 
     async def _validate(self) -> None:
-        check = InputCheck(self.batch.endpoint, self._limits.max_lines, self._limits.max_line_bytes)
+        check = InputCheck(
+            self.batch.endpoint, self._limits.max_lines, self._limits.max_line_bytes, self._limits.bounds
+        )
         if await self._files.get(self.batch.input_file_id, self.batch.owner) is None:
             check.errors.append(LineError("file_not_found", "the input file was deleted", param="input_file_id"))
         else:
@@ -151,7 +157,8 @@ class BatchRun:
             if number in begun:
                 continue
             await self._refused.wait_for_none()
-            line = self._read(number, data)
+            is_small = len(data) <= SMALL_BYTES
+            line = self._read(number, data) if is_small else await asyncio.to_thread(self._read, number, data)
             if (gate := self._gate_of(line)).is_shut:
                 shut.add(gate)
                 if all(each.is_shut for each in self._gates):
@@ -168,7 +175,7 @@ class BatchRun:
         return shut
 
     def _read(self, number: int, data: bytes) -> Line:
-        return read_line(number, data, [self.batch.endpoint], self._limits.max_line_bytes)
+        return read_line(number, data, [self.batch.endpoint], self._limits.max_line_bytes, self._limits.bounds)
 
     async def _answer(self, line: Line, gate: LineGate, has_begun: asyncio.Event) -> None:
         """Answer a line, and try again while the server fails for reasons that pass."""
@@ -214,13 +221,16 @@ class BatchRun:
     async def _refuse_the_rest(self) -> None:
         done = await self._batches.answered(self.batch.id)
         async for lines in _grouped(self._lines(), CHUNK_BYTES):
-            refused = [
-                LineAnswer(number, error_line(self._read(number, data).custom_id, *EXPIRED), is_ok=False)
-                for number, data in lines
-                if number not in done
-            ]
+            refused = await asyncio.to_thread(self._refusals, [line for line in lines if line[0] not in done])
             if refused:
                 await self._batches.answer(self.batch.id, self._name, refused)
+
+    def _refusals(self, lines: Iterable[tuple[int, bytes]]) -> list[LineAnswer]:
+        """Return the answers to lines whose time is over."""
+        return [
+            LineAnswer(number, error_line(self._read(number, data).custom_id, *EXPIRED), is_ok=False)
+            for number, data in lines
+        ]
 
     async def _write(self, kind: str, *, is_ok: bool) -> str | None:
         """Write a file of answers and return its id; None if there are no such answers.

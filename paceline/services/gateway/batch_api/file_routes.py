@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import time
@@ -10,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
@@ -36,6 +35,7 @@ from paceline.services.gateway.batch_api.file_store import (
 from paceline.services.gateway.batch_api.pages import Order
 from paceline.services.gateway.batch_api.upload import Upload
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.request_headers import id_of_made, key_was_used
 
 PURPOSE = "batch"
@@ -98,10 +98,10 @@ def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batche
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
         order: Order = "desc",
         purpose: str = "",
-    ) -> Json:
+    ) -> Response:
         first = None if after is None else await find(after, request)
         listed = await files.page(scope_of(request), purpose, first, limit + 1, order)
-        return page([_body(file) for file in listed], limit)
+        return await aside(request, lambda: JSONResponse(page([_body(file) for file in listed], limit)))
 
     @router.get("/v1/files/{file_id}", response_model=None, responses=answers(FileBody))
     async def get(file_id: str, request: Request) -> Json:
@@ -166,7 +166,7 @@ async def _chunks(request: Request, reader: Upload) -> AsyncIterator[bytes]:
         if piece and len(body) < CHUNK_BYTES:
             continue
         # On a thread, because a body may be made such that it takes long to read.
-        for data in await asyncio.to_thread(reader.feed, bytes(body)):
+        for data in await aside(request, reader.feed, bytes(body)):
             content += data
         body.clear()
         while len(content) >= CHUNK_BYTES:

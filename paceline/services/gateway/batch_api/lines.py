@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import uuid
@@ -9,7 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from paceline.services.gateway.batch_api.batch import ENDPOINTS, LineError
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.bounds import Bounds, count_json
 
 MAX_ID_CHARACTERS = 512
 LIMIT_KINDS = ("requests", "tokens")
@@ -74,7 +79,7 @@ async def split_lines(content: AsyncIterator[bytes], max_bytes: int) -> AsyncIte
         yield number, rest
 
 
-def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int) -> Line:
+def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int, bounds: Bounds | None = None) -> Line:
     """Return the request of a line, whose URL must be one of `endpoints`. Raises InvalidLineError."""
 
     def invalid(code: str, message: str, param: str | None = None) -> InvalidLineError:
@@ -83,9 +88,14 @@ def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int
     if len(data) > max_bytes:
         raise invalid("line_too_long", f"the line has more than {max_bytes} bytes, the --max-body-bytes of the gateway")
     try:
+        if bounds is not None:
+            bounds.check_count(count_json(data), "")
+    except ApiError as error:
+        raise invalid("line_too_long", str(error).replace("the body", "the line", 1)) from None
+    try:
         # A byte order mark may be in front of the first line.
-        value = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
+        value = from_json(data.removeprefix(codecs.BOM_UTF8), cache_strings="none")
+    except ValueError:
         raise invalid("invalid_json_line", "the line is not valid JSON in UTF-8") from None
     if not isinstance(value, dict):
         raise invalid("invalid_json_line", "the line must be a JSON object")
@@ -113,15 +123,17 @@ class InputCheck:
     Args:
         max_lines: most lines that a batch may have.
         max_bytes: largest size of a line.
+        bounds: what a line may hold; None is no limit.
     """
 
-    def __init__(self, endpoint: str, max_lines: int, max_bytes: int) -> None:
+    def __init__(self, endpoint: str, max_lines: int, max_bytes: int, bounds: Bounds | None = None) -> None:
         self.count = 0
         """Lines that have come."""
         self.errors: list[LineError] = []
         self._endpoint = endpoint
         self._max_lines = max_lines
         self._max_bytes = max_bytes
+        self._bounds = bounds
         self._seen: set[bytes] = set()
         """Digests of ids, because there may be many long ones."""
 
@@ -138,7 +150,7 @@ class InputCheck:
             self.errors.append(LineError("too_many_lines", message))
             return
         try:
-            line = read_line(number, data, [self._endpoint], self._max_bytes)
+            line = read_line(number, data, [self._endpoint], self._max_bytes, self._bounds)
         except InvalidLineError as error:
             self.errors.append(error.error)
             return

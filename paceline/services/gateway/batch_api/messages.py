@@ -6,7 +6,6 @@ of answers; a line of a cancelled batch that has no answer is told from the inpu
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
@@ -42,6 +41,7 @@ from paceline.services.gateway.batch_api.lines import split_lines
 from paceline.services.gateway.batch_api.pages import Order
 from paceline.services.gateway.batch_api.runner import BatchRunner
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.messages_api.error_body import error_body
 from paceline.services.gateway.request_headers import id_of_made, key_was_used
 
@@ -65,12 +65,13 @@ def add_message_batches(
     @router.post(PATH, response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)
     async def create(body: CreateMessageBatch, request: Request) -> Json:
         owner, now, made = owner_of(request), time.time(), id_of_made(request)
-        _check(body, config.max_batch_lines)
+        await aside(request, _check, body, config.max_batch_lines)
         await files.check_quota(owner)
         expires = now + WINDOW_SECONDS + config.stored_files_seconds
         file = File(new_id(), owner, PURPOSE, f"{MESSAGE_BATCH}_{made}.jsonl", 0, now, expires)
         try:
-            file = await _write(files, file, body, f"file-{made}")
+            chunks = await aside(request, lambda: list(_chunks(body)))
+            file = await _write(files, file, chunks, f"file-{made}")
         except OtherFileError:
             raise key_was_used(f"the batch {MESSAGE_BATCH}_{made}") from None
         batch = Batch(
@@ -201,11 +202,11 @@ async def _lines(files: FileStore, file_id: str) -> AsyncIterator[Json]:
         yield json.loads(line)
 
 
-async def _write(files: FileStore, file: File, body: CreateMessageBatch, file_id: str) -> File:
+async def _write(files: FileStore, file: File, chunks: list[bytes], file_id: str) -> File:
     """Write the input file of a batch. Raises QuotaError and OtherFileError."""
     await files.begin(file)
     try:
-        for number, chunk in enumerate(await asyncio.to_thread(lambda: list(_chunks(body)))):
+        for number, chunk in enumerate(chunks):
             await files.append(file, number, chunk)
         return await files.finish(file, as_id=file_id)
     except BaseException:

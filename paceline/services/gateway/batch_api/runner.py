@@ -20,6 +20,7 @@ from paceline.services.gateway.batch_api.lines import Answer, Line
 from paceline.services.gateway.batch_api.pressure import LineGate, Places, places_of
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.store.database import StoreError
 
@@ -52,7 +53,7 @@ class BatchRunner:
         self._app = app
         self._name = unique_name("gateway")
         seconds = config.stored_files_seconds
-        self._limits = BatchLimits(config.max_batch_lines, config.max_body_bytes, seconds)
+        self._limits = BatchLimits(config.max_batch_lines, config.max_body_bytes, seconds, Bounds.of(config))
         self._gates = {name: _gate(model) for name, model in gateway.models.items()}
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

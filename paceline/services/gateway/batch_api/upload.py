@@ -9,6 +9,8 @@ from paceline.services.gateway.errors import ApiError
 
 MAX_FIELD_BYTES = 1024
 """Largest value of a field that is no file."""
+MAX_HEADER_BYTES = 8 << 10
+"""Largest size of the headers of a part."""
 MAX_PARTS = 16
 MAX_NAME_CHARACTERS = 255
 
@@ -33,6 +35,8 @@ class Upload:
         """Name of the file; None if its part has not begun."""
         self._headers: dict[bytes, bytes] = {}
         self._header = [b"", b""]
+        self._header_bytes = 0
+        """Bytes of the headers of the part that comes."""
         self._name = ""
         self._value = bytearray()
         self._parts = 0
@@ -74,9 +78,13 @@ class Upload:
         if self._parts > MAX_PARTS:
             raise _invalid(f"it has more than {MAX_PARTS} parts")
         self._headers, self._in_file = {}, False
+        self._header_bytes = 0
         self._value.clear()
 
     def _add_header(self, index: int, data: bytes) -> None:
+        self._header_bytes += len(data)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise _invalid(f"the headers of a part have more than {MAX_HEADER_BYTES} bytes")
         self._header[index] += data
 
     def _end_header(self) -> None:

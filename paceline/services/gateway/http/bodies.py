@@ -1,16 +1,19 @@
-"""Bodies of requests: limits of their size and time, and compressed ones."""
+"""Bodies of requests: limits of their size, their content and their time, and compressed ones."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.bounds import PIECE_BYTES, Bounds, JsonCount
+from paceline.services.gateway.http.memory import BYTE_COST, OBJECT_COST, VALUE_COST, BodyMemory, RequestMemory
 
 BODY_SECONDS = 60.0
 UPLOAD_PATH = "/v1/files"
@@ -20,8 +23,6 @@ FORM_BYTES = 64 << 10
 """Bytes that the body of an upload may have beside its file."""
 CODINGS = ("gzip", "x-gzip", "deflate")
 """Compressions of a body that are read, as Content-Encoding names them."""
-PIECE_BYTES = 256 << 10
-"""The most bytes that are decompressed at once, while no other request goes on."""
 MEMBER_BYTES = 1 << 10
 """Bytes that each member of a gzip body counts beside its content. A body could have a million empty ones."""
 
@@ -30,21 +31,33 @@ _GZIP, _ZLIB, _RAW = 31, 15, -15
 
 
 class BodyMiddleware:
-    """Middleware that decompresses bodies, refuses those of more than `max_bytes` with 413, and slow ones with 408.
+    """Middleware that decompresses bodies, and refuses those that are too large or too slow.
 
     The size is checked in Content-Length and again while the body arrives. Both the bytes that arrive and the bytes
-    that they decompress to are limited.
+    that they decompress to are limited. The JSON in them is counted: the request's state gets `json_count`, and
+    `body_memory`, where further memory for the request is counted.
 
     Args:
+        max_bytes: largest body.
+        bounds: what the JSON of a body may hold.
+        memory: where the memory for bodies is counted.
         max_upload_bytes: largest file that may be uploaded. Uploads have limits of their own, because the gateway does
             not keep them in memory.
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, max_seconds: float = BODY_SECONDS, max_upload_bytes: int = 0
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        bounds: Bounds,
+        memory: BodyMemory,
+        max_seconds: float = BODY_SECONDS,
+        max_upload_bytes: int = 0,
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._bounds = bounds
+        self._memory = memory
         self._max_seconds = max_seconds
         self._max_upload_bytes = max_upload_bytes
 
@@ -68,7 +81,13 @@ class BodyMiddleware:
             limited = DecodedBody(limited, coding, most, f"decompressed, {message}").receive
             plain = [pair for pair in scope["headers"] if pair[0] not in (b"content-encoding", b"content-length")]
             scope = {**scope, "headers": plain}
-        await self._app(scope, limited, send)
+        memory = scope.setdefault("state", {})["body_memory"] = RequestMemory(self._memory)
+        if scope["path"] != UPLOAD_PATH:
+            limited = CountedBody(limited, scope, self._bounds, memory).receive
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            memory.close()
 
 
 class LimitedBody:
@@ -94,6 +113,43 @@ class LimitedBody:
         if self._left < 0:
             raise HTTPException(413, self._too_large)
         return event
+
+
+class CountedBody:
+    """A body whose JSON and memory are counted as it arrives. It fails with HTTPException if it has too much of them.
+
+    It never holds back bytes, and does not know whether they are JSON: other bodies do not become objects.
+    """
+
+    def __init__(self, receive: Receive, scope: Scope, bounds: Bounds, memory: RequestMemory) -> None:
+        self._receive = receive
+        self._state: dict[str, Any] = scope["state"]
+        self._path: str = scope["path"]
+        self._bounds = bounds
+        self._memory = memory
+        self._count = self._state["json_count"] = JsonCount()
+
+    async def receive(self) -> Message:
+        event = await self._receive()
+        data = event.get("body", b"")
+        for begin in range(0, len(data), PIECE_BYTES):
+            if begin:
+                await asyncio.sleep(0)  # other requests go on between pieces
+            self._add(data[begin : begin + PIECE_BYTES])
+        return event
+
+    def _add(self, piece: bytes) -> None:
+        count = self._count
+        objects, values = count.objects, count.values
+        count.add(piece)
+        try:
+            self._bounds.check_count(count, self._path)
+        except ApiError as error:
+            # The framework takes other errors for those of a broken body.
+            raise HTTPException(error.status, str(error)) from None
+        objects, values = count.objects - objects, count.values - values
+        owner = self._state["caller"].owner if "caller" in self._state else ""
+        self._memory.take(owner, BYTE_COST * len(piece) + OBJECT_COST * objects + VALUE_COST * values)
 
 
 class DecodedBody:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from paceline.core.config import GatewayConfig
@@ -63,6 +63,7 @@ class MediaPreparer:
         param: str = "messages",
         most_tokens: int | None = None,
         keeps_newest: bool = False,
+        run: Callable[..., Awaitable[T]] = asyncio.to_thread,
     ) -> T:
         """Return what `make` makes of the request's media. `make` runs in threads.
 
@@ -77,6 +78,7 @@ class MediaPreparer:
             param: the field of the request that errors name if they are about no single item.
             most_tokens: the most placeholder tokens that the media may have together; None if this is not known.
             keeps_newest: whether too many items are no error. Then `make` gets the last ones, as many as are allowed.
+            run: runs a function on a thread.
 
         Raises:
             InvalidRequestError: an item, an option or a number of items is wrong; or what `make` raises.
@@ -85,7 +87,7 @@ class MediaPreparer:
         """
         processor = self._with_options(options)
         if processor is None or not items:
-            return await asyncio.to_thread(make, NO_ITEMS)
+            return await run(make, NO_ITEMS)
         wanted = self._newest(items) if keeps_newest else items
         self._check_counts(wanted, param)
         known = self._find_known(wanted, processor, owner)
@@ -93,7 +95,7 @@ class MediaPreparer:
             for item, place, sent in without_data(wanted):
                 if sent is None and item not in known:
                     raise not_kept(item, place, param)
-        await asyncio.to_thread(make, NOTHING)
+        await run(make, NOTHING)
         for expansion in known.values():
             budget.take(expansion.size)
         loading = ItemLoading(self._service, processor, budget, param)
@@ -104,7 +106,7 @@ class MediaPreparer:
         for item in items:
             if item.uuid is not None and item in loaded:
                 self._recent.put(_key(item, processor, owner), loaded[item])
-        return await asyncio.to_thread(make, {**loaded, **recall(items, known, loaded, param)})
+        return await run(make, {**loaded, **recall(items, known, loaded, param)})
 
     def _with_options(self, options: Json | None) -> Processor | None:
         if not options:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from paceline.services.gateway.api_schema import MESSAGE_ERRORS, answers
 from paceline.services.gateway.chat_planning import encode_conversation, plan_conversation
 from paceline.services.gateway.errors import ApiError, ContextLengthError
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.messages_api.answer import MessageFormat, MessageWriter
 from paceline.services.gateway.messages_api.bodies import AnsweredMessage, MessageEvent, TokenCount
 from paceline.services.gateway.messages_api.conversion import chat_fields, chat_request
@@ -33,7 +33,7 @@ def add_messages(router: APIRouter, gateway: Gateway) -> None:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         plan = await _plan(model, body, request)
-        generation = start(model, plan, request, body.stream, body if body.stream else None)
+        generation = await start(model, plan, request, body.stream, body if body.stream else None)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         message_format = MessageFormat(request.state.request_id, model.name, shows_thinking)
         if body.stream:
@@ -42,23 +42,24 @@ def add_messages(router: APIRouter, gateway: Gateway) -> None:
         return await whole(generation, request, message_format.whole)
 
     @router.post("/v1/messages/render", response_model=None, responses=answers(RenderedRequest) | MESSAGE_ERRORS)
-    async def render_message(body: MessagesRequest, request: Request) -> dict[str, Any]:
+    async def render_message(body: MessagesRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
-        chat = await asyncio.to_thread(chat_request, body, model.forms)
+        chat = await aside(request, chat_request, body, model.forms)
         check_no_media(chat, model)
         plan = await _plan(model, body, request)
-        return render(chat, plan, request.state.request_id, model.name)[0]
+        request_id = request.state.request_id
+        return await aside(request, lambda: JSONResponse(render(chat, plan, request_id, model.name)[0]))
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)
     async def count_tokens(body: CountRequest, request: Request) -> dict[str, Any]:
         model = gateway.pick(body.model)
-        prompt = await encode_conversation(model, await asyncio.to_thread(chat_fields, body), request)
+        prompt = await encode_conversation(model, await aside(request, chat_fields, body), request)
         return {"input_tokens": len(prompt.token_ids)}
 
 
 async def _plan(model: ModelFleet, body: MessagesRequest, request: Request) -> Plan:
     """Return the plan of a message. Raises ApiError and the errors of `plan_conversation`."""
-    chat = await asyncio.to_thread(chat_request, body, model.forms)
+    chat = await aside(request, chat_request, body, model.forms)
     try:
         return await plan_conversation(model, chat, request)
     except ContextLengthError as error:

@@ -28,6 +28,9 @@ from paceline.services.gateway.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
+MAX_ECHO_BYTES = 4 << 20
+"""Largest size of the fields that a response repeats. Several events of a stream have them."""
+
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """Codes of errors for an HTTP status; for all others, "server_error"."""
 
@@ -228,13 +231,17 @@ _HEAD: Json = {
 
 
 def check_echo(request: ResponsesRequest) -> None:
-    """Raise ApiError if a field that the response repeats is not valid Unicode."""
+    """Raise ApiError if a field that the response repeats is not valid Unicode, or if all of them are too long."""
+    left = MAX_ECHO_BYTES
     for name, value in _echo(request).items():
         try:
-            json.dumps(value, ensure_ascii=False).encode()
+            left -= len(json.dumps(value, ensure_ascii=False).encode())
         except UnicodeEncodeError:
             told = "a text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
             raise ApiError(400, f"{name}: {told}", param=name) from None
+        if left < 0:
+            told = f"the fields up to this one that a response repeats have more than {MAX_ECHO_BYTES} bytes"
+            raise ApiError(400, f"{name}: {told}; send less", param=name)
 
 
 def _echo(request: ResponsesRequest) -> Json:

@@ -7,6 +7,7 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from paceline.core.errors import InvalidRequestError
@@ -15,6 +16,7 @@ from paceline.services.gateway.access.decisions import DECISIONS
 from paceline.services.gateway.answer_format import Body
 from paceline.services.gateway.api_schema import answers
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.media.parts import name_places
 from paceline.services.gateway.responses_api.bodies import ConversationBody, DeletedConversation, InputItems, Item
 from paceline.services.gateway.responses_api.conversation_store import (
@@ -69,7 +71,7 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
     async def create(request: Request, body: CreateConversation | None = None) -> Json:
         body = body or CreateConversation()
         made = Conversation(f"conv_{uuid.uuid4().hex}", owner_of(request), time.time(), body.metadata or {})
-        items = stored_items(body.items or [])
+        items = await aside(request, stored_items, body.items or [])
         store.check_room(made, items)
         await store.add(made, items)
         return made.to_api()
@@ -97,24 +99,24 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
-    ) -> Json:
+    ) -> Response:
         await find(conversation_id, request)
         items = await store.page(conversation_id, after, limit + 1, order)
-        return _page(items[:limit], len(items) > limit)
+        return await aside(request, lambda: JSONResponse(_page(items[:limit], len(items) > limit)))
 
     @router.post(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))
-    async def add_items(conversation_id: str, body: AddItems, request: Request) -> Json:
+    async def add_items(conversation_id: str, body: AddItems, request: Request) -> Response:
         await find(conversation_id, request)
-        items = stored_items(body.items)
+        items = await aside(request, stored_items, body.items)
         await store.append(conversation_id, owner_of(request), items)
-        return _page(items, has_more=False)
+        return await aside(request, lambda: JSONResponse(_page(items, has_more=False)))
 
     @router.get(PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(Item))
-    async def get_item(conversation_id: str, item_id: str, request: Request) -> Json:
+    async def get_item(conversation_id: str, item_id: str, request: Request) -> Response:
         await find(conversation_id, request)
         if (item := await store.item(conversation_id, item_id)) is None:
             raise _no_item(item_id)
-        return item
+        return await aside(request, JSONResponse, item)
 
     @router.delete(
         PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(ConversationBody)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
@@ -32,11 +33,15 @@ class KeptResponses:
     Args:
         store: None if nothing is kept.
         conversations: None if nothing is kept.
+        max_bytes: the largest size of the items that a request continues, as JSON.
     """
 
-    def __init__(self, store: ResponseStore | None, conversations: ConversationStore | None) -> None:
+    def __init__(
+        self, store: ResponseStore | None, conversations: ConversationStore | None, max_bytes: int = 64 << 20
+    ) -> None:
         self.store = store
         self._conversations = conversations
+        self._max_bytes = max_bytes
 
     async def find(self, response_id: str, owner: str) -> Record | None:
         """Return a response; None if there is none. Raises StoreError."""
@@ -82,23 +87,41 @@ class KeptResponses:
         assert self._conversations is not None
         return self._conversations.appending(response["conversation"]["id"], owner, [*items, *response["output"]])
 
-    async def conversation(self, request: ResponsesRequest, owner: str) -> list[InputItem]:
+    async def conversation(
+        self, request: ResponsesRequest, owner: str, run: Callable[..., Awaitable[list[InputItem]]] = asyncio.to_thread
+    ) -> list[InputItem]:
         """Return all items of a request's conversation, those of earlier turns and references included.
+
+        Args:
+            run: runs a function on a thread.
 
         Raises ApiError if a response, a conversation or an item is not kept, or StoreError.
         """
         items: list[InputItem] = []
         if (conversation_id := request.conversation_id) is not None:
-            items += read_items(await self._items(conversation_id, owner))
-            name_places(items, "conversation")
+            items += await run(_read, await self._items(conversation_id, owner), "conversation")
         if request.previous_response_id is not None:
-            for turn in await self.turns(request.previous_response_id, owner):
-                items += read_items([*turn.input, *turn.response["output"]])
-            name_places(items, "previous_response_id")
+            turns = await self.turns(request.previous_response_id, owner)
+            before = [item for turn in turns for item in (*turn.input, *turn.response["output"])]
+            items += await run(_read, before, "previous_response_id")
         kept: dict[str, dict[str, Json | None]] = {}
+        left = self._max_bytes
         for index, item in enumerate(request.input_items):
-            items.append(await self._find(item, index, owner, kept) if isinstance(item, ReferenceItem) else item)
+            if not isinstance(item, ReferenceItem):
+                items.append(item)
+                continue
+            if response_of_item(item.id) not in kept:
+                left -= await self._size(response_of_item(item.id), owner)
+                if left < 0:
+                    place = f"input[{index}]"
+                    message = f"{place}: the responses of all references have more than {self._max_bytes} bytes "
+                    raise InvalidRequestError(message + "(--max-conversation-size); refer to fewer", place)
+            items.append(await self._find(item, index, owner, kept))
         return items
+
+    async def _size(self, response_id: str, owner: str) -> int:
+        """Return the size of a response as JSON, with its input; 0 if it is not kept."""
+        return await self.store.size(response_id, owner) if self.store is not None else 0
 
     async def _items(self, conversation_id: str, owner: str) -> list[Json]:
         """Return the items of a conversation, which has room for more. Raises ApiError, InvalidRequestError."""
@@ -107,11 +130,14 @@ class KeptResponses:
             raise ApiError(400, message, param="conversation")
         conversation = found(await self._conversations.get(conversation_id, owner), conversation_id, "conversation")
         self._conversations.check_room(conversation, [])
+        if conversation.size > self._max_bytes:
+            most = f"{self._max_bytes} bytes (--max-conversation-size)"
+            raise InvalidRequestError(f"conversation: it has more than {most}; begin a new one", "conversation")
         return await self._conversations.items(conversation_id)
 
     async def turns(self, response_id: str, owner: str) -> list[Record]:
         """Return a response and all turns before it, the first one first. Raises ApiError or StoreError."""
-        turns = await self.store.conversation(response_id, owner) if self.store is not None else []
+        turns = await self.store.conversation(response_id, owner, self._max_bytes) if self.store is not None else []
         place = "previous_response_id"
         if not turns:
             hint = "" if self.store is not None else "; this server keeps no responses, so send the whole conversation"
@@ -167,6 +193,13 @@ class KeptResponses:
 def stored_input(response_id: str, items: Sequence[InputItem]) -> list[Json]:
     """Return the input of a response as it is kept: each item has an id."""
     return [item.stored(f"{id_key(response_id)}i{number}") for number, item in enumerate(items)]
+
+
+def _read(stored: Sequence[Json], place: str) -> list[InputItem]:
+    """Return stored items, whose errors name `place`."""
+    items = read_items(stored)
+    name_places(items, place)
+    return items
 
 
 def _not_found(response_id: str) -> ApiError:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -23,6 +23,7 @@ from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
+from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansions
 from paceline.services.gateway.media.parts import pin_meanings
 from paceline.services.gateway.model_fleet import ModelFleet
@@ -71,7 +72,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             "seconds": config.stored_responses_seconds,
         }
         store, conversations = ResponseStore(shared, **limits), ConversationStore(shared, **limits)
-    kept = KeptResponses(store, conversations)
+    kept = KeptResponses(store, conversations, parse_bytes(config.max_conversation_size))
     runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
 
     add_conversations(router, conversations)
@@ -80,9 +81,9 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         model: ModelFleet, body: ResponsesRequest, request: Request
     ) -> tuple[list[InputItem], Toolbox, Plan]:
         """Return the whole conversation, its tools and its plan."""
-        items = await kept.conversation(body, owner_of(request))
-        await asyncio.to_thread(check_echo, body)
-        toolbox = await asyncio.to_thread(Toolbox, body, items)
+        items = await kept.conversation(body, owner_of(request), partial(aside, request))
+        await aside(request, check_echo, body)
+        toolbox = await aside(request, Toolbox, body, items)
 
         truncates = body.truncation == "auto"
         shown: Sequence[InputItem] = items
@@ -94,12 +95,12 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             return plan_response(body, toolbox, shown, served, media)[0]
 
         with in_client_fields():
-            chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
+            chat = await aside(request, chat_request, body, toolbox, shown)
             if truncates and media_of(chat.messages, model.tokenizer):
                 # Media of items that do not fit even as text are not loaded.
                 served = await model.served_model(request.receive)
-                _, shown = await asyncio.to_thread(plan_response, body, toolbox, items, served, NOTHING)
-                chat = await asyncio.to_thread(chat_request, body, toolbox, shown)
+                _, shown = await aside(request, plan_response, body, toolbox, items, served, NOTHING)
+                chat = await aside(request, chat_request, body, toolbox, shown)
             planned = await plan_with_media(model, [chat], request, plan, "input", keeps_newest=truncates)
         pin_meanings(body.input, loaded)
         if (body.store or body.conversation is not None) and store is not None and planned.learnt is None:
@@ -121,10 +122,11 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         is_stored = body.store and store is not None
         response_id = _response_id(request, body)
         is_kept = is_stored or body.conversation is not None
-        own = stored_input(response_id, items[len(items) - len(body.input_items) :]) if is_kept else []
+        given = items[len(items) - len(body.input_items) :] if is_kept else []
+        own = await aside(request, stored_input, response_id, given)
         if body.background and (known := await kept.find(response_id, owner)) is not None:
             return _again(known, body, model.name, own, runs)
-        generation = start(model, plan, request, bool(body.stream))
+        generation = await start(model, plan, request, bool(body.stream))
         builder = ResponseBuilder(
             response_id, body, toolbox, model.name, model.tokenizer, generation, is_stored=is_stored
         )
@@ -142,7 +144,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             return EventStreamResponse(_events(generation, builder, writer, keep), writer.error)
         response = await until_disconnect(request.receive, _whole(generation, builder))
         await keep(response)
-        return JSONResponse(response)
+        return await aside(request, JSONResponse, response)
 
     @router.post("/v1/responses/input_tokens", response_model=None, responses=answers(InputTokens))
     async def count(body: ResponsesRequest, request: Request) -> Json:
@@ -151,14 +153,14 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         return {"object": "response.input_tokens", "input_tokens": len(plan.prompts[0].token_ids)}
 
     @router.post("/v1/responses/render", response_model=None, responses=answers(RenderedRequest))
-    async def render_response(body: ResponsesRequest, request: Request) -> Json:
+    async def render_response(body: ResponsesRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
         items, toolbox, plan = await prepare(model, body, request)
         with in_client_fields():
-            chat = await asyncio.to_thread(chat_request, body, toolbox, items)
+            chat = await aside(request, chat_request, body, toolbox, items)
             check_no_media(chat, model)
-        return render(chat, plan, request_id, model.name)[0]
+        return await aside(request, lambda: JSONResponse(render(chat, plan, request_id, model.name)[0]))
 
     @router.get(
         "/v1/responses/{response_id}", response_model=None, responses=answers(ResponseBody, chunk=ResponseEvent)
@@ -171,7 +173,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
     ) -> Response:
         record = await kept.get(response_id, owner_of(request))
         if not stream:
-            return JSONResponse(record.response)
+            return await aside(request, JSONResponse, record.response)
         run = runs.find(response_id) if runs is not None else None
         if run is None:
             message = "stream: the events of this response are not kept; get it without stream"
@@ -205,7 +207,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
-    ) -> Json:
+    ) -> Response:
         owner = owner_of(request)
         record = await kept.get(response_id, owner)
         items: list[Json] = []
@@ -213,7 +215,8 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             for turn in await kept.turns(record.previous_id, owner):
                 items += [*turn.input, *turn.response["output"]]
         items += record.input
-        return _page(items if order == "asc" else items[::-1], limit, after)
+        ordered = items if order == "asc" else items[::-1]
+        return await aside(request, lambda: JSONResponse(_page(ordered, limit, after)))
 
     return runs
 

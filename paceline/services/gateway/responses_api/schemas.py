@@ -174,7 +174,7 @@ class ResponsesRequest(GenerationRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=-1)
-    include: list[str] = Field(default_factory=list)
+    include: Annotated[list[str], Field(max_length=100)] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: str | None = None
     conversation: str | NamedConversation | None = None

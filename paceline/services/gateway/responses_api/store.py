@@ -99,6 +99,14 @@ class ResponseStore:
 
         await self._store.run(put)
 
+    async def size(self, response_id: str, owner: str) -> int:
+        """Return the size of a response as JSON, with its input, in bytes; 0 if there is none of this id and owner."""
+        query = "SELECT size FROM paceline_responses WHERE id = :id AND owner = :owner"
+        rows, _ = await self._store.run(
+            lambda execute: execute(query, {"id": response_id, "owner": owner}), writes=False
+        )
+        return int(rows[0][0]) if rows else 0
+
     async def write(self, check: Check) -> None:
         """Write something else to the same database."""
         await self._store.run(check)
@@ -107,25 +115,39 @@ class ResponseStore:
         """Return a response; None if there is none of this id and owner."""
         return await self._store.run(lambda execute: _get(execute, response_id, owner), writes=False)
 
-    async def conversation(self, response_id: str, owner: str) -> list[Record]:
+    async def conversation(self, response_id: str, owner: str, max_bytes: int) -> list[Record]:
         """Return a response and all turns before it, the first one first. All of them count as used.
 
         If a turn is not kept any more, the list begins with the one after it.
 
-        Raises InvalidRequestError if there are more than MAX_TURNS.
+        Args:
+            max_bytes: the largest size of all turns together as JSON.
+
+        Raises InvalidRequestError if there are more than MAX_TURNS, or if they are larger. No turn is read then.
         """
 
-        def read(execute: Execute) -> list[Record]:
-            turns: list[Record] = []
-            wanted = response_id
-            while wanted and (turn := _get(execute, wanted, owner)) is not None:
-                if len(turns) == MAX_TURNS:
+        def find(execute: Execute) -> list[str]:
+            ids: list[str] = []
+            wanted, left = response_id, max_bytes
+            query = "SELECT previous_id, size FROM paceline_responses WHERE id = :id AND owner = :owner"
+            query += " AND expires >= :now"
+            while wanted:
+                rows, _ = execute(query, {"id": wanted, "owner": owner, "now": time.time()})
+                if not rows:
+                    break
+                ids.append(wanted)
+                ((wanted, size),) = rows
+                left -= size
+                if len(ids) > MAX_TURNS or left < 0:
                     place = "previous_response_id"
-                    message = f"{place}: the conversation has more than {MAX_TURNS} turns; send its items as input"
+                    most = f"{MAX_TURNS} turns" if left >= 0 else f"{max_bytes} bytes (--max-conversation-size)"
+                    message = f"{place}: the conversation has more than {most}; send its latest items as input"
                     raise InvalidRequestError(message, place)
-                turns.append(turn)
-                wanted = turn.previous_id
-            return turns[::-1]
+            return ids[::-1]
+
+        def read(execute: Execute) -> list[Record]:
+            turns = [_get(execute, each, owner) for each in find(execute)]
+            return [turn for turn in turns if turn is not None]
 
         turns = await self._store.run(read, writes=False)
         if turns:

@@ -220,10 +220,27 @@ async def test_requests_beyond_the_limit_have_to_wait(stack: Stack) -> None:
     assert 59 <= int(refused.headers["retry-after"]) <= 69
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert refused.headers["x-ratelimit-remaining-tokens"] == str(100 - 4 - 3 - 1 - 2)
-    assert (await get(stack, "eve", "/v1/models")).status_code == 200, "only what workers compute is limited"
+    assert (await get(stack, "eve", "/v1/models")).status_code == 200, "only requests with a body are limited"
     assert "x-ratelimit-limit-requests" not in (await post(stack, "alice")).headers
     anthropic = await post(stack, "eve", "/v1/messages", messages=[], max_tokens=1)
     assert (anthropic.status_code, anthropic.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/completions/render", {"prompt": "x"}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses/input_tokens", {"input": "x"}),
+        ("/v1/conversations", {}),
+    ],
+)
+async def test_requests_that_no_worker_computes_are_limited_as_well(stack: Stack, path: str, body: Any) -> None:
+    answers = [await post(stack, "eve", path, **body) for _ in range(3)]
+    assert [each.status_code for each in answers] == [200, 200, 429]
+    assert (await post(stack, "eve", "/abort_requests", request_ids=[])).status_code == 200, "this ends requests"
 
 
 async def test_tokens_beyond_the_limit_have_to_wait(stack: Stack) -> None:

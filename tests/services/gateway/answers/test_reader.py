@@ -97,6 +97,27 @@ def test_a_missing_text_and_an_early_end_are_told_apart() -> None:
         run(lambda reader: reader.pass_json(lambda text: None), ['{"a": "b'])
 
 
+def test_kept_text_and_long_white_space_are_not_read_again_with_each_token() -> None:
+    """The reader would copy all of the text for each token."""
+    longest = 0
+
+    def read(reader: Reader) -> Steps[None]:
+        nonlocal longest
+        yield from reader.expect("a")
+        reader.keep()
+        for _ in range(1000):
+            yield from reader.expect("bc")
+            longest = max(longest, len(reader._text))
+        yield from reader.skip_space()
+        longest = max(longest, len(reader._text))
+        reader.restore()
+        assert reader.unread == 2000 + 500 + 1
+        yield from reader.pass_until(("d",), lambda text: None)
+
+    run(read, ["a", *["bc"] * 1000, *[" "] * 500, "d"])
+    assert longest <= 2
+
+
 def test_text_can_be_read_again_from_a_kept_place() -> None:
     passed: list[str] = []
 

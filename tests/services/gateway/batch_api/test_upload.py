@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.batch_api.upload import MAX_FIELD_BYTES, MAX_PARTS, Upload
+from paceline.services.gateway.batch_api.upload import MAX_FIELD_BYTES, MAX_HEADER_BYTES, MAX_PARTS, Upload
 from paceline.services.gateway.errors import ApiError
 
 TYPE = "multipart/form-data; boundary=cut"
@@ -46,8 +46,10 @@ def test_any_other_body_is_refused(body: bytes) -> None:
         part("purpose", b"x" * (MAX_FIELD_BYTES + 1)) + part("file", b"x", "a") + b"--cut--\r\n",
         part("file", b"x", "a") * 2 + b"--cut--\r\n",
         part("purpose", b"batch") * (MAX_PARTS + 1) + b"--cut--\r\n",
+        part("file", b"x", "a" * MAX_HEADER_BYTES) + b"--cut--\r\n",
+        part("file", b"x", 'a"' + "\r\nx: y" * (MAX_HEADER_BYTES // 2)) + b"--cut--\r\n",
     ],
-    ids=["no end", "no file", "long field", "two files", "many parts"],
+    ids=["no end", "no file", "long field", "two files", "many parts", "long header", "many headers"],
 )
 def test_what_is_wrong_is_said(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:

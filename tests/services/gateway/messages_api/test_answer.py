@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning, join_parts
-from paceline.services.gateway.choice import Delta
+from paceline.services.gateway.choice import Delta, join_deltas
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.messages_api.answer import MessageFormat, MessageWriter
 
@@ -103,10 +103,7 @@ def test_a_stream_joins_to_the_whole_message(parts: list[Part], places: list[int
     deltas = deltas_of(parts, places)
     written = b"".join(map(writer.write, deltas))
     streamed = joined(events_of(writer.begin() + written + writer.end()))
-    whole = deltas[0]
-    for delta in deltas[1:]:
-        whole.add(delta)
-    assert streamed == FORM.whole([whole], USAGE)
+    assert streamed == FORM.whole([join_deltas(deltas)], USAGE)
 
 
 def test_cached_tokens_are_counted_apart() -> None:

@@ -60,8 +60,8 @@ async def test_a_conversation_is_all_turns_in_their_order(open_store: OpenStore)
     store = open_store()
     for name, previous in ("a", ""), ("b", "a"), ("c", "b"):
         await store.put(record(name, previous))
-    assert [turn.id for turn in await store.conversation("c", "me")] == ["a", "b", "c"]
-    assert await store.conversation("c", "you") == []
+    assert [turn.id for turn in await store.conversation("c", "me", 1 << 20)] == ["a", "b", "c"]
+    assert await store.conversation("c", "you", 1 << 20) == []
 
 
 async def test_a_conversation_has_a_largest_number_of_turns(
@@ -71,9 +71,25 @@ async def test_a_conversation_has_a_largest_number_of_turns(
     store = open_store()
     for name, previous in ("a", ""), ("b", "a"), ("c", "b"):
         await store.put(record(name, previous))
-    assert [turn.id for turn in await store.conversation("b", "me")] == ["a", "b"]
+    assert [turn.id for turn in await store.conversation("b", "me", 1 << 20)] == ["a", "b"]
     with pytest.raises(InvalidRequestError, match="more than 2 turns"):
-        await store.conversation("c", "me")
+        await store.conversation("c", "me", 1 << 20)
+
+
+async def test_a_conversation_has_a_largest_size_and_larger_ones_are_not_read(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    for name, previous in ("a", ""), ("b", "a"), ("c", "b"):
+        await store.put(record(name, previous))
+    size = await store.size("a", "me")
+    assert (size > 0, await store.size("a", "you")) == (True, 0)
+    assert len(await store.conversation("c", "me", 3 * size)) == 3
+    read: list[str] = []
+    monkeypatch.setattr(store_module, "_get", lambda execute, name, owner: read.append(name))
+    with pytest.raises(InvalidRequestError, match="--max-conversation-size"):
+        await store.conversation("c", "me", 3 * size - 1)
+    assert read == []
 
 
 async def test_reading_does_not_wait_for_another_process_that_writes(tmp_path: Path) -> None:
@@ -90,7 +106,7 @@ async def test_responses_that_were_used_longest_ago_make_room(open_store: OpenSt
     await store.put(record("foreign", owner="you"))
     for name, previous in ("a", ""), ("b", ""), ("c", "a"):
         await store.put(record(name, previous))
-    await store.conversation("c", "me")  # uses a as well
+    await store.conversation("c", "me", 1 << 20)  # uses a as well
     await store.put(record("d"))
     assert await names(store, "a", "b", "c", "d") == ["a", "c", "d"]
     assert await names(store, "foreign", owner="you") == ["foreign"]

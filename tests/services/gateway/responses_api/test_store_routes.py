@@ -269,3 +269,39 @@ async def test_an_item_is_referred_to_once(agents: Stack) -> None:
         answer = await agents.post("/v1/responses", input=asked, max_output_tokens=2, **SEED)
         assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == "input[1].id"
+
+
+async def test_what_a_response_continues_has_a_largest_size(start_stack: StartStack, tmp_path: Path) -> None:
+    stack = await start_stack(store=str(tmp_path / "store.db"), max_conversation_size="25000", local_prefill_tokens=100)
+
+    async def post(path: str = "/v1/responses", **body: Any) -> tuple[int, Any]:
+        answer = await stack.post(path, **{"max_output_tokens": 1, **body})
+        return answer.status_code, answer.json()
+
+    # Fields of a response that the model does not see count as well.
+    tools = [{"type": "web_search", "note": "n" * 9000}]
+    status, first = await post(input="a", tools=tools)
+    assert status == 200, first
+    status, second = await post(input="b", previous_response_id=first["id"], tools=tools)
+    assert status == 200, second
+    _, third = await post(input="c", previous_response_id=second["id"], tools=tools)
+    reference = {"type": "item_reference", "id": third["output"][0]["id"]}
+    assert (await post(input=[{"role": "user", "content": "d"}, reference]))[0] == 200
+    _, longest = await post(input="c", tools=tools * 2)
+    others = [{"type": "item_reference", "id": longest["output"][0]["id"]}]
+    for body in ({"input": "d", "previous_response_id": third["id"]}, {"input": [reference, *others]}):
+        status, refused = await post(**body)
+        assert (status, "--max-conversation-size" in refused["error"]["message"]) == (400, True), body
+    _, conversation = await post("/v1/conversations")
+    items = [{"role": "user", "content": "x" * 26_000}]
+    status, refused = await post(f"/v1/conversations/{conversation['id']}/items", items=items)
+    assert status == 200, refused
+    status, refused = await post(input="d", conversation=conversation["id"])
+    assert (status, "--max-conversation-size" in refused["error"]["message"]) == (400, True)
+
+
+async def test_fields_that_a_response_repeats_have_a_largest_size(agents: Stack) -> None:
+    tools = [{"type": "web_search", "note": "n" * (1 << 20)}] * 5
+    refused = await agents.post("/v1/responses", input="x", tools=tools)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert "a response repeats" in refused.json()["error"]["message"]

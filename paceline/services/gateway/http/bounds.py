@@ -1,0 +1,152 @@
+"""How much the JSON of a body may hold. It is counted before anything is made of it.
+
+Ten bytes of JSON become an object of several hundred bytes, which takes microseconds to check. So the size of a body
+alone bounds neither the memory nor the time that it costs. `Bounds` has all bounds, which are options. The first two
+are counted in the bytes while they arrive, and the others in the parsed body before it is validated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.config.http import HttpOptions
+from paceline.services.gateway.errors import ApiError
+
+Json = dict[str, Any]
+
+LONGER: Mapping[str, int] = {"/v1/messages/batches": 5}
+"""Routes whose bodies may have a multiple of the values and objects of others, because they hold many requests."""
+
+_NESTED = ("chat_request", "completion_request")
+"""Fields that hold the body of another route."""
+MOST_DIGITS = 400
+"""Digits of the longest number. The time to read one grows with the square of its length."""
+PIECE_BYTES = 64 << 10
+"""The most bytes that are decompressed or counted at once, while no other request goes on."""
+
+NAME_VALUES = 4
+"""Values that the name of a member counts as. An object of distinct names takes as long to make as so many numbers."""
+
+_OTHERS = bytes(set(range(256)) - set(b'"{[,:0123456789'))
+"""All bytes but those that begin a value outside of texts, digits and quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that a body may have of everything."""
+
+    values: int
+    """Members of lists and objects, and the names of the latter, each of which counts as NAME_VALUES."""
+    objects: int
+    """Lists and objects."""
+    messages: int
+    """Messages of a conversation, and items of a response's input."""
+    parts: int
+    """Parts of the contents of all messages or items together."""
+    tools: int
+
+    @classmethod
+    def of(cls, options: HttpOptions) -> Bounds:
+        return cls(
+            values=options.max_body_values,
+            objects=options.max_body_objects,
+            messages=options.max_messages,
+            parts=options.max_content_parts,
+            tools=options.max_tools,
+        )
+
+    def check_count(self, count: JsonCount, path: str) -> None:
+        """Raise ApiError if the JSON of a body for a path has too much by now."""
+        times = LONGER.get(path, 1)
+        for name, found, most in (("values", count.values, self.values), ("objects", count.objects, self.objects)):
+            if found > most * times:
+                told = "lists and objects" if name == "objects" else name
+                raise ApiError(
+                    413,
+                    f"the body has more than {most * times} {told} (--max-body-{name}); split it",
+                    code=f"too_many_{name}",
+                )
+        if count.digits > MOST_DIGITS:
+            raise ApiError(400, f"the body has a number of more than {MOST_DIGITS} digits; send it as a text")
+
+    def check_lists(self, body: object, place: str = "") -> None:
+        """Raise ApiError if a parsed body has a list that is too long. What else is wrong with it is not told here."""
+        if not isinstance(body, dict):
+            return
+        for field in ("messages", "input"):
+            given = body.get(field)
+            for messages in _conversations(given):
+                self._check(f"{place}{field}", "messages or items", len(messages), self.messages, "messages")
+                parts = sum(len(content) for content in map(_content, messages) if isinstance(content, list))
+                self._check(f"{place}{field}", "parts in their contents", parts, self.parts, "content-parts")
+        tools = body.get("tools")
+        self._check(f"{place}tools", "tools", len(tools) if isinstance(tools, list) else 0, self.tools, "tools")
+        for field in _NESTED:
+            self.check_lists(body.get(field), f"{place}{field}.")
+
+    @staticmethod
+    def _check(place: str, what: str, found: int, most: int, option: str) -> None:
+        if found > most:
+            message = f"{place}: there are {found} {what}, and this server takes {most} (--max-{option})"
+            raise ApiError(400, message, param=place, code="array_above_max_length")
+
+
+class JsonCount:
+    """Counter of the values in JSON text that comes in pieces.
+
+    It counts what a parser makes of the text, up to the place at which the text is not valid. The text must be UTF-8:
+    in other encodings, halves of characters look like quotes.
+    """
+
+    def __init__(self) -> None:
+        self.values = 0
+        """Lists and objects that have begun, their members, and the names of members; see `Bounds.values`."""
+        self.objects = 0
+        """Lists and objects that have begun."""
+        self.digits = 0
+        """Digits of the longest number, as far as it has come."""
+        self._last_digits = 0
+        """Digits since the last comma."""
+        self._is_in_text = False
+        self._escape = b""
+        """The backslash at the end of the last piece, if it escapes the next character."""
+
+    def add(self, piece: bytes) -> None:
+        """Count the next piece. Takes time in proportion to its length."""
+        data = self._escape + piece
+        self._escape = b"\\" * ((len(data) - len(data.rstrip(b"\\"))) % 2)
+        if b"\\" in data:
+            data = data[: len(data) - len(self._escape)].replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = data.translate(None, _OTHERS).split(b'"')
+        outside = b"".join(parts[self._is_in_text :: 2])
+        self._is_in_text ^= len(parts) % 2 == 0
+        objects = outside.count(b"{") + outside.count(b"[")
+        self.objects += objects
+        self.values += objects + outside.count(b",") + NAME_VALUES * outside.count(b":")
+        numbers = [len(digits) for digits in outside.translate(None, b"{[:").split(b",")]
+        numbers[0] += self._last_digits
+        self._last_digits = numbers[-1]
+        self.digits = max(self.digits, *numbers)
+
+
+def count_json(text: bytes) -> JsonCount:
+    """Return what is in a JSON text."""
+    count = JsonCount()
+    for begin in range(0, len(text), PIECE_BYTES):
+        count.add(text[begin : begin + PIECE_BYTES])
+    return count
+
+
+def _conversations(given: object) -> Iterator[list[Any]]:
+    """Yield the conversation in a field; a batch of chats has several."""
+    if isinstance(given, list):
+        if given and all(isinstance(each, list) for each in given):
+            yield from given
+        else:
+            yield given
+
+
+def _content(message: object) -> object:
+    return message.get("content") if isinstance(message, dict) else None

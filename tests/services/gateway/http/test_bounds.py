@@ -1,0 +1,131 @@
+"""What the JSON of a body may hold, and that a body with more never becomes objects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.config.http import HttpOptions
+from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http import reading
+from paceline.services.gateway.http.bounds import NAME_VALUES, Bounds, JsonCount
+from tests.services.gateway.conftest import Stack, StartStack
+
+TEXTS = st.text(st.sampled_from('"\\{[,:é\n\ud83d\ude00a'), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
+    max_leaves=20,
+)
+HEADERS = {"content-type": "application/json"}
+
+
+def counted(value: Any) -> tuple[int, int]:
+    """Return the values and the objects in a value, by walking through it."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
+    names = NAME_VALUES * len(value) if isinstance(value, dict) else 0
+    return 1 + names + max(0, len(value) - 1) + sum(own for own, _ in inner), 1 + sum(own for _, own in inner)
+
+
+@given(VALUES, st.booleans(), st.integers(1, 7))
+def test_values_are_counted_in_the_bytes(value: Any, escaped: bool, size: int) -> None:
+    text = json.dumps(value, ensure_ascii=escaped).encode("utf-8", "surrogatepass")
+    count = JsonCount()
+    for begin in range(0, len(text), size):
+        count.add(text[begin : begin + size])
+    assert (count.values, count.objects) == counted(value)
+
+
+@given(st.binary(max_size=200).map(lambda data: data.replace(b"a", b'\\"')), st.integers(1, 9))
+def test_how_bytes_are_cut_does_not_matter(data: bytes, size: int) -> None:
+    whole, cut = JsonCount(), JsonCount()
+    whole.add(data)
+    for begin in range(0, len(data), size):
+        cut.add(data[begin : begin + size])
+    assert (whole.values, whole.objects) == (cut.values, cut.objects)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_digits_of_the_longest_number_are_counted(size: int) -> None:
+    text, count = f'[12, {{"{"9" * 500}": -{"7" * 401}}}, "{"8" * 600}", 3]'.encode(), JsonCount()
+    for begin in range(0, len(text), size):
+        count.add(text[begin : begin + size])
+    assert count.digits == 401
+
+
+def test_a_backslash_at_the_end_of_each_piece_is_kept_alone() -> None:
+    count = JsonCount()
+    for _ in range(1001):
+        count.add(b"\\" * 999)
+    assert len(count._escape) <= 1
+
+
+BOUNDS = Bounds(values=100, objects=100, messages=3, parts=4, tools=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{}] * 4}, "messages"),
+        ({"messages": [[{}], [{}] * 4]}, "messages"),
+        ({"input": [{}] * 4}, "input"),
+        ({"messages": [{"content": ["", ""]}, {"content": ["", "", ""]}]}, "messages"),
+        ({"tools": [{}] * 3}, "tools"),
+        ({"chat_request": {"messages": [{}] * 4}}, "chat_request.messages"),
+        ({"messages": [{}] * 3, "tools": [{}] * 2, "input": "a text"}, None),
+        ({"messages": [[{}] * 3] * 3}, None),
+        ({"messages": {"not": "a list"}, "tools": "none"}, None),
+        ([1, 2, 3, 4], None),
+    ],
+)
+def test_lists_have_bounds(body: Any, param: str | None) -> None:
+    if param is None:
+        BOUNDS.check_lists(body)
+        return
+    with pytest.raises(ApiError, match=f"^{param}: .*--max-") as caught:
+        BOUNDS.check_lists(body)
+    assert (caught.value.status, caught.value.body["error"]["param"]) == (400, param)
+
+
+async def test_a_million_values_never_become_objects(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+    parse = reading.parse
+    monkeypatch.setattr(reading, "parse", lambda body: parsed.append(len(body)) or parse(body))
+    options = HttpOptions()
+    for path, body in (
+        ("/v1/chat/completions", b'{"messages": [' + b"{}," * (options.max_body_objects + 1) + b"{}]}"),
+        ("/tokenize", b'{"messages": [' + b"[]," * (options.max_body_objects + 1) + b"{}]}"),
+        ("/detokenize", b'{"tokens": [' + b"1," * (options.max_body_values + 1) + b"1]}"),
+        ("/invocations", b'{"token_ids": [' + b"1," * (options.max_body_values + 1) + b"1]}"),
+    ):
+        answer = await stack.http.post(path, content=body, headers=HEADERS)
+        assert answer.status_code == 413, answer.text
+        assert "--max-body-" in answer.json()["error"]["message"]
+    assert not parsed
+    # Messages are counted before any is validated: the second one is no message.
+    messages = [{"role": "user", "content": "x"}, 5] + [{}] * options.max_messages
+    answer = await stack.post("/v1/chat/completions", messages=messages)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "--max-messages" in answer.json()["error"]["message"]
+    assert len(parsed) == 1
+
+
+async def test_the_bounds_are_options(start_stack: StartStack) -> None:
+    stack = await start_stack(max_body_values=30, max_body_objects=5, max_tools=1, max_content_parts=1)
+    assert (await stack.post("/tokenize", prompt="[[[[[[[[[[" + "," * 100)).status_code == 200
+    assert (await stack.post("/detokenize", tokens=[1] * 24)).status_code == 200
+    assert (await stack.post("/detokenize", tokens=[1] * 26)).status_code == 413
+    parts = [{"role": "user", "content": ["a", "b"]}]
+    refused = await stack.post("/v1/chat/completions", messages=parts)
+    assert "--max-content-parts" in refused.json()["error"]["message"]
+    refused = await stack.http.post("/tokenize", content=b'{"x": ' + b"9" * 401 + b"}", headers=HEADERS)
+    assert (refused.status_code, "digits" in refused.text) == (400, True)
+    utf16 = '{"prompt": "∀"}'.encode("utf-16-le")  # a half of this character is a quote
+    refused = await stack.http.post("/tokenize", content=utf16, headers=HEADERS)
+    assert (refused.status_code, "not valid JSON" in refused.text) == (400, True)
