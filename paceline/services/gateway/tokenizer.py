@@ -17,9 +17,9 @@ import tokenizers
 from paceline.core.config import GenerationConfig
 from paceline.core.end_tokens import end_token_ids, special_tokens, text_value
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
+from paceline.core.machine import yield_to_others
 from paceline.core.model_folder import read_model_files, read_object
 from paceline.services.gateway.chat_template import ChatTemplate, Message
-from paceline.services.gateway.media.body import yield_to_others
 from paceline.services.gateway.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.media.marks import MediaMarks
 from paceline.services.gateway.media.reserved import ReservedTokens

@@ -58,7 +58,7 @@ class CacheSalts:
     """
 
     def __init__(self, secret: Secret, shares_all: bool = False) -> None:
-        self._key = hashlib.blake2b(secret.reveal().encode(), person=b"paceline salts").digest()
+        self._key = secret.key("paceline salts of cached blocks")
         self._shares_all = shares_all
 
     def salt(self, caller: Caller, wanted: str) -> str:
