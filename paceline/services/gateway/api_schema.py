@@ -10,6 +10,7 @@ The bodies of errors and of streamed events are named by reference. FastAPI woul
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI
@@ -80,6 +81,7 @@ def add_referenced(app: FastAPI) -> None:
     """Add the bodies that are named by reference to the schema of an application, which knows only the others."""
     make = app.openapi
 
+    @functools.cache
     def openapi() -> Json:
         schema = make()
         _, described = models_json_schema([(body, "serialization") for body in _REFERENCED], ref_template=_REFERENCE)
