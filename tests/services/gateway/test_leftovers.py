@@ -23,7 +23,7 @@ LARGE = 500_000
 TEXT = "word " * 200_000
 WHOLE = 1 << 30
 PICTURE = data_url(image_file(image=picture(64, 64)), "image/png")
-GATEWAY = ("paceline.services.gateway", "uvicorn", "starlette", "fastapi")
+GATEWAY = ("paceline.services.gateway", "uvicorn", "starlette", "fastapi", "pydantic")
 BROKEN = data_url(bytes(range(256)) * 4000, "image/png")
 
 
