@@ -4,8 +4,11 @@
 
 Hours are counted in requests: one hour is 7,200 of them, two a second. With `--rate 24`, six hours take half an hour.
 Requests use every route; some clients leave, some make mistakes, some send media or batches. Workers are added and
-removed, and every ten minutes a process is killed. For each process that lives long enough, private memory, open
-descriptors and threads are compared between its twentieth minute and its end.
+removed, and every ten minutes a process is killed. The first twenty minutes of a process are its warm-up. For each
+process that lives for at least another hour, private memory, open descriptors and threads are compared between the
+beginning and the end of the time after its warm-up. Shorter lives are named and not judged, because the steps of an
+allocator would look like growth. `--spare ROLE` keeps the processes of a role from being killed, so that they live long
+enough.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ PER_HOUR = 7200
 """Requests of an hour at the nominal rate, two a second."""
 WARM_HOURS = 1 / 3
 """Time after which a process is expected to grow no more."""
-LEAST_HOURS = 1 / 4
+LEAST_HOURS = 1.0
 """Shortest time after that from which growth is read."""
 KILL_HOURS = 1 / 6
 VICTIMS = ("decode", "prefill", "decode", "prefill", "decode", "gateway", "prefill", "decode", "prefill", "kvtransfer")
@@ -84,15 +87,19 @@ class Life:
         late = self.settled()
         if not late:
             return None
-        slope, _ = statistics.linear_regression([each.hours for each in late], [each.memory / 1e6 for each in late])
-        fifth = max(1, len(late) // 5)
-        first, last = late[:fifth], late[-fifth:]
+        third, fifth = max(1, len(late) // 3), max(1, len(late) // 5)
+        # Medians, because a large request takes memory for a moment.
+        before, after = (statistics.median(each.memory for each in part) for part in (late[:third], late[-third:]))
+        hours = statistics.median(each.hours for each in late[-third:]) - statistics.median(
+            each.hours for each in late[:third]
+        )
         more = {
             # The least of a while, because connections come and go.
-            name: min(getattr(each, name) for each in last) - min(getattr(each, name) for each in first)
+            name: min(getattr(each, name) for each in late[-fifth:]) - min(getattr(each, name) for each in late[:fifth])
             for name in ("descriptors", "threads")
         }
-        return {"megabytes_per_hour": round(slope, 2), "hours": round(late[-1].hours - late[0].hours, 2), **more}
+        growth = round((after - before) / 1e6 / hours, 2)
+        return {"megabytes_per_hour": growth, "hours": round(late[-1].hours - late[0].hours, 2), **more}
 
 
 class Watch:
@@ -135,9 +142,15 @@ def _name(process: psutil.Process) -> str:
 
 
 async def disturb(
-    stack: Stack, http: httpx.AsyncClient, count_hours: Callable[[], float], draw: random.Random, kills: list[str]
+    stack: Stack,
+    http: httpx.AsyncClient,
+    count_hours: Callable[[], float],
+    draw: random.Random,
+    kills: list[str],
+    spared: Sequence[str],
 ) -> None:
     """Kill a process every ten minutes, and add and remove a worker in between."""
+    victims = [role for role in VICTIMS if role not in spared]
     turn = 0
     while True:
         turn += 1
@@ -149,8 +162,8 @@ async def disturb(
                 await http.post("/fleet/scale", json={role: 3})
                 await asyncio.sleep(20)
                 await http.post("/fleet/scale", json={role: 2})
-            else:
-                role = VICTIMS[(turn // 2 - 1) % len(VICTIMS)]
+            elif victims:
+                role = victims[(turn // 2 - 1) % len(victims)]
                 if living := stack.living(role):
                     os.kill(draw.choice(living), signal.SIGKILL)
                     kills.append(role)
@@ -187,7 +200,7 @@ async def soak(
     watch = Watch(stack, folders, count_hours)
     tasks = [
         asyncio.create_task(watch.run(arguments.every)),
-        asyncio.create_task(disturb(stack, http, count_hours, random.Random(draw.random()), kills)),
+        asyncio.create_task(disturb(stack, http, count_hours, random.Random(draw.random()), kills, arguments.spare)),
     ]
     began = time.monotonic()
     try:
@@ -262,6 +275,9 @@ def show(figures: dict[str, Any]) -> bool:
         fine = growth["megabytes_per_hour"] <= MOST_MEGABYTES and growth["descriptors"] <= 0 and growth["threads"] <= 0
         good &= fine
         print(f"{'  ' if fine else '! '}{name}:", ", ".join(f"{value:g} {key}" for key, value in growth.items()))
+    judged = figures["growth"].keys()
+    short = [name for life in figures["lives"] if (name := f"{life['name']} {life['pid']}") not in judged]
+    print("  too short to be judged:", ", ".join(short) or "none")
     print(
         "files at the beginning, in the middle, at the end:",
         *(figures["files"][at][1] for at in (0, len(figures["files"]) // 2, -1)),
@@ -302,6 +318,9 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="64MiB", help="of the host")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two readings of the processes")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--spare", choices=sorted(set(VICTIMS)), action="append", default=[], help="never kill this role"
+    )
     parser.add_argument("--progress", action="store_true", help="print a line every 1,000 requests")
     parser.add_argument("--out", type=Path, help="file for all figures, as JSON")
     parser.add_argument("--picture", type=Path, help="file for a picture of the processes' memory")

@@ -30,6 +30,14 @@ def test_growth_is_read_after_the_warm_up() -> None:
     assert (growth["megabytes_per_hour"], growth["descriptors"], growth["threads"]) == (3.0, 0, 0)
 
 
+def test_a_peak_is_no_growth() -> None:
+    peaking = life(0.0, 2.0)
+    peaking.readings[95] = peaking.readings[95]._replace(memory=500_000_000)
+    growth = peaking.growth()
+    assert growth is not None
+    assert growth["megabytes_per_hour"] == 0
+
+
 def test_descriptors_that_stay_are_seen() -> None:
     growth = life(0.0, 2.0, descriptors=24).growth()
     assert growth is not None
@@ -37,4 +45,4 @@ def test_descriptors_that_stay_are_seen() -> None:
 
 
 def test_a_short_life_shows_no_growth() -> None:
-    assert life(3.0, 0.5).growth() is None
+    assert life(3.0, 1.2).growth() is None

@@ -176,9 +176,9 @@ class AdmissionQueue:
         except TimeoutError:
             if most is None or not limit.expired():
                 raise
-            refusal = self._state.refusal(turn, most.reason, time.monotonic())
-            raise self._counted(turn.claim, refusal) from None
+            raise self._counted(turn.claim, self._state.refusal(turn, most.reason, time.monotonic())) from None
         finally:
+            turn.refusal = None  # its traceback has this frame
             self._state.leave(turn, time.monotonic(), is_served=is_served)
             self.wake()
 

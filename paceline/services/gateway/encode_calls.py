@@ -110,6 +110,7 @@ class EncodeCalls:
         """End all calls that still run."""
         if self._task is not None:
             self._task.cancel()
+        self.error = None  # its traceback knows this object
 
     async def _run(
         self, reader: RemoteWorker, spans: Sequence[MediaSpan], on_failure: Callable[[Exception], object]
@@ -148,7 +149,10 @@ class EncodeCalls:
             need = self._need(reader, span, refused, lacking)
             if (member := place_encoding(need, self._fleet.snapshot())) is None:
                 assert refusal is not None
-                raise refusal
+                try:
+                    raise refusal
+                finally:
+                    del refusal  # its traceback has this frame
             # The fleet may have dropped the reader already, but its call still runs.
             is_reader = member.worker_id == reader.member.worker_id
             worker = reader if is_reader else self._fleet.worker(member.worker_id)

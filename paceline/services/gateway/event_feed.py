@@ -43,6 +43,9 @@ class Mailbox(Generic[T]):
     def is_empty(self) -> bool:
         return not self._items
 
+    def clear(self) -> None:
+        self._items.clear()
+
     async def get(self) -> T:
         while not self._items:
             self._waiting = self._loop.create_future()
@@ -61,13 +64,12 @@ class Inbox(Mailbox[InboxItem]):
     Events that have not been read wait here, so that a slow reader delays no other attempt. The queue never holds more
     than the requested answer. Nothing follows an exception.
 
-    Args:
-        on_broken: a function that is called at once when the stream breaks, even while no task reads.
     """
 
-    def __init__(self, on_broken: Callable[[], object] = lambda: None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.on_broken = on_broken
+        self.on_broken: Callable[[], object] = lambda: None
+        """A function that is called at once when the stream breaks, even while no task reads."""
         self._take: Callable[[list[Token]], object] | None = None
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
@@ -78,13 +80,21 @@ class Inbox(Mailbox[InboxItem]):
         self._take = take
 
     def put(self, item: InboxItem) -> None:
-        if self._take is not None and self.is_empty and isinstance(item, list):
+        if isinstance(item, Exception):
+            self._end(item)
+        elif self._take is not None and self.is_empty and isinstance(item, list):
             try:
                 self._take(item)
-                return
             except Exception as error:
-                item = error
-        super().put(item)
+                self._end(error)
+        else:
+            super().put(item)
+
+    def _end(self, error: Exception) -> None:
+        # `take` knows the attempt, which knows this inbox. The cycle would keep both in memory until the next full
+        # garbage collection.
+        self._take = None
+        super().put(error)
 
 
 class FeedError(Exception):

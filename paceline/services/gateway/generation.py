@@ -144,6 +144,10 @@ class Generation:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             finally:
                 self._traces.close(self._trace)
+                # A task that has failed or was cancelled knows this object by its traceback. So do errors that nobody
+                # has read. The cycles would stay in memory until the next full garbage collection.
+                self._tasks.clear()
+                self._came.clear()
 
     def abort(self) -> None:
         """End all choices with the tokens that have come, and with the finish reason "abort"."""
@@ -158,7 +162,10 @@ class Generation:
         while self._left and not (batch and self._came.is_empty):
             item = await self._came.get()
             if isinstance(item, Exception):
-                raise item
+                try:
+                    raise item
+                finally:
+                    del item  # its traceback has this frame
             if item is None:
                 self._left -= 1
             else:

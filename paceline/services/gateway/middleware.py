@@ -86,3 +86,5 @@ class RequestIdMiddleware:
             # If the response has begun, return without ending it: then the server closes the connection.
             if not begun:
                 await answer.response()(scope, receive, send_with_id)
+        finally:
+            del state["send"]  # it knows the scope, so that the cycle would keep the request in memory

@@ -69,7 +69,7 @@ class Patience:
             others_went_on=self._sequences.count == 1 or self._heard_of_others(sequence) > sequence.heard_before,
         )
         sequence.failures = sequence.failures.after(failure)
-        sequence.last_failure = error
+        sequence.last_failure = str(error)
         if error.link is not None:
             # Placements without this link remain. At worst a decode worker computes the prompt itself.
             self._fleet.avoid_link(error.link)
@@ -92,17 +92,17 @@ class Patience:
         if (count := sequence.failures.count) >= self._config.max_attempts:
             times = "once" if count == 1 else f"{count} times at the same step"
             message = f"the request was given up because it failed {times}, {sequence.place()}; the last time: {reason}"
-            raise UnavailableError(message) from reason
+            raise UnavailableError(message)
         # A request that has begun waits for workers until its deadline, because they may be coming back. Workers with
         # weights that were replaced do not.
         waits = sequence.trace.admitted is not None and not sequence.is_left_behind
         if since is not None and not waits and now >= since + self._config.queue_seconds:
-            raise sequence.unreachable() from reason
+            raise sequence.unreachable()
 
     def too_late(self, sequence: SequenceRun) -> UnavailableError:
         """Return the error for a sequence whose deadline has come."""
         message, reason = f"the request took longer than {self._seconds(sequence):g} seconds", sequence.last_failure
-        return UnavailableError(message if reason is None else f"{message}; the last failure: {reason}")
+        return UnavailableError(message if not reason else f"{message}; the last failure: {reason}")
 
     def _deadline(self, sequence: SequenceRun) -> float:
         return sequence.trace.arrived + self._seconds(sequence)

@@ -21,7 +21,7 @@ _MOST_BLOCKS = 1 << 18
 
 
 _MOST_ENDS = 1 << 16
-"""Most places at which requests have ended that are remembered."""
+"""Most blocks of BASE_TOKENS tokens after which ends of requests are remembered. Each takes about 90 bytes."""
 _ANY_LAYOUT = ""
 """In place of a layout's fingerprint, in the links under which these places are remembered."""
 _TRIED_ENDS = 16
@@ -102,9 +102,9 @@ class PrefixIndex:
         """The id of the host with each number."""
         self._holders: dict[KVLayout, BlockHolders] = {}
         self._layouts: Mapping[str, str] = {}
-        self._ends: dict[tuple[str, bytes], dict[int, None]] = {}
-        """For each cache salt and the last link before each noted end, the lengths of the contexts that end after it.
-        Oldest first."""
+        self._ends: dict[bytes, int] = {}
+        """For the cache salt and the last link before each noted end (see `_place`), the numbers of tokens after it at
+        which contexts end, as a set of bits. Oldest first."""
 
     def host(self, host_id: str) -> HostBlocks | None:
         host = self._hosts.get(host_id)
@@ -166,18 +166,21 @@ class PrefixIndex:
     def note_end(self, context: Context, length: int) -> None:
         """Note that a request has ended after the first `length` tokens of a context, whose last blocks may be cached
         although they are not full. Only hosts whose layout has states keep such blocks."""
-        count = length // BASE_TOKENS
+        count, more = divmod(length, BASE_TOKENS)
         if count and (not self._holders or any(layout.keeps_tails for layout in self._holders)):
             place = _place(context, context.links(_ANY_LAYOUT)[count - 1])
-            self._ends[place] = {**self._ends.pop(place, {}), length: None}
+            self._ends[place] = self._ends.pop(place, 0) | 1 << more
         while len(self._ends) > _MOST_ENDS:
             del self._ends[next(iter(self._ends))]
 
     def ends(self, context: Context) -> list[int]:
         """Return the lengths at which other requests may have ended in this context: the longest ones, ascending."""
         links = context.links(_ANY_LAYOUT) if self._ends else ()
-        found = {length for link in links for length in self._ends.get(_place(context, link), ())}
-        return sorted(length for length in found if length < len(context))[-_TRIED_ENDS:]
+        known = ((count, bits) for count, link in enumerate(links, 1) if (bits := self._ends.get(_place(context, link))))
+        lengths = (
+            count * BASE_TOKENS + more for count, bits in known for more in range(BASE_TOKENS) if bits >> more & 1
+        )
+        return [length for length in lengths if length < len(context)][-_TRIED_ENDS:]
 
     def encoding_hosts(self, digest: bytes, length: int, cache_salt: str) -> list[str]:
         """Return the ids of the hosts that have cached an encoding. For the arguments see `encoding_context`."""
@@ -190,9 +193,9 @@ class PrefixIndex:
         return sorted(found)
 
 
-def _place(context: Context, link: bytes) -> tuple[str, bytes]:
+def _place(context: Context, link: bytes) -> bytes:
     """Return a place in a context of one owner. Contexts of several owners have the same links in a shared prompt."""
-    return context.cache_salt, link
+    return context.cache_salt.encode() + link  # all links have one length, and bytes take less memory than a pair
 
 
 def _changes(before: Sequence[Set[bytes]], after: Sequence[Set[bytes]]) -> Iterator[tuple[str, int, bytes]]:

@@ -106,7 +106,7 @@ class SequenceRunner:
         with self.sequences.running(), self._counted(sequence), self.traffic.counted(sequence):
             while True:
                 attempt = await self._admit(sequence)
-                refusal: EncodeRefusedError | None = None
+                is_refused = False
                 try:
                     await attempt.run(partial(self._hear, sequence, attempt, take))
                     self._load.end(sequence)
@@ -117,7 +117,7 @@ class SequenceRunner:
                     sequence.failed |= {error.worker.member.worker_id}
                 except EncodeRefusedError as error:
                     attempt.record.end("failed", str(error))
-                    refusal = error
+                    is_refused = True
                 except (WorkerFailedError, WorkerBusyError) as error:
                     attempt.record.end("failed", str(error))
                     if isinstance(error, WorkerBusyError):
@@ -130,8 +130,8 @@ class SequenceRunner:
                 if finish := sequence.end():
                     take(Ended(finish))
                     return
-                if refusal is not None:
-                    await self._wait_for_encoder(sequence, refusal)
+                if is_refused:
+                    await self._wait_for_encoder(sequence)
                 self._patience.check(sequence)
 
     @contextlib.contextmanager
@@ -142,7 +142,7 @@ class SequenceRunner:
         finally:
             self._background -= sequence.background
 
-    async def _wait_for_encoder(self, sequence: SequenceRun, refusal: EncodeRefusedError) -> None:
+    async def _wait_for_encoder(self, sequence: SequenceRun) -> None:
         """Wait before the next attempt, which is not counted. Raises BusyError if workers have refused for too long."""
         now = time.monotonic()
         sequence.refused_since = sequence.refused_since or now
@@ -151,7 +151,7 @@ class SequenceRunner:
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "
                 f"{self._config.queue_seconds:g} seconds; try again later"
             )
-            raise self._counted_refusal(sequence, RefusedError(message, "timeout")) from refusal
+            raise self._counted_refusal(sequence, RefusedError(message, "timeout"))
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
 
     def _counted_refusal(self, sequence: SequenceRun, refusal: RefusedError) -> RefusedError:

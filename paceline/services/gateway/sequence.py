@@ -21,7 +21,6 @@ from paceline.services.gateway.attempt_trace import AttemptTrace
 from paceline.services.gateway.failures import Failures, Step
 from paceline.services.gateway.kinds import Kind
 from paceline.services.gateway.traces import SequenceTrace
-from paceline.services.gateway.worker_call import WorkerFailedError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,7 +75,8 @@ class SequenceRun:
     """Tokens that had come before the current attempt."""
     heard_before: int = 0
     """Tokens of other sequences that this gateway had received when the current attempt began."""
-    last_failure: WorkerFailedError | None = None
+    last_failure: str = ""
+    """Why the last attempt failed; "" if none has. The error itself knows the sequence by its traceback."""
     unreachable_since: float | None = None
     """When it began to wait for a worker to come back, on time.monotonic(); None while workers are only full."""
     is_left_behind: bool = False

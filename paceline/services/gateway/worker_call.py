@@ -161,6 +161,7 @@ async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> A
         return await answer
     finally:
         await end_tasks(answer)
+        del answer  # the traceback of its error has this frame
 
 
 def silence(worker: RemoteWorker, seconds: float | None) -> WorkerFailedError:
@@ -189,11 +190,11 @@ class DecodeCall:
         self._worker = worker
         self._link = link
         self._stall_seconds = stall_seconds
-        self._inbox = Inbox(on_broken=self._abandon)
+        self._inbox = inbox = Inbox()
         self._recipient = worker_pb2.Recipient()
         self._call: WorkerCall | None = None
         self._ending: asyncio.Task[object] | None = None
-        self._watch = StallWatch(stall_seconds, lambda: self._inbox.put(silence(worker, stall_seconds)))
+        self._watch = StallWatch(stall_seconds, lambda: inbox.put(silence(worker, stall_seconds)))
 
     async def admit(self, work: common_pb2.Work, seconds: float) -> worker_pb2.Admitted:
         """Begin the call, which may last `seconds` at most, and return the answer to the admission."""
@@ -208,6 +209,9 @@ class DecodeCall:
         stub = worker_pb2_grpc.DecodeStub(self._worker.channel)
         call = stub.Generate(timeout=seconds, metadata=trace_headers())  # type: ignore[call-arg]  # a wrong stub
         self._call = WorkerCall(call, self._worker, self._link)
+        # Nobody would notice a broken stream while the prompt is computed on another worker, because no task reads the
+        # inbox then.
+        self._inbox.on_broken = call.cancel
         await self.tell(worker_pb2.DecodeCommand(admit=work, recipient=self._recipient))
         event: worker_pb2.DecodeEvent = await self._call.read(patience)
         if not event.HasField("admitted"):
@@ -230,9 +234,10 @@ class DecodeCall:
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
         """Give tokens to `take` as soon as they come; see `Inbox.divert`."""
+        watch = self._watch
 
         def heard(tokens: list[Token]) -> None:
-            self._watch.begin()
+            watch.begin()
             take(tokens)
 
         self._inbox.divert(heard)
@@ -246,7 +251,10 @@ class DecodeCall:
         if isinstance(event, FeedError):
             raise WorkerFailedError(str(event), self._worker, True) from event
         if isinstance(event, Exception):
-            raise event
+            try:
+                raise event
+            finally:
+                del event  # its traceback has this frame
         return event
 
     @property
@@ -280,14 +288,6 @@ class DecodeCall:
             self._call.cancel()
         self._worker.feed.leave(self._recipient)
         self._inbox.put(WorkerFailedError(f"the call to {self._worker} was cancelled", self._worker, True))
-
-    def _abandon(self) -> None:
-        """Cancel the call, because the stream of its events has broken.
-
-        Nobody would notice this while the prompt is computed on another worker, because no task reads the inbox then.
-        """
-        if self._call is not None:
-            self._call.cancel()
 
     def _end(self, ending: asyncio.Task[object]) -> None:
         """Make `next` fail after the end of the call. The feed has some time to deliver its last events before."""
