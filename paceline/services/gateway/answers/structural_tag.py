@@ -10,15 +10,16 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import MAX_TEXT_BYTES, OPTIONS, check_grammar, check_options, expression_of
 from paceline.core.types import ConstraintKind
 from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, regex, without
+from paceline.services.gateway.http.fail_fast import FailFast
 
 
-class _Form(BaseModel):
+class _Form(FailFast):
     # Unknown fields are refused, because they could change the answer.
     model_config = ConfigDict(strict=True, extra="forbid")
 
