@@ -53,11 +53,10 @@ def _free_of(mark: str) -> str:
     A complement would do, but together with a limit of length it takes the library long to see where nothing follows.
     """
     first, *rest = (rf"\x{{{ord(character):X}}}" for character in mark)
-    after = ""
-    for character in reversed(rest):
-        ways = [rf"[^{first}{character}][^{first}]*", *([character + after] if after else [])]
-        after = f"({'|'.join(ways)})?"
-    return f"[^{first}]*({first}{after})*"
+    steps = [f"([^{first}{character}][^{first}]*" for character in rest]
+    # After each character but the last, the next one of the mark may follow.
+    after = "".join(f"{step}|{character}" for step, character in zip(steps, rest[:-1])) + "".join(steps[-1:])
+    return f"[^{first}]*({first}{after}{')?' * len(rest)})*"
 
 
 JSON_VALUES = Notation()
