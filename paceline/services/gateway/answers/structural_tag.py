@@ -43,7 +43,7 @@ class AnyText(_Form):
     """Any text, up to the text that must follow."""
 
     type: Literal["any_text"]
-    excludes: list[Annotated[str, Field(min_length=1)]] = []
+    excludes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that must not be in it."""
 
 
@@ -109,7 +109,7 @@ class TriggeredTags(_Form):
     at_least_one: bool = False
     """Whether the text begins with a tag."""
     stop_after_first: bool = False
-    excludes: list[Annotated[str, Field(min_length=1)]] = []
+    excludes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that must not be between the tags."""
 
 
