@@ -95,6 +95,11 @@ class ResponseFormat(ABC):
             return None
         return delta
 
+    def held_tokens(self, index: int) -> list[Token]:
+        """Return the tokens of a choice that no chunk has shown, because its end may come."""
+        held = self._held.get(index)
+        return [] if held is None else [*held.answer_tokens, *held.tokens]
+
     def empty_chunk(self) -> Json:
         """Return a chunk that tells nothing new."""
         return self._chunk([])
