@@ -41,6 +41,8 @@ class Notation:
     """A regular expression for what stands after each value."""
     hides_rules: bool = False
     """Whether the terminal of scalars would hide other rules for scalars, because it is longer."""
+    types: frozenset[str] = frozenset()
+    """Types as which values are read whose text does not show its type; any if there are none."""
     inside: Notation | None = None
     """The notation of arrays and objects if it is another one."""
     of_member: Callable[[frozenset[str]], Notation] | None = None
@@ -179,6 +181,7 @@ def _parameter(types: frozenset[str]) -> Notation:
         any_value=_ANY_PARAMETER,
         end=_PARAMETER_END,
         hides_rules="string" in types,
+        types=types,
         inside=_SPACED_JSON,
     )
 
