@@ -78,9 +78,9 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
             grammar = grammar_from("gbnf", text) if "::=" in text else text
             if sum(match["colon"] is not None for match, _ in _parts(grammar)) > _MAX_RULES:
                 raise ConstraintError(f"it has more than {_MAX_RULES} rules; use fewer")
-            return _with_schemas(grammar) + _NO_FORCING
+            return _with_schemas(grammar, is_own=False) + _NO_FORCING
         if kind is ConstraintKind.ANSWER:
-            return _with_schemas(text) + _NO_FORCING
+            return _with_schemas(text, is_own=True) + _NO_FORCING
         if kind is ConstraintKind.REGEX:
             # \d and \w mean ASCII, as in a schema's `pattern`. Users rarely mean digits and letters of all scripts, and
             # Python and the library have different lists of them.
@@ -114,7 +114,9 @@ def unenforced(kind: ConstraintKind, text: str) -> tuple[Unenforced, ...]:
         return _compiled(text).unenforced
     if kind not in (ConstraintKind.GRAMMAR, ConstraintKind.ANSWER) or "%json" not in text:
         return ()
-    return tuple(each for match, schema in _parts(text) if match["json"] for each in _compiled(schema).unenforced)
+    is_own = kind is ConstraintKind.ANSWER
+    schemas = [schema for match, schema in _parts(text) if match["json"]]
+    return tuple(each for schema in schemas for each in _compiled(schema, is_own).unenforced)
 
 
 def _parts(grammar: str) -> Iterator[tuple[re.Match[str], str]]:
@@ -129,33 +131,44 @@ def _parts(grammar: str) -> Iterator[tuple[re.Match[str], str]]:
         yield match, schema
 
 
-def _with_schemas(grammar: str) -> str:
-    """Return a grammar in Lark with the grammars of the schemas in it."""
+def _with_schemas(grammar: str, is_own: bool) -> str:
+    """Return a grammar in Lark with the grammars of the schemas in it.
+
+    Args:
+        is_own: whether the gateway wrote the grammar, so that its schemas may have all options.
+    """
     if "%json" not in grammar:
         return grammar
     pieces, at = [], 0
     for match, schema in _parts(grammar):
         if match["json"]:
-            pieces += [grammar[at : match.start()], f"%lark {{\n{_compiled(schema).grammar}}} "]
+            pieces += [grammar[at : match.start()], f"%lark {{\n{_compiled(schema, is_own).grammar}}} "]
             at = match.end() + len(schema)
     return "".join([*pieces, grammar[at:]])
 
 
 @functools.lru_cache(maxsize=64)  # a grammar may have megabytes
-def _compiled(text: str) -> Compiled:
+def _compiled(text: str, is_own: bool = True) -> Compiled:
     schema, end = _DECODER.raw_decode(text.lstrip())
     if rest := text.lstrip()[end:].strip():
         raise ConstraintError(f"Extra data after the schema: {rest[:20]}")
     if not isinstance(schema, dict | bool):
         raise ConstraintError("a schema must be a JSON object, or true")
-    return compile_schema(schema, _options(schema))
+    return compile_schema(schema, _options(schema, is_own))
 
 
-def _options(schema: dict[str, Any] | bool) -> Options:
-    """Return the options of a schema, and remove them from it. Raises ConstraintError if they are not the gateway's."""
+def _options(schema: dict[str, Any] | bool, is_own: bool) -> Options:
+    """Return the options of a schema, and remove them from it.
+
+    Args:
+        is_own: whether the gateway wrote the schema. Clients may only set the options that the library has, too.
+
+    Raises:
+        ConstraintError: there are other options.
+    """
     given = schema.pop(OPTIONS, {}) if isinstance(schema, dict) else {}
     options = Options()
-    known = {"whitespace_flexible", "whitespace_pattern", "closed", "tolerant", "notation"}
+    known = {"whitespace_flexible", "whitespace_pattern"} | ({"closed", "tolerant", "notation"} if is_own else set())
     white_space = given.get("whitespace_pattern", options.white_space) if isinstance(given, dict) else 0
     if not isinstance(white_space, str | None) or not given.keys() <= known:
         raise ConstraintError(f"{OPTIONS} is not supported; leave it out")

@@ -61,6 +61,8 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
         (GRAMMAR, 'root ::= ("a"', "GBNF"),
         (GRAMMAR, "root ::= " + "(" * 30_000, "recursion"),
         (GRAMMAR, "start: r0\n" + "".join(f'r{n}: "a" r{n + 1}\n' for n in range(5000)) + 'r5000: "b"', "1500 rules"),
+        (GRAMMAR, 'start: "a" %json {"type": "object", "x-guidance": {"notation": ["python"]}}', "x-guidance"),
+        (GRAMMAR, 'start: %json {"type": "object", "x-\\u0067uidance": {"closed": false}}', "x-guidance"),
         (GRAMMAR, '{"grammars": [{"lark_grammar": "start: /a+/ /a+/"}]}', "trailing"),
     ],
 )

@@ -70,14 +70,10 @@ class _Compiler:
         """Rules of arrays and objects that wait until they are written."""
         self._builders: dict[Notation, _Values] = {}
 
-    def builder(self, notation: Notation, types: frozenset[str] = frozenset()) -> _Values:
-        """Return the builder of a notation's values.
-
-        Args:
-            types: the types as which values are read; any if there are none.
-        """
+    def builder(self, notation: Notation) -> _Values:
+        """Return the builder of a notation's values."""
         if notation not in self._builders:
-            limit = [{"type": sorted(types)}] if types and not self._options.closes else []
+            limit = [{"type": sorted(notation.types)}] if notation.types and not self._options.closes else []
             self._builders[notation] = _Values(self, notation, limit)
         return self._builders[notation]
 
@@ -126,8 +122,7 @@ class _Values(Builder):
         notation, arguments = self.notation.of_member, self._compiler.arguments
         if notation is None or arguments is None:
             return self
-        types = arguments.of(name)
-        return self._compiler.builder(notation(types), types)
+        return self._compiler.builder(notation(arguments.of(name)))
 
     def value(self, schemas: Sequence[Any]) -> Element:
         schemas = [schema for schema in [*schemas, *self._limit] if schema is not True and schema != {}]

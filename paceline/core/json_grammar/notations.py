@@ -41,6 +41,8 @@ class Notation:
     """A regular expression for what stands after each value."""
     hides_rules: bool = False
     """Whether the terminal of scalars would hide other rules for scalars, because it is longer."""
+    types: frozenset[str] = frozenset()
+    """Types as which values are read whose text does not show its type; any if there are none."""
     inside: Notation | None = None
     """The notation of arrays and objects if it is another one."""
     of_member: Callable[[frozenset[str]], Notation] | None = None
@@ -53,11 +55,10 @@ def _free_of(mark: str) -> str:
     A complement would do, but together with a limit of length it takes the library long to see where nothing follows.
     """
     first, *rest = (rf"\x{{{ord(character):X}}}" for character in mark)
-    after = ""
-    for character in reversed(rest):
-        ways = [rf"[^{first}{character}][^{first}]*", *([character + after] if after else [])]
-        after = f"({'|'.join(ways)})?"
-    return f"[^{first}]*({first}{after})*"
+    steps = [f"([^{first}{character}][^{first}]*" for character in rest]
+    # After each character but the last, the next one of the mark may follow.
+    after = "".join(f"{step}|{character}" for step, character in zip(steps, rest[:-1])) + "".join(steps[-1:])
+    return f"[^{first}]*({first}{after}{')?' * len(rest)})*"
 
 
 JSON_VALUES = Notation()
@@ -180,6 +181,7 @@ def _parameter(types: frozenset[str]) -> Notation:
         any_value=_ANY_PARAMETER,
         end=_PARAMETER_END,
         hides_rules="string" in types,
+        types=types,
         inside=_SPACED_JSON,
     )
 

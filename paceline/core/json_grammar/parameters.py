@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -15,40 +17,40 @@ from paceline.core.json_grammar.members import Members
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words and JSON's."""
 _SPACE = " \n\r\t"
+_UNREADABLE = (ConstraintError, ValueError, RecursionError)
+"""Errors of schemas that are not enforced."""
 
 
 class ArgumentTypes:
-    """The types that a tool's schema allows for each argument.
+    """The types that a tool's schema allows for each argument; none if the schema cannot be read.
 
     Args:
         schema: of the arguments, an object.
     """
 
     def __init__(self, schema: Any) -> None:
-        self._known: dict[str | None, frozenset[str]] = {}
+        self._known: dict[str | None, frozenset[str]] = {None: frozenset()}
         self._ways: list[Members] = []
-        self._conjunctions = Conjunctions(Document(schema), is_lenient=True)
-        try:
+        # A schema that cannot be read is not enforced either.
+        with contextlib.suppress(*_UNREADABLE):
+            self._conjunctions = Conjunctions(Document(schema), is_lenient=True)
             ways = self._conjunctions.alternatives([schema])
             self._ways = [Members(facts, self._conjunctions, closes=True) for facts in ways]
-        except ConstraintError:  # it is not enforced either
-            pass
-        self._listed = {name for members in self._ways for name in members.names}
+        for name in [None, *(name for members in self._ways for name in members.names)]:
+            self._known[name] = self._of(name)
 
     def of(self, name: str | None) -> frozenset[str]:
         """Return the types of an argument, or of all arguments that are not listed; none if they are not known.
 
         "number" stands for integers, too.
         """
-        return self._of(name if name in self._listed else None)
+        return self._known[name if name in self._known else None]
 
     def _of(self, name: str | None) -> frozenset[str]:
-        if name not in self._known:
-            try:
-                self._known[name] = frozenset().union(*(self._types(each) for each in self._schemas(name)))
-            except ConstraintError:
-                self._known[name] = frozenset()
-        return self._known[name]
+        try:
+            return frozenset().union(*(self._types(each) for each in self._schemas(name)))
+        except _UNREADABLE:
+            return frozenset()
 
     def _schemas(self, name: str | None) -> list[list[Any]]:
         """Return the schemas one of which an argument has to fit."""
@@ -70,6 +72,23 @@ class ArgumentTypes:
             else:
                 found |= {type_of_value(value) for value in values}
         return frozenset(found)
+
+
+ANY_TYPES = ArgumentTypes({})
+"""The types of arguments of which nothing is known."""
+
+
+def argument_types(schema: Any) -> ArgumentTypes:
+    """Return the types of a tool's arguments. They are cached, because clients send the same tools again and again."""
+    try:
+        return _types_in(json.dumps(schema))
+    except _UNREADABLE:
+        return ANY_TYPES
+
+
+@functools.lru_cache(maxsize=256)
+def _types_in(text: str) -> ArgumentTypes:
+    return ArgumentTypes(json.loads(text))
 
 
 def is_text(text: str, types: frozenset[str]) -> bool:

@@ -8,37 +8,20 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import ConfigDict, Field, model_validator
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.types import Constraint
 from paceline.services.gateway.answers.structural_tag import Form
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.fail_fast import FailFast
 
 
-class Body(BaseModel):
+class Body(FailFast):
     """Base class of all parts of a request's body."""
 
     # Strict, so that "5" is not taken for a number, nor true for a token id.
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let lists and objects end at their first error, because a million errors would fill the memory."""
-        schema = handler(source)
-        if cls.__pydantic_complete__:
-            return schema  # it was marked when the class was made
-        left: list[object] = [schema]
-        while left:
-            part = left.pop()
-            if isinstance(part, dict):
-                if part.get("type") in ("list", "dict"):
-                    part["fail_fast"] = True
-                left += part.values()
-            elif isinstance(part, list | tuple):
-                left += part
-        return schema
 
 
 Choices = Annotated[list[str], Field(min_length=1)]

@@ -39,7 +39,8 @@ def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, 
     if form is None and thought is None:
         return None
     functions = [tool.function for tool in request.tools or ()]
-    tools = [Tool(function.name, function.parameters or {}) for function in functions]
+    given = [Tool(function.name, function.parameters or {}) for function in functions]
+    tools = form.argument_types(given) if form is not None else {}
     markers = [*(form.markers if form is not None else ()), *((thought.start, thought.end) if thought else ())]
     is_open = begins_in_reasoning(request, thought, prompt)
     read = functools.partial(read_answer, thought=thought, form=form, is_open=is_open, tools=tools)

@@ -79,7 +79,7 @@ class Choice:
         self.ended_by_text = False
         """Whether the text itself has ended the choice, by a stop string or a repetition. Workers do not know this."""
         self._index = index
-        self._undecided: list[Token] = []
+        self.undecided: list[Token] = []
         """The last tokens outside of reasoning. A marker of reasoning may begin with them."""
         self._reasoning_tokens = 0
         """Tokens of reasoning that deltas have told."""
@@ -158,12 +158,12 @@ class Choice:
         parts = parser.push(text)
         self.calls_tools |= any(isinstance(part, CallBegin) for part in parts)
         if was_thinking or parser.is_thinking:
-            self._undecided.clear()
+            self.undecided.clear()
             return parts
-        self._undecided.append(token)
+        self.undecided.append(token)
         if parts:
-            delta.answer_tokens += self._undecided
-            self._undecided.clear()
+            delta.answer_tokens += self.undecided
+            self.undecided.clear()
         return parts
 
     def _count_reasoning(self, delta: Delta, parser: AnswerParser) -> None:
@@ -180,7 +180,7 @@ class Choice:
             delta.add_parts(parts)
             self.calls_tools |= any(isinstance(part, CallBegin) for part in parts)
             if not self._parser.is_thinking:
-                delta.answer_tokens += self._undecided
+                delta.answer_tokens += self.undecided
             delta.has_open_call = self._parser.has_open_call
             self._count_reasoning(delta, self._parser)
         self.has_ended = True

@@ -67,9 +67,11 @@ class LogprobFormat:
         self._as_ids = as_ids
 
     def chat(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Return the `logprobs` object of a chat choice."""
+        """Return the `logprobs` object of a chat choice, without tokens whose logprobs are not known."""
         content = []
         for token in tokens:
+            if not token.logprobs:
+                continue
             chosen, top = self._split(token)
             content.append({**self._chat_entry(chosen), "top_logprobs": [self._chat_entry(entry) for entry in top]})
         return {"content": content, "refusal": None}

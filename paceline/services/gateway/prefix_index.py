@@ -176,7 +176,9 @@ class PrefixIndex:
     def ends(self, context: Context) -> list[int]:
         """Return the lengths at which other requests may have ended in this context: the longest ones, ascending."""
         links = context.links(_ANY_LAYOUT) if self._ends else ()
-        known = ((count, bits) for count, link in enumerate(links, 1) if (bits := self._ends.get(_place(context, link))))
+        known = (
+            (count, bits) for count, link in enumerate(links, 1) if (bits := self._ends.get(_place(context, link)))
+        )
         lengths = (
             count * BASE_TOKENS + more for count, bits in known for more in range(BASE_TOKENS) if bits >> more & 1
         )

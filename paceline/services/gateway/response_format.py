@@ -60,7 +60,7 @@ class ResponseFormat(ABC):
         self._begun: set[int] = set()
         self._sent_tokens = 0
         self._counts = Counter[int]()
-        self._held: dict[int, Delta] = {}
+        self._held: dict[int, list[Delta]] = {}
 
     @abstractmethod
     def whole(self, choices: list[Delta], usage: Json) -> Json:
@@ -84,15 +84,20 @@ class ResponseFormat(ABC):
         Returns the delta to send, joined with the kept one if there is one; None if the delta is kept.
         """
         self._counts[delta.index] += len(delta.tokens)
-        if (held := self._held.pop(delta.index, None)) is not None:
-            delta = join_deltas([held, delta])
+        held = self._held.setdefault(delta.index, [])
+        held.append(delta)
         sampling = self._prompt(delta).sampling
         count = self._counts[delta.index]
-        ends = bool(delta.tokens) and sampling.ends(delta.tokens[-1].id, count)
+        last = next((each.tokens[-1] for each in reversed(held) if each.tokens), None)
+        ends = last is not None and sampling.ends(last.id, count)
         if delta.finish_reason is None and (ends or count >= sampling.max_tokens):
-            self._held[delta.index] = delta
             return None
-        return delta
+        # Joined only here, because a derendered stream may hold very many tokens that end an answer.
+        return join_deltas(self._held.pop(delta.index))
+
+    def held_tokens(self, index: int) -> list[Token]:
+        """Return the tokens of a choice that no chunk has shown, because its end may come."""
+        return [token for held in self._held.get(index, ()) for token in (*held.answer_tokens, *held.tokens)]
 
     def empty_chunk(self) -> Json:
         """Return a chunk that tells nothing new."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.core.errors import InvalidRequestError
@@ -23,6 +24,8 @@ from paceline.services.gateway.schemas import (
 
 MAX_ABORTED = 10_000
 """Most requests that one request ends."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number of tokens that a client tells."""
 
 OutputMode = Literal["tokens", "text"]
 
@@ -152,8 +155,12 @@ class TokensAnswer(Body):
             _check_tokens(choice.token_ids, vocab_size, most_tokens, f"{own}.token_ids")
             if (choice.scores is None) != (self.choices[0].scores is None):
                 raise InvalidRequestError(f"{own}.logprobs: either all choices have them, or none", f"{own}.logprobs")
-            scored = [entry.token_id for chosen in choice.scores or () for entry in (chosen, *chosen.top_logprobs)]
-            check_ids(scored, vocab_size, f"{own}.logprobs")
+            check_ids(_scored_ids(choice.scores or ()), vocab_size, f"{own}.logprobs")
+
+
+def _scored_ids(scores: Iterable[ChosenLogprob]) -> list[int]:
+    """Return the ids of all tokens of which logprobs tell."""
+    return [entry.token_id for chosen in scores for entry in (chosen, *chosen.top_logprobs)]
 
 
 class StreamChoice(TokensChoice):
@@ -163,11 +170,21 @@ class StreamChoice(TokensChoice):
     finish_reason: str | None = None
 
 
+class TokensUsage(Body):
+    """The `usage` of an event, whose other fields stay as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    total_tokens: Count = 0
+
+
 class TokensEvent(TokensAnswer):
     """A streamed event of POST /inference/v1/generate with the output mode "tokens": a choice, or the usage alone."""
 
     choices: Annotated[list[StreamChoice], Field(max_length=1)]  # type: ignore[assignment]
-    usage: dict[str, Any] | None = None
+    usage: TokensUsage | None = None
 
 
 class StreamState(Body):
@@ -179,6 +196,8 @@ class StreamState(Body):
     output_token_ids: list[TokenId] = Field(default_factory=list)
     output_chunk_lens: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)
     """Number of tokens in each event."""
+    pending_logprobs: list[ChosenLogprob] = Field(default_factory=list)
+    """Logprobs of the last tokens, which a later chunk may show."""
     last_tool_call_ids: list[str] = Field(default_factory=list)
     role_sent: bool = False
 
@@ -187,6 +206,9 @@ class StreamState(Body):
         if sum(self.output_chunk_lens) != len(self.output_token_ids):
             name = "stream_state.output_chunk_lens"
             raise ApiError(400, f"{name} must add up to the number of output_token_ids", param=name)
+        if len(self.pending_logprobs) > len(self.output_token_ids):
+            name = "stream_state.pending_logprobs"
+            raise ApiError(400, f"{name} has more entries than output_token_ids", param=name)
         return self
 
 
@@ -197,7 +219,7 @@ class DerenderStream(NamedRequest):
     generate_chunk: TokensEvent
     stream_state: StreamState | None = None
     """None with the first event of a choice."""
-    prompt_tokens: int | None = Field(None, ge=0)
+    prompt_tokens: Count | None = None
     """Default: what the event's usage says."""
     prompt_token_ids: list[TokenId] | None = None
 
@@ -213,6 +235,8 @@ class DerenderStream(NamedRequest):
         if self.stream_state is not None:
             before = self.stream_state.output_token_ids
             _check_tokens(before, vocab_size, most_tokens, "stream_state.output_token_ids")
+            pending = _scored_ids(self.stream_state.pending_logprobs)
+            check_ids(pending, vocab_size, "stream_state.pending_logprobs")
 
 
 class DerenderChatStream(DerenderStream):
@@ -233,7 +257,7 @@ class DerenderChatRequest(NamedRequest):
 
     stream: Literal[False] = False
     generate_response: TokensAnswer
-    prompt_tokens: int | None = Field(None, ge=0)
+    prompt_tokens: Count | None = None
     """Default: the number of prompt ids, or 0 if there are none."""
     prompt_token_ids: list[TokenId] | None = None
     chat_request: ChatRequest | None = None
@@ -255,7 +279,7 @@ class DerenderCompletionRequest(NamedRequest):
 
     stream: Literal[False] = False
     generate_responses: Annotated[list[TokensAnswer], Field(min_length=1, max_length=MAX_CHOICES)]
-    prompt_tokens: list[Annotated[int, Field(ge=0)]] | None = None
+    prompt_tokens: list[Count] | None = None
     prompt_token_ids: list[list[TokenId] | None] | None = None
     completion_request: CompletionRequest | None = None
 
@@ -292,13 +316,14 @@ def _check_tokens(token_ids: list[int], vocab_size: int, most: int, place: str) 
 
 
 def _kind_of(body: Any) -> str:
-    return "stream" if isinstance(body, dict) and body.get("stream") is True else "whole"
+    # A name that no field has, because errors would name that field.
+    return "event" if isinstance(body, dict) and body.get("stream") is True else "whole"
 
 
 DerenderChat = Annotated[
-    Annotated[DerenderChatRequest, Tag("whole")] | Annotated[DerenderChatStream, Tag("stream")], Discriminator(_kind_of)
+    Annotated[DerenderChatRequest, Tag("whole")] | Annotated[DerenderChatStream, Tag("event")], Discriminator(_kind_of)
 ]
 DerenderCompletion = Annotated[
-    Annotated[DerenderCompletionRequest, Tag("whole")] | Annotated[DerenderCompletionStream, Tag("stream")],
+    Annotated[DerenderCompletionRequest, Tag("whole")] | Annotated[DerenderCompletionStream, Tag("event")],
     Discriminator(_kind_of),
 ]

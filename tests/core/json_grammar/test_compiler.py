@@ -205,6 +205,14 @@ def test_the_letter_of_json_schema_on_demand() -> None:
     assert accepts({"properties": {"a": {}}, OPTIONS: {"closed": False}}, "1") == [True]
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_types_of_one_argument_limit_no_other_one(closed: bool) -> None:
+    lists = {"type": "array", "items": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}, "l": lists}}
+    schema |= {"required": ["a"], OPTIONS: {"closed": closed, "notation": ["python"]}}
+    assert accepts(schema, 'a="x",n=1,l=[1,2]', "a=1", 'a="x",n="y"') == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("schema", "paths"),
     [

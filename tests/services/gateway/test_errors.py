@@ -8,9 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pydantic import ValidationError
 
-from paceline.services.gateway.schemas import CompletionRequest
 from tests.services.gateway.conftest import Stack, StartStack
 from tests.services.gateway.toy_model import END, VOCAB_SIZE
 
@@ -301,11 +299,3 @@ async def test_a_base_model_cannot_chat(start_stack: StartStack, tmp_path: Any) 
 
     stack = await start_stack(model=str(write_toy_model(tmp_path / "base", chat_template=None)))
     assert "base model" in error_of(await stack.post("/v1/chat/completions", messages=MESSAGES))["message"]
-
-
-def test_a_list_ends_at_its_first_error() -> None:
-    """A million errors would fill the memory."""
-    for body in ({"prompt": [1.5] * 1000}, {"prompt": "a", "logit_bias": {str(number): "x" for number in range(1000)}}):
-        with pytest.raises(ValidationError) as caught:
-            CompletionRequest.model_validate(body)
-        assert caught.value.error_count() <= 4  # one for each type that the field may have

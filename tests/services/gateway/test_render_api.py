@@ -235,6 +235,58 @@ async def test_logprobs_of_a_streamed_completion_go_on_where_they_were(stack: St
     ).status_code == 200
 
 
+def with_logprobs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return events whose tokens have their place as a negative logprob."""
+    place = 0
+    for event in events:
+        (choice,) = event["choices"]
+        scores = [{"token_id": own, "logprob": -1.0 - place - at} for at, own in enumerate(choice["token_ids"])]
+        choice["logprobs"], place = {"content": scores}, place + len(scores)
+    return events
+
+
+@pytest.mark.parametrize("fields", [{}, {"completion_request": {"prompt": "p", "logprobs": 1}}], ids=["bare", "known"])
+async def test_a_stream_without_a_known_limit_shows_each_token_at_once(stack: Stack, fields: dict[str, Any]) -> None:
+    events = with_logprobs(events_of("abcdefghijklmnopqrstuvwxyz", [1], finish_reason="length"))
+    chunks = await derendered(stack, "/v1/completions", events[:-1], **fields)
+    found = [(choice["text"], *choice["logprobs"]["token_logprobs"]) for each in chunks for choice in each["choices"]]
+    assert found == [(letter, -1.0 - place) for place, letter in enumerate("abcdefghijklmnopqrstuvwxyz")]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_a_token_that_waits_for_the_end_keeps_its_logprob(stack: Stack, path: str) -> None:
+    events = with_logprobs(events_of("ab", [1]))
+    del events[-1]["choices"][0]["finish_reason"]
+    events.append({"choices": [{"index": 0, "finish_reason": "stop"}]})
+    assert logprobs_of(await derendered(stack, path, events)) == [-1.0, -2.0, -3.0]
+
+
+async def test_tokens_that_may_begin_a_marker_keep_their_logprobs(start_stack: StartStack, tmp_path: Path) -> None:
+    stack = await start_stack(model=str(write_toy_model(tmp_path / "toy", chat_template=TOOLS_TEMPLATE)))
+    request = {"messages": HELLO, "tools": [TOOL], "logprobs": True, "include_reasoning": False}
+    text = "<think>h</think>a <tool"
+    chunks = await derendered(stack, CHAT, with_logprobs(events_of(text, [1])), chat_request=request)
+    first = text.index("a <")
+    assert logprobs_of(chunks) == [-1.0 - place for place in range(first, len(text) + 1)]
+
+
+def logprobs_of(chunks: list[dict[str, Any]]) -> list[float]:
+    own = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    return [each for logprobs in own for each in logprobs.get("token_logprobs") or _chat_logprobs(logprobs)]
+
+
+def _chat_logprobs(logprobs: dict[str, Any]) -> list[float]:
+    return [entry["logprob"] for entry in logprobs.get("content", ())]
+
+
+@pytest.mark.parametrize("count", [None, "x", -1, 2**63])
+async def test_a_usage_that_counts_no_tokens_is_refused(stack: Stack, count: object) -> None:
+    event = {"choices": [], "usage": {"completion_tokens": count}}
+    refused = await stack.post(f"{CHAT}/derender", stream=True, generate_chunk=event, prompt_tokens=3)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "generate_chunk.usage.completion_tokens"
+
+
 EVENT = events_of("a", [9])[0]
 
 REFUSED: list[tuple[str, dict[str, Any], int]] = [

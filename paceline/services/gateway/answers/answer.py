@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from paceline.services.gateway.answers.expressions import Tool
+from paceline.core.json_grammar.parameters import ArgumentTypes
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.answers.reader import Reader, Steps
 
@@ -25,8 +25,8 @@ class Answer:
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self.reader = Reader()
-        self.tools: Mapping[str, Tool] = {}
-        """The tools that may be called, by name, for forms in which types follow from schemas."""
+        self.tools: Mapping[str, ArgumentTypes] = {}
+        """The tools that may be called, by name, with the types of their arguments."""
         self.parts: list[Part] = []
         """Parts that nobody has taken."""
         self.is_thinking = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.core.json_grammar.parameters import ANY_TYPES, ArgumentTypes
 from paceline.services.gateway.answers.answer import Answer, new_call_id
 from paceline.services.gateway.answers.expressions import JSON, Notation, Spelling, Tool
 from paceline.services.gateway.answers.reader import Reader, Steps
@@ -60,6 +61,13 @@ class ToolForm:
         """Look at the beginning of an answer. Return whether it is a call, although no trigger has come."""
         return False
         yield
+
+    def argument_types(self, tools: Sequence[Tool]) -> Mapping[str, ArgumentTypes]:
+        """Return the types of each tool's arguments, by its name. Most forms need none: texts of values show them.
+
+        To read them from a schema may take a second, so this is done before the answer, and not on the event loop.
+        """
+        return {tool.name: ANY_TYPES for tool in tools}
 
     def read(self, answer: Answer) -> Steps[None]:
         """Read the calls after the trigger, or the calls that `begins` has found.

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
+from paceline.core.json_grammar.parameters import ArgumentTypes
 from paceline.services.gateway.answers.answer import Answer, new_call_id
-from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.form import ChannelForm, Thought, ToolForm
 from paceline.services.gateway.answers.parts import Part, join_parts
 from paceline.services.gateway.answers.reader import EndOfAnswerError, FormError, Reader, Steps
 
+_NO_TOOLS: Mapping[str, ArgumentTypes] = {}
+
 
 def read_answer(
-    answer: Answer, thought: Thought | None, form: ToolForm | None, is_open: bool, tools: Sequence[Tool] = ()
+    answer: Answer,
+    thought: Thought | None,
+    form: ToolForm | None,
+    is_open: bool,
+    tools: Mapping[str, ArgumentTypes] = _NO_TOOLS,
 ) -> Steps[None]:
     """Read a whole answer.
 
     Args:
         is_open: whether the answer begins within reasoning.
-        tools: the tools that may be called.
+        tools: the tools that may be called; see `ToolForm.argument_types`.
     """
     reader = answer.reader
-    answer.tools = {tool.name: tool for tool in tools}
+    answer.tools = tools
     markers = form.markers if form is not None else ()
     if thought is not None:
         markers = (thought.start, thought.end, *markers)

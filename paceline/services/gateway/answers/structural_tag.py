@@ -10,15 +10,16 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import MAX_TEXT_BYTES, OPTIONS, check_grammar, check_options, expression_of
 from paceline.core.types import ConstraintKind
 from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, regex, without
+from paceline.services.gateway.http.fail_fast import FailFast
 
 
-class _Form(BaseModel):
+class _Form(FailFast):
     # Unknown fields are refused, because they could change the answer.
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -42,7 +43,7 @@ class AnyText(_Form):
     """Any text, up to the text that must follow."""
 
     type: Literal["any_text"]
-    excludes: list[Annotated[str, Field(min_length=1)]] = []
+    excludes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that must not be in it."""
 
 
@@ -108,7 +109,7 @@ class TriggeredTags(_Form):
     at_least_one: bool = False
     """Whether the text begins with a tag."""
     stop_after_first: bool = False
-    excludes: list[Annotated[str, Field(min_length=1)]] = []
+    excludes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that must not be between the tags."""
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints
 
 from paceline.services.gateway.answer_body import AnswerBody
 from paceline.services.gateway.batch_api.batch import Status
+from paceline.services.gateway.http.fail_fast import FailFast
 
 Json = dict[str, Any]
 
@@ -15,14 +16,14 @@ LEAST_FILE_SECONDS = 3600
 MOST_FILE_SECONDS = 30 * 86400
 
 
-class ExpiresAfter(BaseModel):
+class ExpiresAfter(FailFast):
     """When a file expires."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_FILE_SECONDS, le=MOST_FILE_SECONDS)
 
 
-class CreateBatch(BaseModel):
+class CreateBatch(FailFast):
     """The body of POST /v1/batches."""
 
     model_config = ConfigDict(extra="ignore")
@@ -107,7 +108,7 @@ class BatchList(AnswerBody):
     has_more: bool
 
 
-class BatchedMessage(BaseModel):
+class BatchedMessage(FailFast):
     """One request of a message batch."""
 
     model_config = ConfigDict(extra="ignore")
@@ -117,7 +118,7 @@ class BatchedMessage(BaseModel):
     """The body of POST /v1/messages."""
 
 
-class CreateMessageBatch(BaseModel):
+class CreateMessageBatch(FailFast):
     """The body of POST /v1/messages/batches."""
 
     model_config = ConfigDict(extra="ignore")

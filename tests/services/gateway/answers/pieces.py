@@ -55,7 +55,8 @@ def parse(
     follows: str = "",
 ) -> list[Part]:
     """Return the parts of an answer that comes in these pieces. Ids of calls are "id"."""
-    parser = AnswerParser(lambda answer: read_answer(answer, thought, form, is_open, tools), lambda: "id")
+    types = (form or ToolForm()).argument_types(tools)
+    parser = AnswerParser(lambda answer: read_answer(answer, thought, form, is_open, types), lambda: "id")
     parts = [part for piece in pieces for part in parser.push(piece)]
     return join_parts(parts + parser.finish("", is_cut_off, follows))
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from paceline.core.json_grammar.parameters import ArgumentTypes, json_of
+from paceline.core.json_grammar.parameters import ANY_TYPES, ArgumentTypes, argument_types, json_of
 from paceline.services.gateway.answers.answer import Answer
 from paceline.services.gateway.answers.expressions import Notation, Spelling, Tool, escaped, schema
 from paceline.services.gateway.answers.form import ToolForm
@@ -47,11 +47,13 @@ class Qwen3Coder(ToolForm):
         yield from reader.skip_space()
         yield from reader.expect("<function=")
         more: str | None = "<function="
-        types: dict[str, ArgumentTypes] = {}
         while more == "<function=":
-            yield from _read_function(answer, types)
+            yield from _read_function(answer)
             yield from reader.skip_space()
             more = yield from reader.choose(("<function=", "</tool_call>"))
+
+    def argument_types(self, tools: Sequence[Tool]) -> Mapping[str, ArgumentTypes]:
+        return {tool.name: argument_types(tool.parameters) for tool in tools}
 
     def write(self, name: str, arguments: str) -> str:
         try:
@@ -72,21 +74,15 @@ class Qwen3Coder(ToolForm):
         return f'"\\n" ({functions}) {spelling.literal(_END_OF_CALL)}'
 
 
-def _read_function(answer: Answer, types: dict[str, ArgumentTypes]) -> Steps[None]:
-    """Read a function after its first tag has begun, up to its last tag.
-
-    Args:
-        types: the types of the arguments of functions that were read before, by their names.
-    """
+def _read_function(answer: Answer) -> Steps[None]:
+    """Read a function after its first tag has begun, up to its last tag."""
     reader = answer.reader
     name = yield from reader.match(_NAME)
     yield from reader.expect(">")
     if not name:
         raise FormError("the call has no name")
     add = answer.begin_call(name)
-    if name not in types:
-        tool = answer.tools.get(name)
-        types[name] = ArgumentTypes(tool.parameters if tool is not None else {})
+    types = answer.tools.get(name, ANY_TYPES)
     separator = "{"
     while (yield from reader.pass_to_end(_AFTER_PARAMETER, lambda text: None)) == "<parameter=":
         pieces: list[str] = []
@@ -94,7 +90,7 @@ def _read_function(answer: Answer, types: dict[str, ArgumentTypes]) -> Steps[Non
         key = "".join(pieces)
         add(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         yield from reader.choose(("\n",))
-        yield from _read_value(reader, add, types[name].of(key))
+        yield from _read_value(reader, add, types.of(key))
         separator = ", "
     add("{}" if separator == "{" else "}")
 

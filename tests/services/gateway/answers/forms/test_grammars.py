@@ -73,7 +73,7 @@ def test_what_a_grammar_allows_is_read_as_valid_calls(tmp_path: Path, name: str,
     answers = [vocabulary.random_answer(grammar, random) for _ in range(12)]
     assert any(answers)
     for answer in filter(None, answers):
-        parser = AnswerParser(lambda answer: read_answer(answer, thought, form, False, TOOLS))
+        parser = AnswerParser(lambda answer: read_answer(answer, thought, form, False, form.argument_types(TOOLS)))
         parts = parser.push(answer) + parser.finish()
         calls = calls_of(parts)
         assert calls

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.json_grammar.parameters import ArgumentTypes
 from paceline.services.gateway.answers.expressions import Tool
 from paceline.services.gateway.answers.forms.qwen3_coder import Qwen3Coder
 from paceline.services.gateway.answers.parser import AnswerParser, read_answer
@@ -20,6 +21,7 @@ from tests.services.gateway.toy_model import write_toy_model
 
 FORM = Qwen3Coder()
 NODE = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
+DEFS = {"$defs": {"node": {"type": "object", "properties": {"next": NODE}}}}
 FIND = tool(
     {
         "text": {"type": "string"},
@@ -32,7 +34,7 @@ FIND = tool(
         "mode": {"enum": ["1", "2"]},
         "any": {},
     },
-    **{"$defs": {"node": {"type": "object", "properties": {"next": NODE}}}},
+    **DEFS,
 )
 
 
@@ -42,7 +44,8 @@ def call(**values: str) -> str:
 
 
 def parse(pieces: list[str], tools: tuple[Tool, ...] = (FIND,)) -> list[Part]:
-    parser = AnswerParser(lambda answer: read_answer(answer, None, FORM, False, tools), lambda: "id")
+    types = FORM.argument_types(tools)
+    parser = AnswerParser(lambda answer: read_answer(answer, None, FORM, False, types), lambda: "id")
     parts = [part for piece in pieces for part in parser.push(piece)]
     return join_parts(parts + parser.finish())
 
@@ -86,7 +89,8 @@ def test_typed_arguments_do_not_depend_on_cuts(
 
 
 def test_texts_come_as_they_are_written_and_numbers_when_they_are_complete() -> None:
-    parser = AnswerParser(lambda answer: read_answer(answer, None, FORM, False, (FIND,)), lambda: "id")
+    types = FORM.argument_types((FIND,))
+    parser = AnswerParser(lambda answer: read_answer(answer, None, FORM, False, types), lambda: "id")
     pieces = {
         "<tool_call>\n<function=find>\n<parameter=text>\nit r": '{"text": "it r',
         "ains\n": "ains",
@@ -96,6 +100,37 @@ def test_texts_come_as_they_are_written_and_numbers_when_they_are_complete() -> 
     }
     come = {piece: "".join(getattr(part, "text", "") for part in parser.push(piece)) for piece in pieces}
     assert come == pieces
+
+
+LOOP = {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string"}}, "not": {"$ref": "#/$defs/a"}, "$defs": LOOP},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "$id": "http://["},
+        {"type": "object", "properties": {"a": {"not": {"$ref": "#/$defs/a"}}}, "$defs": LOOP},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "maxProperties": 10**5000},
+    ],
+)
+def test_a_schema_that_is_not_enforced_is_no_error_of_an_answer(schema: dict[str, object]) -> None:
+    (found,) = calls_of(parse([call(a="12")], (Tool("find", schema),)))
+    assert json.loads(found.arguments) == {"a": 12}
+
+
+def test_schemas_are_read_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may take a second, in which the event loop would write no other answer."""
+    types = FORM.argument_types((FIND,))
+    monkeypatch.setattr(ArgumentTypes, "__init__", None)
+    monkeypatch.setattr(ArgumentTypes, "_of", None)
+    parser = AnswerParser(lambda answer: read_answer(answer, None, FORM, False, types), lambda: "id")
+    (found,) = calls_of(parser.push(call(text="12", other="12")))
+    assert json.loads(found.arguments) == {"text": "12", "other": 12}
+
+
+def test_schemas_are_read_once_however_often_a_tool_is_sent() -> None:
+    assert FORM.argument_types((FIND,)) == FORM.argument_types((tool(FIND.parameters["properties"], **DEFS),))
 
 
 @pytest.mark.parametrize(
