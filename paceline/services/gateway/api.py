@@ -63,7 +63,7 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
     async def complete(body: CompletionRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
-        plan = await model.plan(request.receive, lambda served: plan_completion(body, served), kind_of(body))
+        plan = await model.plan(request, lambda served: plan_completion(body, served), kind_of(body))
         response_format = CompletionFormat(body, plan, response_id, model.name, model.tokenizer)
         return await respond(model, body, plan, response_format, request)
 

@@ -58,7 +58,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         request_id = choose_id(body.request_id, request)
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
-        plan = await model.plan(request.receive, lambda served: plan_completion(body, served))
+        plan = await model.plan(request, lambda served: plan_completion(body, served))
         return render(body, plan, request_id, model.name)
 
     @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
@@ -66,7 +66,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
         check_no_media(body, model)
-        plan = await model.plan(request.receive, lambda served: plan_chat(body, served))
+        plan = await model.plan(request, lambda served: plan_chat(body, served))
         return render(body, plan, request_id, model.name)[0]
 
     @router.post(
@@ -85,7 +85,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
             own_id = body.generate_responses[0].request_id
         plan = None
         if (completion_request := body.completion_request) is not None:
-            plan = await model.plan(request.receive, lambda served: plan_completion(completion_request, served))
+            plan = await model.plan(request, lambda served: plan_completion(completion_request, served))
         about = plan, own_id or request.state.request_id, model.name, model.tokenizer
         if isinstance(body, DerenderCompletionStream):
             return await asyncio.to_thread(derender_completion_event, body, *about)
@@ -105,7 +105,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         plan = None
         if (chat_request := body.chat_request) is not None:
             # Only how answers are read matters here, not the prompt.
-            plan = await model.plan(request.receive, lambda served: plan_chat(chat_request, served, NOTHING))
+            plan = await model.plan(request, lambda served: plan_chat(chat_request, served, NOTHING))
         about = plan, own_id or request.state.request_id, model.name, model.tokenizer
         if isinstance(body, DerenderChatStream):
             return await asyncio.to_thread(derender_chat_event, body, *about)

@@ -194,7 +194,7 @@ def add_score_api(router: APIRouter, gateway: Gateway) -> None:
             check_ids(labels, served.tokenizer.vocab_size, "label_token_ids")
             return plan_scores(body.prompts(served.tokenizer), labels, served)
 
-        generation = start(model, await model.plan(request.receive, plan), request, is_streamed=False)
+        generation = start(model, await model.plan(request, plan), request, is_streamed=False)
 
         def finish(choices: Sequence[Delta], usage: Json) -> Json:
             results = [
@@ -237,7 +237,7 @@ async def _respond(
         )
         return plan_scores(prompts, token_ids, served)
 
-    generation = start(model, await model.plan(request.receive, plan), request, is_streamed=False)
+    generation = start(model, await model.plan(request, plan), request, is_streamed=False)
 
     def finish(choices: Sequence[Delta], usage: Json) -> Json:
         margins = [scoring.margin(choice.tokens[0]) for choice in choices]

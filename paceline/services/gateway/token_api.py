@@ -39,7 +39,7 @@ def add_token_api(router: APIRouter, gateway: Gateway) -> None:
     async def generate(body: TokensRequest, request: Request) -> Response:
         model = gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
-        plan = await model.plan(request.receive, lambda served: plan_tokens(body, served))
+        plan = await model.plan(request, lambda served: plan_tokens(body, served))
         tokens_format = TokensFormat(body, plan, request_id, model.name, model.tokenizer)
         return await respond(model, body, plan, tokens_format, request)
 

@@ -130,9 +130,9 @@ class Guard:
         return not self._book.has_admins and not self._has_proxy and not (self._book.has_clients and self._is_exposed)
 
     def _note_proxy(self, headers: Headers) -> None:
-        """Note that a request was let in which a proxy has forwarded: its clients may pass for processes of this machine.
+        """Note if a request that is let in came through a proxy: its clients may pass for processes of this machine.
 
-        A request that is refused says nothing: a web page may have added the headers of a proxy.
+        A request that is refused does not count, because a web page may have added the headers of a proxy.
         """
         if not self._has_proxy and is_forwarded(headers):
             self._has_proxy = True

@@ -43,8 +43,8 @@ def is_rebound(scope: Scope, headers: Headers) -> bool:
     """Return whether a request over loopback names another host, as if a foreign name had been made to point here.
 
     For the browser, a page of such a name is one of our own, so it may also send the headers of a proxy. Names of this
-    machine are `localhost`, its host name, also with `.local`, and what containers call it. An IP address is no name, so
-    nobody can make it point elsewhere.
+    machine are `localhost`, its host name, also with `.local`, and what containers call it. An IP address is no name,
+    so nobody can make it point elsewhere.
     """
     host = headers.get("host")
     if host is None or not _is_over_loopback(scope):

@@ -72,7 +72,7 @@ async def make_gate(toy_model: Path, toy_tokenizer: Tokenizer, redis_server: str
             gateway = Gateway(config, [(config, toy_tokenizer)])
             closing.push_async_callback(gateway.close)
             for fleet in gateway.models.values():
-                fleet.runner.first_worker.abort()  # there is no fleet for which a request could wait
+                fleet.runner.worker_wait.abort()  # there is no fleet for which a request could wait
             return Gate(create_app(gateway))
 
         yield make
