@@ -118,7 +118,7 @@ def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
         running=0,
         waiting=0,
         queue=AdmissionQueue(1, 1.0),
-        first_worker=(),
+        worker_wait=(),
         starter=SimpleNamespace(),
     )
     registries = GatewayMetrics().registry, Metrics("model", lambda: (), idle).registry

@@ -104,7 +104,7 @@ class GatewayClient:
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request and hold its answer open. Raises the errors of `send`, also for those of reading it."""
         url = self.url
-        handlers: list[urllib.request.BaseHandler] = [_Redirects()]
+        handlers: list[urllib.request.BaseHandler] = [_Redirects()] if self.api_key else []
         if url.startswith("https://"):
             handlers.append(urllib.request.HTTPSHandler(context=self._tls()))
         elif url.startswith("unix:"):
@@ -139,7 +139,10 @@ class GatewayClient:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """A handler that follows redirects only within the gateway's origin, because the API key goes with the request."""
+    """A handler that follows redirects only within the gateway's origin, because the API key goes with the request.
+
+    Only a client with a key has it.
+    """
 
     def redirect_request(
         self,
@@ -156,8 +159,11 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _origin(url: str) -> str:
+    """Return the scheme, host and port of a URL. A port that is the scheme's own is left out."""
     parts = urllib.parse.urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}".lower()
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    is_default = parts.port in (None, {"http": 80, "https": 443}.get(parts.scheme))
+    return f"{parts.scheme}://{host}" if is_default else f"{parts.scheme}://{host}:{parts.port}"
 
 
 class _UnixHandler(urllib.request.HTTPHandler):

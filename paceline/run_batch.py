@@ -205,8 +205,8 @@ class Output:
         new = Path(name)
         try:
             with open(handle, "wb") as file:
-                if self._status is not None:
-                    shutil.copymode(self._file, new)
+                if self._status is not None:  # the mode of the beginning, because the file may be gone by now
+                    new.chmod(stat.S_IMODE(self._status.st_mode))
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.client import GatewayClient
+from paceline.client import GatewayClient, _origin
 from paceline.core.errors import UnavailableError
 
 KEY = "a-secret"
@@ -54,3 +54,20 @@ def test_a_redirect_to_another_host_does_not_get_the_key() -> None:
         with pytest.raises(UnavailableError, match=f"redirects to {other}, which would get the API key"):
             GatewayClient(url, KEY).fetch("/first")
         assert not stolen
+        assert GatewayClient(url).fetch("/first") == {}  # without a key there is nothing to lose
+    assert stolen == [None]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_equal"),
+    [
+        ("http://h/a", "HTTP://H:80/b", True),
+        ("https://h", "https://h:443", True),
+        ("http://h:443", "https://h:443", False),
+        ("http://h", "http://h:8000", False),
+        ("http://[::1]:80", "http://[::1]", True),
+        ("http://h", "http://user@h", True),
+    ],
+)
+def test_a_port_may_be_left_out_if_it_is_the_scheme_s_own(one: str, other: str, are_equal: bool) -> None:
+    assert (_origin(one) == _origin(other)) is are_equal

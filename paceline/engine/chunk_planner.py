@@ -9,7 +9,7 @@ from paceline.engine.limits import Limits
 from paceline.engine.prompt_order import piece_of
 from paceline.engine.request import Request
 from paceline.engine.speculation import Speculation
-from paceline.engine.step import Chunk, NeedsBlocks
+from paceline.engine.step import Chunk, NeedsBlocks, SpareUnused
 
 GROWTH_TOKENS = 64
 """Tokens for which a request asks for blocks at a time. With more tokens, it asks less often."""
@@ -27,11 +27,15 @@ class ChunkPlanner:
 
     Args:
         pool: the memory in which the device computes.
-        emit: called when a request needs more blocks.
+        emit: called when a request needs more blocks, or does not need its spare ones.
     """
 
     def __init__(
-        self, limits: Limits, speculation: Speculation, pool: ComputePool, emit: Callable[[NeedsBlocks], None]
+        self,
+        limits: Limits,
+        speculation: Speculation,
+        pool: ComputePool,
+        emit: Callable[[NeedsBlocks | SpareUnused], None],
     ) -> None:
         self._limits = limits
         self._speculation = speculation
@@ -104,12 +108,17 @@ class ChunkPlanner:
         )
 
     def _copy_tail(self, request: Request, start: int) -> tuple[tuple[int, int], ...]:
-        """Return the copies to make before a chunk from `start`, if it is the first one after `kept_len`."""
+        """Return the copies to make before a chunk from `start`, if it is the first one after `kept_len`.
+
+        If this chunk can make none, no later one can, and the request gives up its spare blocks.
+        """
         if not 0 < request.kept_len <= start:
             return ()
         is_there = start == request.kept_len and request.least_len == request.most_len
         copies = self._pool.copy_tail(request) if is_there else ()
         request.kept_len = 0
+        if not copies:
+            self._emit(SpareUnused(request.key))
         return copies
 
     def _choose_drafts(self, request: Request) -> int:

@@ -84,6 +84,9 @@ class ComputePool(Protocol):
     def tail_copied(self, request: Request, tail: Tail) -> None:
         """Note that these copies were made. Must be called before `when_stored`."""
 
+    def drop_tail(self, request: Request) -> None:
+        """Note that these copies were made, but are of no use."""
+
     def release(self, request: Request) -> None:
         """Take back a request's blocks. No step in flight may include it, and none of its copies may be under way."""
 
@@ -124,6 +127,9 @@ class ArenaPool:
         return tuple((request.tables[group][block], request.spare[group]) for group, block in partial)
 
     def tail_copied(self, request: Request, tail: Tail) -> None:
+        pass
+
+    def drop_tail(self, request: Request) -> None:
         pass
 
     def release(self, request: Request) -> None:

@@ -108,10 +108,14 @@ class DevicePool:
     def tail_copied(self, request: Request, tail: Tail) -> None:
         for slot, (group, _) in zip(request.pool_spare, request.partial_blocks(tail.length)):
             self._store(BlockCopy(slot, request.spare[group], group, tail.name, is_full=False))
-        self._give_back_spare(request)
+        self.drop_tail(request)
+
+    def drop_tail(self, request: Request) -> None:
+        self._give_back(request.pool_spare)
+        request.pool_spare = []
 
     def release(self, request: Request) -> None:
-        self._give_back_spare(request)
+        self.drop_tail(request)
         if request.pool_tables is not None:
             self._give_back_all(request)
 
@@ -222,10 +226,6 @@ class DevicePool:
         assert request.pool_tables is not None
         self._give_back(slots_tail_first(self._groups, request.pool_tables))
         request.pool_tables = None
-
-    def _give_back_spare(self, request: Request) -> None:
-        self._give_back(request.pool_spare)
-        request.pool_spare = []
 
     def _submit(self, copies: CopyBatch) -> None:
         copies.request.copies += 1

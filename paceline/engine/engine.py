@@ -205,7 +205,7 @@ class Engine:
         is_urgent, has_background = self._scheduler.classes()
         background = self._background.rows(is_urgent)
         self._holds_back = has_background and background == 0
-        return self._scheduler.plan(background)
+        return self._scheduler.plan(background, time.monotonic())
 
     def _obey_commands(self) -> bool:
         """Wait for commands (results are commands, too) and carry out all that have come. Return False to stop."""

@@ -1,4 +1,5 @@
-"""How the prompts of one worker share its steps. Pure: the clock is the number of prompt tokens that were planned.
+"""How the prompts of one worker share its steps. Pure: the clock is the number of prompt tokens that were planned, and
+instants in seconds are arguments.
 
 The prompt with the fewest tokens left goes first, because this gives the least mean time to first token. So that short
 prompts do not starve long ones, each prompt has a due instant on that clock, and the prompt that is due first goes
@@ -14,8 +15,9 @@ that is overtaken keeps its KV, so changing to another prompt costs nothing but 
 
 A step under way cannot be interrupted, and a first token is known only at its end. So after a prompt's last tokens, a
 step gets more only until it is half full. It also gets only half of a prompt that takes several steps if another prompt
-that would go before it will probably come meanwhile. A token costs somewhat more in half a step than in a whole one.
-Less would read the weights too often.
+that would go before it will probably come meanwhile, because one came lately. Arrivals of the background do not count:
+they go before no client's prompt, and nobody waits for their first tokens. A token costs somewhat more in half a step
+than in a whole one. Less would read the weights too often.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ AGING = 4
 """Tokens of later prompts that may be computed before a prompt, for each token that is left of it."""
 
 RECENT_STEPS = 8
-"""A prompt will probably come soon if one like it came within the latest tokens, as many as this number of whole steps
-have."""
+"""An arrival is recent until the worker has planned, or had the time to compute, the prompt tokens of this number of
+whole steps. After a recent arrival, a prompt like it will probably come soon."""
 
 _REMEMBERED = 32
-"""Most arrivals that are remembered."""
+"""Most arrivals that are remembered, without those of the background."""
 
 LONG_SECONDS = 0.02
 """Time of a step from which on the step after it is not planned before it ends. Planning takes about a millisecond, and
@@ -51,6 +53,8 @@ class Arrival(NamedTuple):
     """Its tokens that had to be computed."""
     slack: float = math.inf
     """Prompt tokens that may be computed before this prompt so that its objective is met; infinite without one."""
+    at: float = 0.0
+    """When it arrived, in seconds."""
 
     def due(self, left: int) -> float:
         """Return the clock from which on newcomers come after this prompt, of which `left` tokens are not planned."""
@@ -92,50 +96,63 @@ class PromptOrder:
         self._clock = self._arrivals = 0
         self._newest: deque[Arrival] = deque(maxlen=_REMEMBERED)
 
-    def share(self, prompts: Iterable[P], room: int, tokens_per_second: float, take: Callable[[P, int], int]) -> None:
+    def share(
+        self,
+        prompts: Iterable[P],
+        room: int,
+        tokens_per_second: float,
+        take: Callable[[P, int], int],
+        now: float = 0.0,
+    ) -> None:
         """Share the tokens of one step.
 
         Args:
             prompts: prompts that this step may include, in the order of their arrival.
             room: the most tokens of prompts in this step.
-            tokens_per_second: measured rate of prompts; 0 if it is unknown, and then new objectives do not count.
+            tokens_per_second: measured rate of prompts; 0 if it is unknown, and then neither new objectives nor the
+                time since an arrival count.
             take: a function that plans at most about as many tokens of a prompt as it is told, and returns how many.
                 0 if the prompt cannot continue now.
+            now: the present instant, in seconds of any clock.
         """
         waiting = list(prompts)
         for prompt in waiting:
             if prompt.prompt_arrival is None:
-                prompt.prompt_arrival = self._arrive(prompt, tokens_per_second)
+                prompt.prompt_arrival = self._arrive(prompt, tokens_per_second, now)
         half, used, completes = (room + 1) // 2, 0, False
         for prompt in sorted(waiting, key=_urgency):
             if used >= half:
                 break
             left = prompt.left_len
             fits = used == 0 and left <= room  # to cut it would only delay its first token
-            limit = half if not fits and (completes or self._expects_others(prompt)) else room
+            limit = half if not fits and (completes or self._expects_others(prompt, tokens_per_second, now)) else room
             taken = take(prompt, limit - used)
             used += taken
             completes = completes or taken >= left
         self._clock += used
 
-    def _arrive(self, prompt: Prompt, tokens_per_second: float) -> Arrival:
-        arrival, wanted = Arrival(self._arrivals, self._clock, prompt.left_len), prompt.ttft_seconds
+    def _arrive(self, prompt: Prompt, tokens_per_second: float, now: float) -> Arrival:
+        arrival, wanted = Arrival(self._arrivals, self._clock, prompt.left_len, at=now), prompt.ttft_seconds
         if wanted is not None and (tokens_per_second > 0 or wanted == 0):
             arrival = arrival._replace(slack=max(0.0, wanted * tokens_per_second - prompt.left_len))
         self._arrivals += 1
-        self._newest.append(arrival)
+        if not prompt.background:
+            self._newest.append(arrival)
         return arrival
 
-    def _expects_others(self, prompt: Prompt) -> bool:
+    def _expects_others(self, prompt: Prompt, tokens_per_second: float, now: float) -> bool:
         """Return whether a prompt arrived lately that would go before this one if it arrived now."""
         arrival = prompt.prompt_arrival
         assert arrival is not None
+        due = math.inf if prompt.background else arrival.due(prompt.left_len)
         alike = (
             other._replace(clock=self._clock)
             for other in self._newest
-            if other is not arrival and self._clock - other.clock < self._recent
+            if other is not arrival
+            and self._clock - other.clock < self._recent
+            and (now - other.at) * tokens_per_second < self._recent
         )
-        return any(other.due(other.tokens) < arrival.due(prompt.left_len) for other in alike)
+        return any(other.due(other.tokens) < due for other in alike)
 
 
 def is_long(tokens: int, tokens_per_second: float) -> bool:

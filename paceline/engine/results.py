@@ -18,6 +18,7 @@ from paceline.engine.step import (
     Sampled,
     Scored,
     Sealed,
+    SpareUnused,
     Step,
     StepResult,
     Trimmed,
@@ -92,12 +93,13 @@ class Results:
         return events, leaves
 
     def _keep_copies(self, request: Request, chunk: Chunk) -> list[Event]:
-        """Return the event that the blocks before a chunk were copied, if it can be sent now.
+        """Return the event that the blocks before a chunk were copied, if it can be sent now, or that they are useless.
 
         Only now is it known whether the steps before the chunk have filled these blocks in all groups.
         """
         if request.computed_len != chunk.start or not request.has_tail:
-            return []
+            self._pool.drop_tail(request)
+            return [SpareUnused(request.key)]
         tail = self._tail(request, chunk.start)
         self._pool.tail_copied(request, tail)
         return self._pool.when_stored(request, [Kept(request.key, tail, copied=True)])

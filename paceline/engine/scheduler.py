@@ -1,10 +1,10 @@
 """The scheduler chooses the tokens that each step computes. Pure: no clock, no I/O, no tensors.
 
-A step is planned before the results of earlier steps are known (`plan` may be called again before `apply`), but for
-long ones. The number
-of tokens that a step in flight gives a request has only bounds: at least one, at most one more than its drafts. Blocks
-and limits are checked against the upper bound, and `apply` brings in the real number. So the end of a request is found
-late: its results of steps in flight are dropped, and its row and blocks are kept until these steps are over.
+A step is planned before the results of earlier steps are known (`plan` may be called again before `apply`), unless the
+earlier step is long. The number of tokens that a step in flight gives a request has only bounds: at least one, at most
+one more than its drafts. Blocks and limits are checked against the upper bound, and `apply` brings in the real number.
+So the end of a request is found late: its results of steps in flight are dropped, and its row and blocks are kept until
+these steps are over.
 
 Blocks are not allocated here. A request comes with blocks for its prompt. Some steps before they are full, the
 scheduler asks for more (`NeedsBlocks`), and the request continues meanwhile; it waits only if its blocks are full. If
@@ -118,7 +118,7 @@ class Scheduler:
         kinds = {request.background for request in self._requests.values()}
         return False in kinds, True in kinds
 
-    def plan(self, background: int = ALL) -> Step | None:
+    def plan(self, background: int = ALL, now: float = 0.0) -> Step | None:
         """Return the next step, or None if no request can continue now.
 
         Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts
@@ -127,6 +127,7 @@ class Scheduler:
         Args:
             background: most requests of the background that decode in this step. Their prompts are computed only if it
                 is ALL.
+            now: the present instant, in seconds of any clock.
         """
         self._made_room = False
         self._settle_in()
@@ -155,7 +156,7 @@ class Scheduler:
             chunks.append(chunk)
             return chunk.length
 
-        self._prompts.share(prompts, budget, self.stats.prefill_tokens_per_second, take)
+        self._prompts.share(prompts, budget, self.stats.prefill_tokens_per_second, take, now)
         if not chunks:
             return None
         return Step(tuple(chunks), self._rows.take_updates())

@@ -215,6 +215,13 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class SpareUnused:
+    """A request's spare blocks have no copies and will get none, so others may have them now."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
 class Trimmed:
     """Blocks of a windowed group before `first_kept_block` are no longer needed."""
 
@@ -245,4 +252,17 @@ class Removed:
     key: Key
 
 
-Event = Sampled | Computed | Filled | Scored | Failed | Sealed | Kept | Trimmed | NeedsBlocks | Preempted | Removed
+Event = (
+    Sampled
+    | Computed
+    | Filled
+    | Scored
+    | Failed
+    | Sealed
+    | Kept
+    | SpareUnused
+    | Trimmed
+    | NeedsBlocks
+    | Preempted
+    | Removed
+)

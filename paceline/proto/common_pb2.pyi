@@ -461,7 +461,7 @@ class Work(_message.Message):
     ttft_seconds: _builtins.float
     """Time from the arrival of this message within which the first token is wanted. Absent without an objective."""
     kept_tokens: _builtins.int
-    """Number of tokens at the front of token_ids after which later requests probably go on otherwise. If the model has
+    """Number of tokens at the front of token_ids that later requests probably have, too. If the model has
     states, the blocks that end there are kept for them, full or not. 0 keeps none.
     """
     shared_tokens: _builtins.int

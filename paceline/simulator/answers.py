@@ -8,6 +8,7 @@ from paceline.simulator.recorder import MINUTE
 from paceline.simulator.result import Result
 from paceline.simulator.scenario import Failure
 from paceline.simulator.search import Found
+from paceline.simulator.text import three_digits
 
 PAYS = 0.02
 """Share by which one fleet must be better than another before this is called a difference."""
@@ -24,10 +25,12 @@ def on_disaggregation(apart: Found, together: Found) -> str:
     load = "this load"
     if one.is_met and other.is_met and one.cost and other.cost:
         better = 1 - one.cost / other.cost
-        what = f"it costs {one.cost:.3g} and the aggregated fleet {other.cost:.3g}, and both meet the objectives"
+        costs = f"it costs {three_digits(one.cost)} and the aggregated fleet {three_digits(other.cost)}"
+        what = f"{costs}, and both meet the objectives"
     else:
         better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
-        what = f"goodput is {one.goodput:.3g} requests/s, that of the aggregated fleet {other.goodput:.3g}"
+        own, others = three_digits(one.goodput), three_digits(other.goodput)
+        what = f"goodput is {own} requests/s, that of the aggregated fleet {others}"
         load += " with so many workers"  # another ratio of both roles, as --find has it, may be better
     if better > PAYS:
         return f"Disaggregation pays for {load}: {what}."

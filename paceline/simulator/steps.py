@@ -66,7 +66,7 @@ class Run:
 
 
 def plan_prompts(
-    waiting: Iterable[Sequence], order: PromptOrder, budget: int, tokens_per_second: float
+    waiting: Iterable[Sequence], order: PromptOrder, budget: int, tokens_per_second: float, now: float
 ) -> list[tuple[Sequence, int]]:
     """Return the prompts of the next step and how many tokens of each, as `Scheduler.plan` does.
 
@@ -74,6 +74,7 @@ def plan_prompts(
         waiting: prompts in the order of their arrival.
         budget: the most tokens of the step, without those of decoding sequences.
         tokens_per_second: measured rate of prompts; 0 if it is unknown.
+        now: the simulated instant, in seconds.
     """
     chunks: list[tuple[Sequence, int]] = []
 
@@ -85,7 +86,7 @@ def plan_prompts(
         chunks.append((sequence, length))
         return length
 
-    order.share(waiting, budget, tokens_per_second, take)
+    order.share(waiting, budget, tokens_per_second, take, now)
     return chunks
 
 

@@ -10,13 +10,18 @@ from paceline.simulator.result import ClassResult
 from paceline.simulator.search import Found
 
 
+def three_digits(number: float) -> str:
+    """Return a number with at least three significant digits and without an exponent, such as 1834 and 0.0123."""
+    return f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def lines(found: Found) -> Iterator[str]:
     """Yield the lines."""
     scenario, result = found.scenario, found.result
     devices = result.device_seconds / result.seconds if result.seconds else 0.0
     yield scenario.name
     yield (
-        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {result.cost:.3g} "
+        f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {three_digits(result.cost)} "
         f"({result.cost / max(1e-9, result.seconds) * 3600:.2f} an hour)"
     )
     for name, own in sorted(result.classes.items()):
@@ -36,7 +41,7 @@ def _class_lines(name: str, own: ClassResult, limits: Latency) -> Iterator[str]:
     yield (
         f"  {label}{own.requests} requests, {own.refused} refused{f' ({why})' if why else ''}, "
         f"{own.attained:.1%} within objectives ({verdict} {limits.percentile:.0%}), "
-        f"goodput {own.goodput:.3g} requests/s, {own.hit_rate:.1%} cached"
+        f"goodput {three_digits(own.goodput)} requests/s, {own.hit_rate:.1%} cached"
     )
     for title, times, limit in (
         ("TTFT", own.ttft, limits.ttft),

@@ -217,7 +217,8 @@ class Worker:
         drafts = times.drafts.most
         waiting = (own for own, first in self._prompts.items() if step is None or first <= step)
         speed = self.tokens_per_second if self._planned_speed is None or step is None else self._planned_speed
-        chunks = plan_prompts(waiting, self._order, times.max_batched_tokens - rows - self._lingering, speed)
+        room = times.max_batched_tokens - rows - self._lingering
+        chunks = plan_prompts(waiting, self._order, room, speed, self._events.now)
         if not chunks and not rows:
             return None
         steps, context = 1, self.rows.context

@@ -35,6 +35,7 @@ class Worker:
         self.waiting: list[Waiting] = []
         self.ended: list[Waiting] = []
         self.tokens = 0
+        self.now = 0.0
 
     def add(self, *prompts: Waiting) -> None:
         self.waiting += prompts
@@ -50,10 +51,12 @@ class Worker:
                 chunks.append((prompt.name, length))
             return length
 
-        self.order.share(self.waiting, self.room if room is None else room, SPEED, take)
+        self.order.share(self.waiting, self.room if room is None else room, SPEED, take, self.now)
         self.ended += [prompt for prompt in self.waiting if prompt.left_len == 0]
         self.waiting = [prompt for prompt in self.waiting if prompt.left_len]
-        self.tokens += sum(tokens for _, tokens in chunks)
+        tokens = sum(tokens for _, tokens in chunks)
+        self.tokens += tokens
+        self.now += tokens / SPEED
         return chunks
 
     def run(self) -> list[str]:
@@ -146,6 +149,42 @@ def test_a_step_is_half_filled_by_a_prompt_if_another_one_came_lately() -> None:
     worker.run()
     worker.add(Waiting("long", 200))
     assert worker.step() == [("long", 32)]
+
+
+def test_what_came_long_ago_is_not_expected_again_although_the_worker_was_idle() -> None:
+    for seconds, size in ((0.9, 32), (1.1, 64)):
+        worker = Worker()
+        worker.add(Waiting("first", 20))
+        worker.run()
+        worker.now += seconds * RECENT_STEPS * ROOM / SPEED
+        worker.add(Waiting("long", 200))
+        assert worker.step() == [("long", size)]
+
+
+@pytest.mark.parametrize(("came", "waits", "size"), [(True, False, 64), (True, True, 64), (False, True, 32)])
+def test_only_prompts_of_clients_are_expected(came: bool, waits: bool, size: int) -> None:
+    """A prompt of the background goes before no other, and each prompt of a client goes before the background."""
+    worker = Worker()
+    worker.add(*(Waiting("short", 20, background=came) for _ in range(4)))
+    worker.run()
+    worker.add(Waiting("long", 200, background=waits))
+    assert worker.step() == [("long", size)]
+
+
+def test_many_arrivals_of_the_background_hide_none_of_a_client() -> None:
+    worker = Worker(room=512)
+    worker.add(Waiting("client's", 20), *(Waiting("line", 1, background=True) for _ in range(100)))
+    worker.run()
+    worker.add(Waiting("long", 2000))
+    assert worker.step() == [("long", 256)]
+
+
+def test_the_background_makes_room_for_clients_whose_prompts_are_longer() -> None:
+    worker = Worker()
+    worker.add(Waiting("client's", 400))
+    worker.run()
+    worker.add(Waiting("line", 100, background=True))
+    assert worker.step() == [("line", 32)]
 
 
 def test_prompts_that_would_wait_for_this_one_get_no_part_of_its_steps() -> None:

@@ -10,11 +10,12 @@ import pytest
 from paceline.core.context import Tail
 from paceline.core.errors import ModelError
 from paceline.core.kv_layout import make_layout
+from paceline.engine.compute_pool import ArenaPool
 from paceline.engine.device_pool import DevicePool
 from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.step import Chunk, ChunkResult, Kept, StepResult
+from paceline.engine.step import Chunk, ChunkResult, Kept, SpareUnused, StepResult
 from tests.engine.toy_host import Host, Wish
 from tests.engine.toy_requests import STATES, ToyDevice, make_request, run
 
@@ -94,17 +95,41 @@ def test_no_copies_of_a_step_that_fails_are_kept() -> None:
 
 
 @pytest.mark.parametrize("drafter_len", [17, 18])
-def test_copies_are_kept_only_with_the_kv_of_a_draft_model(drafter_len: int) -> None:
+@pytest.mark.parametrize("kv_pool", ["arena", "device"])
+def test_copies_are_kept_only_with_the_kv_of_a_draft_model(drafter_len: int, kv_pool: str) -> None:
     shapes = [group.shape for group in STATES.groups]
     layout = make_layout((*shapes, shapes[1].of_drafter(3)), 4, "test")
-    scheduler, device = Scheduler(Limits(64, 4096, 4)), ToyDevice()
-    scheduler.add(make_request("r", [7] * 20, 2, layout, 128, kept_len=18, spare=[*SPARE, 903]))
+    pool = DevicePool(layout, 32) if kv_pool == "device" else ArenaPool()
+    scheduler, device = Scheduler(Limits(64, 4096, 4), pool=pool), ToyDevice()
+    request = make_request("r", [7] * 20, 4, layout, 128, kept_len=18, spare=[*SPARE, 903])
+    scheduler.add(request)
     events: list[object] = []
-    while step := scheduler.plan():
+    while len(request.token_ids) < 23 and (step := scheduler.plan()):
         result = device.execute(step)
         scheduler.apply(step, replace(result, drafter_lengths=[drafter_len] * len(step.chunks)))
         events += scheduler.take_events()
+        for copies in pool.take_copies():
+            events += pool.copied(copies, 0.0)
+    assert request.pool_spare == []
     assert any(isinstance(event, Kept) and event.copied for event in events) == (drafter_len == 18)
+    assert any(isinstance(event, SpareUnused) for event in events) == (drafter_len == 17)
+
+
+@pytest.mark.parametrize(
+    ("kept", "computed", "is_unused"),
+    [(64, 0, True), (60, 65, True), (70, 0, False), (69, 69, False)],
+    ids=["all blocks are full there", "computed elsewhere", "copied", "copied at once"],
+)
+def test_spare_blocks_are_given_up_when_no_copy_can_be_made_any_more(kept: int, computed: int, is_unused: bool) -> None:
+    scheduler, request = Scheduler(Limits(64, 4096, 4)), request_of(70, kept, max_tokens=9, computed_len=computed)
+    scheduler.add(request)
+    events, device = list[object](), ToyDevice()
+    while len(request.token_ids) < 75:  # it still runs
+        step = scheduler.plan()
+        assert step is not None
+        scheduler.apply(step, device.execute(step))
+        events += scheduler.take_events()
+    assert [event for event in events if isinstance(event, SpareUnused)] == [SpareUnused(request.key)] * is_unused
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -27,6 +27,7 @@ from paceline.engine.step import (
     RowAssigned,
     Sampled,
     Sealed,
+    SpareUnused,
     Step,
     StepResult,
     Trimmed,
@@ -325,6 +326,8 @@ class Host:
                     if copied:
                         self.kept.add(key.request_id)
                         self.arena.release_spare(key)
+                case SpareUnused(key):
+                    self.arena.release_spare(key)
                 case Filled(key, length):
                     context = self._contexts[key.request_id]
                     assert length == len(context) - 1  # the request has its first token

@@ -73,7 +73,11 @@ class Builder(ABC):
 
     @abstractmethod
     def of_member(self, name: str | None) -> Builder:
-        """Return the builder of the values of an object's member; for a name that is not listed, None."""
+        """Return the builder of the values of an object's member.
+
+        Args:
+            name: the member's name; None for all names that are not listed.
+        """
 
     def impossible(self, reason: str) -> Impossible:
         """Note why a part of the schema is impossible. Return an element that no text matches."""

@@ -173,7 +173,11 @@ def prefix_length(facts: Facts) -> int:
 
 
 def item_schemas(facts: Facts, index: int | None) -> list[Any]:
-    """Return the schemas for an item of an array; for the items after those with schemas of their own, None."""
+    """Return the schemas for an item of an array.
+
+    Args:
+        index: the item's index; None for all items after the ones that have schemas of their own.
+    """
     found: list[Any] = []
     is_evaluated = False
     for schema in facts:

@@ -38,9 +38,10 @@ class Members:
         conjunctions.spend(_MEMBER_STEPS * len(self.names) * len(facts))
 
     def schemas(self, name: str | None, fitting: frozenset[str]) -> list[Any]:
-        """Return the schemas for the member of a name; for a name that is not listed, None.
+        """Return the schemas for a member of an object.
 
         Args:
+            name: the member's name; None for all names that are not listed.
             fitting: the patterns that the name fits.
         """
         found: list[Any] = []

@@ -76,7 +76,7 @@ class Quoting:
     loose: str = ""
     """A terminal for all texts, if it has more spellings than a text with limits has; "" if not."""
     unlike: tuple[str, ...] = ()
-    """Regular expressions that a text may not match. None has a part for any text, which takes the library long."""
+    """Regular expressions that a text may not match."""
     can_write: Callable[[str], bool] = lambda text: True
     """Returns whether a text can be written in this way."""
 

@@ -65,8 +65,8 @@ async def plan_with_media(
     param: str = "messages",
     keeps_newest: bool = False,
 ) -> Plan:
-    """Return the plan that `make` makes of chats and their media, after the first workers have loaded the model."""
-    served = dataclasses.replace(await model.served_model(request.receive), now=rendering_time(request.headers))
+    """Return the plan that `make` makes of chats and their media, after a worker is ready."""
+    served = dataclasses.replace(await model.served_model(request), now=rendering_time(request.headers))
     plan = await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
     return await model.constrained(plan, owner_of(request))
 

@@ -233,6 +233,7 @@ class Generation:
                     owner=self.plan.owner,
                     request_class=self.plan.request_class,
                     seconds=self.plan.seconds,
+                    waited=self.plan.waited,
                     ttft_seconds=self.plan.ttft_seconds,
                     cache_key=self.plan.cache_key,
                     background=self.plan.background,

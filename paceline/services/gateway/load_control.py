@@ -58,6 +58,7 @@ class LoadControl:
                 deadline=deadline,
                 fingerprint=hash((sequence.owner, sequence.cache_salt, max_tokens, tuple(sequence.prompt_ids))),
                 ttft_seconds=sequence.ttft_seconds,
+                waited=sequence.waited,
             )
 
         return Claim(

@@ -56,6 +56,8 @@ async def run(config: GatewayConfig, stop: asyncio.Event | None = None) -> None:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                # Anybody can send the headers of a proxy, so they do not replace the peer's address, see `Guard`.
+                proxy_headers=False,
                 # Clients keep connections open for longer than the default of 5 s. If the server closes one just as the
                 # client sends, that request is lost.
                 timeout_keep_alive=75,

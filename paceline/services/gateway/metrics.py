@@ -81,7 +81,7 @@ class Metrics:
         )
         by_reason.labels(model, "capacity").set_function(lambda: len(runner.queue) - runner.queue.deferred)
         by_reason.labels(model, "deferred").set_function(lambda: runner.queue.deferred)
-        by_reason.labels(model, "no_worker").set_function(lambda: len(runner.first_worker))
+        by_reason.labels(model, "no_worker").set_function(lambda: len(runner.worker_wait))
         add_queue_metrics(self.registry, model, runner.queue, classes)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
             model

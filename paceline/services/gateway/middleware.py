@@ -41,9 +41,10 @@ class RequestIdMiddleware:
     """Middleware that gives each request an id: the client's X-Request-Id if it is valid, else a new one.
 
     The id is in `request.state.request_id`, in log lines and in every response, even after an unexpected error.
-    `request.state.arrived` is when the head came, on time.monotonic(). `request.state.send` is the server's own `send`,
-    which may send a body after its head has passed the middlewares. `request.state.headers` are added to those of the
-    answer. `request.state.resources` is closed when the request ends, or before, when its generation runs.
+    `request.state.arrived` is when the head came, on time.monotonic(). `request.state.waited` is how many seconds of
+    `--queue-seconds` the request has used up because no worker was ready. `request.state.send` is the server's own
+    `send`, which may send a body after its head has passed the middlewares. `request.state.headers` are added to those
+    of the answer. `request.state.resources` is closed when the request ends, or before, when its generation runs.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -55,7 +56,7 @@ class RequestIdMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         state = scope.setdefault("state", {})
-        state["arrived"], state["send"] = time.monotonic(), send
+        state["arrived"], state["waited"], state["send"] = time.monotonic(), 0.0, send
         state["client_chose_id"], state["headers"] = is_valid_id(given), {}
         own = ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
         state["request_id"] = given if state["client_chose_id"] else own

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from fastapi import Request
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from starlette.types import Receive
+from starlette.requests import Request
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
@@ -39,9 +38,11 @@ from paceline.services.gateway.media.loader import MediaService
 from paceline.services.gateway.media.preparation import MediaPreparer
 from paceline.services.gateway.media.processors.families import read_processor
 from paceline.services.gateway.metrics import Metrics
+from paceline.services.gateway.patience import life_seconds
 from paceline.services.gateway.placements import PlacementLog
 from paceline.services.gateway.plan import Kind, Plan, ServedModel
 from paceline.services.gateway.prefix_index import PrefixIndex
+from paceline.services.gateway.request_headers import is_background, request_class_of, timeout_of
 from paceline.services.gateway.runner import SequenceRunner
 from paceline.services.gateway.running import RunningRequests
 from paceline.services.gateway.sampling import LogprobRules
@@ -107,14 +108,15 @@ class ModelFleet:
         self.metrics = Metrics(self.name, self.fleet.workers, self.runner, shared.classes)
         self.fleet.signatures.on_ignored = self.metrics.members_ignored.inc
         shared.metrics.add(self.name, self.metrics.registry)
-        self.runner.queue.on_refused = partial(shared.metrics.count_refusal, self.name)
+        count_refusal = partial(shared.metrics.count_refusal, self.name)
+        self.runner.queue.on_refused = self.runner.worker_wait.on_refused = count_refusal
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), shared.media)
         self.recorder = _recorder(config, shared.credentials.secret, self._prefixes)
         """None if no trace is recorded."""
         about = {"model": self.name, "media": sorted(self.media_preparer.kinds)}
         self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
         self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.signatures)
-        self.runner.first_worker.on_wait = self._registrar.announce
+        self.runner.worker_wait.on_wait = self._registrar.announce
 
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""
@@ -156,15 +158,16 @@ class ModelFleet:
     async def plan(
         self, request: Request, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE
     ) -> Plan:
-        """Return a request's plan without its constraints, after the first workers have loaded the model.
+        """Return a request's plan without its constraints, after a worker is ready.
 
         Args:
+            request: as for `served_model`.
             make: returns the plan. It runs on a thread, because to tokenize a long prompt takes a while.
             kind: as for `served_model`.
 
         Raises the errors of `make` and `served_model`.
         """
-        return await aside(request, make, await self.served_model(request.receive, kind))
+        return await aside(request, make, await self.served_model(request, kind))
 
     async def constrained(self, plan: Plan, owner: str) -> Plan:
         """Return a plan with the constraints that it wants, which have been compiled on trial.
@@ -182,21 +185,27 @@ class ModelFleet:
             prompts.append(prompt)
         return replace(plan, prompts=prompts)
 
-    async def served_model(self, receive: Receive, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
-        """Return what plans are made for, after the first workers have loaded the model.
+    async def served_model(self, request: Request, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
+        """Return what plans are made for, after a worker is ready.
 
         Args:
-            receive: the request's channel. If its client leaves, the request no longer waits for workers.
+            request: the request to be planned. It no longer waits for workers if its client leaves.
             kind: the kind of work, which says whose context the request has to fit into.
 
         Raises:
+            ApiError: a header of the request is not valid.
             RefusedError, UnavailableError: no worker was ready in time.
             ClientLeftError: the client left before a worker was ready.
         """
         decodes = KINDS[kind].decodes
         if not self.fleet.has_worker(decodes):
-            with self.runner.traffic.early():
-                await until_disconnect(receive, self.runner.first_worker.wait(self.config.request_seconds, decodes))
+            seconds = life_seconds(self.config.request_seconds, timeout_of(request), is_background(request))
+            state, request_class = request.state, request_class_of(request)
+            wait = self.runner.worker_wait.until_ready(
+                state.arrived + seconds, decodes=decodes, request_class=request_class, waited=state.waited
+            )
+            with self.runner.traffic.unplanned():
+                state.waited = await until_disconnect(request.receive, wait)
         longest = self.fleet.max_model_len(decodes)
         rules = self._logprob_rules
         return ServedModel(self.tokenizer, longest, self.forms, rules, shared_prompts=self._shared_prompts)

@@ -22,6 +22,19 @@ BACKGROUND_SECONDS = 86400.0
 log = logging.getLogger(__name__)
 
 
+def life_seconds(request_seconds: float, wanted: float | None, background: bool) -> float:
+    """Return the longest life of a request from its arrival, in seconds.
+
+    Args:
+        request_seconds: the longest life of all requests of clients.
+        wanted: time after which the client gives up; None if it did not say.
+        background: whether the request is one of the background.
+    """
+    if background:
+        return BACKGROUND_SECONDS
+    return request_seconds if wanted is None else min(request_seconds, wanted)
+
+
 class Patience:
     """The limits of one gateway. Deadlines are on time.monotonic().
 
@@ -108,9 +121,7 @@ class Patience:
         return sequence.trace.arrived + self._seconds(sequence)
 
     def _seconds(self, sequence: SequenceRun) -> float:
-        if sequence.background:
-            return BACKGROUND_SECONDS
-        return min(self._config.request_seconds, sequence.seconds or self._config.request_seconds)
+        return life_seconds(self._config.request_seconds, sequence.seconds, sequence.background)
 
     def _heard_of_others(self, sequence: SequenceRun) -> int:
         return self._heard - len(sequence.generated)

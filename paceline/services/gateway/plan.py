@@ -84,6 +84,8 @@ class Plan:
     """Class of the caller's key; "background" for lines of batches."""
     seconds: float | None = None
     """Time after which the client gives up; None if it did not say."""
+    waited: float = 0.0
+    """Seconds of `--queue-seconds` that the request has used up before it was planned, because no worker was ready."""
     ttft_seconds: float | None = None
     """Time within which the client wants the first token; None if it did not say."""
     background: bool = False

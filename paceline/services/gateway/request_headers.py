@@ -28,6 +28,19 @@ def is_background(request: Request) -> bool:
     return bool(getattr(request.state, "background", False))
 
 
+def request_class_of(request: Request) -> str:
+    """Return the class of a request, which depends on its caller."""
+    return BACKGROUND if is_background(request) else caller_of(request).request_class
+
+
+def timeout_of(request: Request) -> float | None:
+    """Return the seconds from its arrival after which a request's client gives up; None if the client did not say.
+
+    Raises ApiError if the header X-Request-Timeout is not valid.
+    """
+    return _positive(request, _TIMEOUT, "seconds")
+
+
 def id_of_made(request: Request) -> str:
     """Return 32 hexadecimal digits for the id of what a request makes.
 
@@ -64,16 +77,17 @@ def with_headers(plan: Plan, request: Request) -> Plan:
     if len(session_id) > MAX_SESSION_CHARACTERS:
         message = f"{_SESSION} must have at most {MAX_SESSION_CHARACTERS} characters"
         raise ApiError(400, message, param=_SESSION)
-    caller, background = caller_of(request), is_background(request)
+    caller = caller_of(request)
     ttft = _positive(request, _TTFT, "milliseconds")
     return dataclasses.replace(
         plan,
         session_id=session_id,
         priority=caller.priority_for(_priority(plan, request)),
-        request_class=BACKGROUND if background else caller.request_class,
-        seconds=_positive(request, _TIMEOUT, "seconds"),
+        request_class=request_class_of(request),
+        seconds=timeout_of(request),
+        waited=request.state.waited,
         ttft_seconds=None if ttft is None else ttft / 1000,
-        background=background,
+        background=is_background(request),
         owner=caller.owner,
     )
 

@@ -25,7 +25,6 @@ from paceline.services.gateway.admission_queue import AdmissionQueue
 from paceline.services.gateway.attempt import Ended, Event, Generated, HandedOver
 from paceline.services.gateway.attempt_starter import AttemptStarter
 from paceline.services.gateway.encode_calls import EncodeRefusedError
-from paceline.services.gateway.first_worker import FirstWorker
 from paceline.services.gateway.fleet import Fleet
 from paceline.services.gateway.hint_sender import HintSender
 from paceline.services.gateway.kinds import KINDS, AnyAttempt
@@ -38,6 +37,7 @@ from paceline.services.gateway.running_attempts import RunningAttempts
 from paceline.services.gateway.sequence import SequenceRun
 from paceline.services.gateway.traffic import TrafficBook
 from paceline.services.gateway.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
+from paceline.services.gateway.worker_wait import WorkerWait
 
 REFUSED_SECONDS = (0.1, 0.4)
 """The shortest and longest time before the next attempt if no worker had room for an encoding, in seconds."""
@@ -63,7 +63,7 @@ class SequenceRunner:
         self._placements = placements
         self.hints = HintSender(fleet.host)
         self.traffic = TrafficBook()
-        self.first_worker = FirstWorker(fleet, config.max_waiting, config.queue_seconds)
+        self.worker_wait = WorkerWait(fleet, config.max_waiting, config.queue_seconds)
         self.sequences = InUse()
         """Sequences that wait or run."""
         self._background = 0
@@ -81,17 +81,17 @@ class SequenceRunner:
     @property
     def waiting(self) -> int:
         """Number of sequences, and of requests that are not planned yet, that wait for a worker."""
-        return len(self.queue) + len(self.first_worker)
+        return len(self.queue) + len(self.worker_wait)
 
     @property
     def running(self) -> int:
         """Number of sequences that do not wait for a worker."""
-        return self.sequences.count - (self.waiting - self.traffic.early_requests)
+        return self.sequences.count - (self.waiting - self.traffic.unplanned_requests)
 
     def abort(self) -> None:
         """End all attempts. Each sequence fails with UnavailableError."""
         self._patience.abort()
-        self.first_worker.abort()
+        self.worker_wait.abort()
         self._attempts.close()
         self.queue.wake()
 
@@ -151,12 +151,9 @@ class SequenceRunner:
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "
                 f"{self._config.queue_seconds:g} seconds; try again later"
             )
-            raise self._counted_refusal(sequence, RefusedError(message, "timeout"))
+            self.queue.on_refused(sequence.request_class, "timeout")
+            raise RefusedError(message, "timeout")
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
-
-    def _counted_refusal(self, sequence: SequenceRun, refusal: RefusedError) -> RefusedError:
-        self.queue.on_refused(sequence.request_class, refusal.reason)
-        return refusal
 
     def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
         """Tell the hosts on which a sequence has run about the next use of its context."""
@@ -185,13 +182,15 @@ class SequenceRunner:
         record = sequence.trace
         record.begin_attempt(len(self.queue))
         deadline = self._patience.begin_attempt(sequence)
-        try:
-            seconds, is_served = max(deadline - time.monotonic(), 0.1), record.admitted is not None or sequence.follows
-            await self.first_worker.wait(seconds, KINDS[sequence.kind].decodes, is_served)
-        except RefusedError as refusal:
-            raise self._counted_refusal(sequence, refusal) from None
-        since = time.monotonic()
         claim = self._load.claim(sequence, lambda: self.starter.cached_tokens(sequence), deadline)
+        sequence.waited = await self.worker_wait.until_ready(
+            deadline,
+            decodes=KINDS[sequence.kind].decodes,
+            request_class=sequence.request_class,
+            is_ordinary=claim.is_ordinary,
+            waited=sequence.waited,
+        )
+        since = time.monotonic()
         try:
             # The queue refuses an ordinary request before its deadline comes.
             async with asyncio.timeout(None if claim.is_ordinary else deadline - time.monotonic()):

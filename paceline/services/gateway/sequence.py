@@ -47,6 +47,8 @@ class SequenceRun:
     """Class of the request, which has objectives and a weight; see `core/request_classes.py`."""
     seconds: float | None = None
     """Time from its arrival after which its client gives up; None if the client did not say."""
+    waited: float = 0.0
+    """Seconds of `--queue-seconds` that it has used up so far, because no worker was ready."""
     ttft_seconds: float | None = None
     """Time from its arrival until which its client wants the first token; None if the client did not say."""
     cache_key: str = ""

@@ -82,8 +82,8 @@ class TrafficBook:
         self._began = time.monotonic()
         self._classes: dict[str, _Totals] = {DEFAULT: _Totals()}
         self._running: set[_Running] = set()
-        self._early: dict[object, float] = {}
-        """When requests came that wait for the first worker before they can be planned, on time.monotonic()."""
+        self._unplanned: dict[object, float] = {}
+        """When requests that wait for a worker before they can be planned began to wait, on time.monotonic()."""
 
     @contextlib.contextmanager
     def counted(self, sequence: SequenceRun) -> Iterator[None]:
@@ -109,19 +109,19 @@ class TrafficBook:
                 totals.answer_tokens.add(len(sequence.generated))
 
     @contextlib.contextmanager
-    def early(self) -> Iterator[None]:
-        """Count a request that waits for the first worker, because its plan depends on the worker's limits."""
+    def unplanned(self) -> Iterator[None]:
+        """Count a request that waits for a worker before it can be planned, because the worker says what fits."""
         token = object()
-        self._early[token] = time.monotonic()
+        self._unplanned[token] = time.monotonic()
         try:
             yield
         finally:
-            del self._early[token]
+            del self._unplanned[token]
 
     @property
-    def early_requests(self) -> int:
+    def unplanned_requests(self) -> int:
         """Number of requests that wait before they can be planned."""
-        return len(self._early)
+        return len(self._unplanned)
 
     def report(self) -> TrafficReport:
         """Return all totals, and how many sequences wait now."""
@@ -139,7 +139,7 @@ class TrafficBook:
 
     def _describe(self, name: str, totals: _Totals, now: float) -> ClassTraffic:
         since = [at for running in self._running if running.totals is totals and (at := running.waits_since())]
-        since += self._early.values() if name == DEFAULT else ()
+        since += self._unplanned.values() if name == DEFAULT else ()
         return ClassTraffic(
             name=name,
             arrivals=totals.arrivals,

@@ -8,7 +8,19 @@ import time
 from paceline.core.errors import BusyError, PacelineError, StaleError
 from paceline.core.types import Key
 from paceline.engine.engine import Engine
-from paceline.engine.step import Event, Failed, Filled, Kept, NeedsBlocks, Preempted, Removed, Sampled, Sealed, Trimmed
+from paceline.engine.step import (
+    Event,
+    Failed,
+    Filled,
+    Kept,
+    NeedsBlocks,
+    Preempted,
+    Removed,
+    Sampled,
+    Sealed,
+    SpareUnused,
+    Trimmed,
+)
 from paceline.services.worker.event_stream import EventStreams, RequestEvent
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.leases import Reservation
@@ -46,6 +58,8 @@ class Dispatcher:
                     self._kv.trim(key, group, first_kept_block)
                 case Kept(key, tail, copied):
                     self._kv.keep(key, tail, copied)
+                case SpareUnused(key):
+                    self._kv.release_spare(key)
                 case NeedsBlocks(key, token_count):
                     self._extend(key, token_count)
                 case Removed(key):

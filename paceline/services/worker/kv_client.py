@@ -118,7 +118,7 @@ class KVClient:
             A future that is done when the other worker can have the blocks.
         """
         self._leases.release(key)  # before the fill: a renewal after it would be refused and taken for a loss
-        self._release_spare(key)
+        self.release_spare(key)
         fill = pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens, context_hash=context_hash)
         filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -259,7 +259,7 @@ class KVClient:
             keep.copies.CopyFrom(key_to_pb(spare))
         self._submit(pb.Operation(keep=keep))
         if copied:
-            self._release_spare(key)
+            self.release_spare(key)
 
     def trim(self, key: Key, group: int, first_kept_block: int) -> None:
         """Release the blocks of a windowed group that come before `first_kept_block`."""
@@ -271,9 +271,10 @@ class KVClient:
         """End a lease, and that of its spare blocks. Releasing one that has ended is no error."""
         self._leases.release(key)
         self._submit(pb.Operation(release=pb.Release(key=key_to_pb(key))))
-        self._release_spare(key)
+        self.release_spare(key)
 
-    def _release_spare(self, key: Key) -> None:
+    def release_spare(self, key: Key) -> None:
+        """Give up the spare blocks of a request, if it has any."""
         if (spare := self._leases.spare_of(key)) is not None:
             self.release(spare)
 

@@ -80,6 +80,14 @@ async def test_the_gateway_joins_the_cluster_and_leaves_it(start_stack: StartSta
     await client.aclose()
 
 
+async def test_the_headers_of_a_proxy_do_not_replace_the_peer(start_stack: StartStack) -> None:
+    """Otherwise a web page whose name was made to point here would say that it comes from another machine."""
+    stack = await start_stack(prefill=0, decode=0)
+    for headers in ({}, {"X-Forwarded-For": "203.0.113.9"}):
+        reply = await stack.http.get("/v1/models", headers={"Host": "evil.example", **headers})
+        assert reply.status_code == 403
+
+
 async def test_a_drain_lets_streams_end_and_refuses_new_requests(start_stack: StartStack) -> None:
     stack = await start_stack()
     decode = stack.workers["decode-0"]

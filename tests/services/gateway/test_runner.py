@@ -80,6 +80,18 @@ async def test_a_patient_request_waits_longer_than_the_others_for_full_workers(c
     assert await patient.task == Ended(FinishReason.LENGTH)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_what_a_request_has_waited_before_counts_against_its_limit(cluster: Cluster, is_full: bool) -> None:
+    if is_full:
+        await cluster.add("d", max_seqs=0)
+    sampling = SamplingParams(max_tokens=9)
+    sequence = SequenceRun(request_id="r", prompt_ids=[1, 2, 3], sampling=sampling, waited=1000.0)
+    error, message = (BusyError, "no worker had room") if is_full else (UnavailableError, "no worker was ready")
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(error, match=f"{message} within 1000 seconds"):
+            await runner_of(cluster, queue_seconds=1000.0).run(sequence, lambda event: None)
+
+
 async def test_the_end_of_a_prompt_is_known_with_its_first_token(cluster: Cluster) -> None:
     decode, prefixes = await cluster.add("d"), PrefixIndex()
     decode.pause_after = 1

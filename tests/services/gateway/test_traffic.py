@@ -76,9 +76,9 @@ def test_a_request_without_room_is_refused_and_one_that_was_served_is_not() -> N
     assert (default(book).refused, default(book).finished) == (1, 1)
 
 
-def test_requests_that_wait_for_the_first_worker_count_as_waiting() -> None:
+def test_requests_that_wait_before_they_can_be_planned_count_as_waiting() -> None:
     book = TrafficBook()
-    with book.early(), book.early():
+    with book.unplanned(), book.unplanned():
         assert default(book).waiting == 2
     assert default(book).waiting == 0
 

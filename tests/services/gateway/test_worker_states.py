@@ -1,4 +1,4 @@
-"""Requests wait until the first workers start, and leave draining workers without losing a token."""
+"""Requests wait until a worker is ready, and leave draining workers without losing a token."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_new_requests_do_not_go_to_a_worker_that_drains(start_stack: Start
     assert stack.workers["decode-0"].calls == []
 
 
-async def test_a_request_waits_for_the_first_workers(start_stack: StartStack) -> None:
+async def test_a_request_waits_while_a_worker_loads_the_model(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, decode=0, queue_seconds=60)
     worker = await stack.add("decode", "loading", state="starting")
     await eventually(stack.sees_all)
@@ -144,7 +144,7 @@ async def test_answers_that_have_begun_wait_for_a_worker_that_starts_however_man
     assert [(await each).status_code for each in asking] == [200, 200, 200]
 
 
-async def test_a_request_does_not_wait_for_first_workers_for_ever(start_stack: StartStack) -> None:
+async def test_a_request_does_not_wait_for_a_worker_for_ever(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, decode=0, queue_seconds=0.3)
     await stack.add("decode", "loading", state="starting")
     await eventually(stack.sees_all)

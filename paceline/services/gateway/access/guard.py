@@ -92,7 +92,6 @@ class Guard:
             raise self._no_key(access)
         if access is not Access.ADMIN and not caller.owner:
             self._check_page(scope, headers)
-        self._note_proxy(headers)
         is_admin = caller.is_admin
         if self._trusts_processes and is_local(scope, headers) and not is_rebound(scope, headers):
             is_admin = not is_foreign_page(scope, headers)
@@ -101,6 +100,7 @@ class Guard:
             raise self._no_admin(scope, headers, caller)
         if access is None:
             raise ApiError(404, f"no such path: {scope['method']} {path}")
+        self._note_proxy(headers)
         return caller
 
     def _check_page(self, scope: Scope, headers: Headers) -> None:
@@ -115,7 +115,7 @@ class Guard:
                 f"--allowed-origins {'ORIGIN' if origin in ('', 'null') else origin}",
             )
         names = {allowed.partition("://")[2] for allowed in self._origins}
-        if is_local(scope, headers) and is_rebound(scope, headers) and host.lower() not in names:
+        if is_rebound(scope, headers) and host.lower() not in names:
             raise ApiError(
                 403,
                 f"{host!r} in Host may be a trick of a web page: open the gateway as localhost or 127.0.0.1, send a "
@@ -126,13 +126,16 @@ class Guard:
     def _trusts_processes(self) -> bool:
         """Whether processes of this machine are admins.
 
-        Where clients need keys, they are not if others reach the gateway, too, because a client's request may then come
-        from a process of this machine, such as a proxy.
+        If clients need keys and others reach the gateway, too, processes of this machine are no admins: such a process
+        may be a proxy, which forwards a client's request.
         """
         return not self._book.has_admins and not self._has_proxy and not (self._book.has_clients and self._is_exposed)
 
     def _note_proxy(self, headers: Headers) -> None:
-        """Note that there is a proxy: its clients may pass for processes of this machine."""
+        """Note if a request that is let in came through a proxy: its clients may pass for processes of this machine.
+
+        A request that is refused does not count, because a web page may have added the headers of a proxy.
+        """
         if not self._has_proxy and is_forwarded(headers):
             self._has_proxy = True
             if not self._book.has_admins:

@@ -26,7 +26,7 @@ def is_local(scope: Scope, headers: Headers) -> bool:
     """
     if is_forwarded(headers):
         return False
-    return _is_unix_socket(scope) or (scope.get("client") is not None and _is_loopback(scope["client"][0]))
+    return _is_unix_socket(scope) or _is_over_loopback(scope)
 
 
 def is_foreign_page(scope: Scope, headers: Headers) -> bool:
@@ -42,24 +42,37 @@ def is_foreign_page(scope: Scope, headers: Headers) -> bool:
 def is_rebound(scope: Scope, headers: Headers) -> bool:
     """Return whether a request over loopback names another host, as if a foreign name had been made to point here.
 
-    For the browser, a page of such a name is one of our own. Names of this machine are `localhost`, its host name, also
-    with `.local`, and what containers call it.
+    For the browser, a page of such a name is one of our own, so it may also send the headers of a proxy. Names of this
+    machine are `localhost`, its host name, also with `.local`, and what containers call it. An IP address is no name,
+    so nobody can make it point elsewhere.
     """
     host = headers.get("host")
-    if host is None or _is_unix_socket(scope):
-        return False  # no browser
+    if host is None or not _is_over_loopback(scope):
+        return False  # without a Host, it is no browser
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return True
     own = socket.gethostname().lower()
     known = name in ("localhost", own, f"{own}.local", *_CONTAINER_NAMES) or name.endswith(".localhost")
-    return not (known or _is_loopback(name))
+    return not (known or _is_address(name))
+
+
+def _is_over_loopback(scope: Scope) -> bool:
+    return scope.get("client") is not None and _is_loopback(scope["client"][0])
 
 
 def _is_unix_socket(scope: Scope) -> bool:
     # The address of a Unix socket is a path without a port, and its peer has none.
     return scope.get("client") is None and scope.get("server") is not None and scope["server"][1] is None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -190,7 +190,7 @@ def _gate(model: ModelFleet) -> LineGate:
 
 
 def _places(model: ModelFleet) -> Places:
-    """Return the places for lines. One line may wait for the first worker, so that a planner starts it."""
+    """Return the places for lines. Without a worker, one line may wait, so that a planner starts one."""
     if model.fleet.may_be_empty and not model.fleet.has_decode_worker:
         return Places(1, 1)
     return places_of(model.fleet.snapshot())

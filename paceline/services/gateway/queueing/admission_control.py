@@ -60,6 +60,7 @@ class AdmissionControl:
         deadline: float | None,
         fingerprint: int,
         ttft_seconds: float | None = None,
+        waited: float = 0.0,
     ) -> Demand:
         """Return what a request that has to wait needs, and until when.
 
@@ -67,6 +68,7 @@ class AdmissionControl:
             uncached: tokens of its context that are cached nowhere.
             max_tokens: the most tokens that are left of its answer.
             ttft_seconds: an objective of its own.
+            waited: seconds for which it has waited already, because no worker was ready.
         """
         return Demand(
             work=uncached + self._answers.tokens(owner, max_tokens),
@@ -75,6 +77,7 @@ class AdmissionControl:
             first_token_by=self.first_token_by(request_class, arrived, ttft_seconds),
             percentile=self.class_of(request_class).percentile,
             deadline=deadline,
+            waited=waited,
             fingerprint=fingerprint,
         )
 

@@ -24,6 +24,8 @@ class Demand:
     """Share of requests that meet the objective."""
     deadline: float | None = None
     """When its client gives up; None if it did not say."""
+    waited: float = 0.0
+    """Seconds for which it has waited before it came into the queue, because no worker was ready."""
     fingerprint: int = 0
     """A hash by which the request is recognised if it comes back."""
 

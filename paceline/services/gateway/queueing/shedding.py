@@ -53,7 +53,7 @@ class LoadShedder:
     """Forecasts the waiting time of requests, and refuses those for which it is too long.
 
     Args:
-        queue_seconds: the longest time in the queue.
+        queue_seconds: the longest time in the queue, together with the time before while no worker was ready.
     """
 
     def __init__(self, queue_seconds: float) -> None:
@@ -64,7 +64,7 @@ class LoadShedder:
 
     def wait_limit(self, demand: Demand, now: float) -> WaitLimit:
         """Return how long a request may wait from now on, if it has just joined the queue."""
-        limits = [WaitLimit(self._queue_seconds, "timeout")]
+        limits = [WaitLimit(self._queue_seconds - demand.waited, "timeout")]
         served = self.first_tokens.seconds(demand.prompt_seconds, demand.percentile, now)
         if demand.first_token_by is not None:
             limits.append(WaitLimit(demand.first_token_by - served - now, "overload"))

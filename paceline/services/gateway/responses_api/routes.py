@@ -98,7 +98,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             chat = await aside(request, chat_request, body, toolbox, shown)
             if truncates and media_of(chat.messages, model.tokenizer):
                 # Media of items that do not fit even as text are not loaded.
-                served = await model.served_model(request.receive)
+                served = await model.served_model(request)
                 _, shown = await aside(request, plan_response, body, toolbox, items, served, NOTHING)
                 chat = await aside(request, chat_request, body, toolbox, shown)
             planned = await plan_with_media(model, [chat], request, plan, "input", keeps_newest=truncates)

@@ -72,7 +72,7 @@ async def make_gate(toy_model: Path, toy_tokenizer: Tokenizer, redis_server: str
             gateway = Gateway(config, [(config, toy_tokenizer)])
             closing.push_async_callback(gateway.close)
             for fleet in gateway.models.values():
-                fleet.runner.first_worker.abort()  # there is no fleet for which a request could wait
+                fleet.runner.worker_wait.abort()  # there is no fleet for which a request could wait
             return Gate(create_app(gateway))
 
         yield make
@@ -303,12 +303,23 @@ async def test_a_foreign_name_that_points_here_needs_a_key(make_gate: MakeGate) 
         "host.docker.internal",
     ):
         assert (await gate.ask("/v1/models", HERE, host=host, **page)).status_code == 200
-    # A name that others use, or that a proxy hands on, is none of ours to know.
+    # The gateway does not know the names that others use.
     assert (await gate.ask("/v1/models", ELSEWHERE, host="llm.example", **page)).status_code == 200
-    assert (await gate.ask("/v1/models", HERE, host="llm.example", x_forwarded_for="1.2.3.4")).status_code == 200
     named = make_gate(allowed_origins="http://llm.example:8000")
     assert (await named.ask("/v1/models", HERE, host="llm.example", **page)).status_code == 200
     assert (await named.ask("/v1/models", HERE, host="evil.example", **page)).status_code == 403
+
+
+@pytest.mark.parametrize("name", ["forwarded", "x_forwarded_for", "x_forwarded_host", "x_real_ip"])
+async def test_a_rebound_page_gains_nothing_by_the_headers_of_a_proxy(make_gate: MakeGate, name: str) -> None:
+    proxy, gate = {name: "203.0.113.9"}, make_gate()
+    for path in ("/v1/files", "/fleet", "/nothing"):
+        assert (await gate.ask(path, host="evil.example", sec_fetch_site="same-origin", **proxy)).status_code == 403
+    assert (await gate.ask("/fleet")).status_code == 200
+    # A proxy whose clients use another name needs its origin allowed, and counts as a proxy then.
+    named = make_gate(allowed_origins="https://llm.example:8000")
+    assert (await named.ask("/v1/models", host="llm.example", **proxy)).status_code == 200
+    assert (await named.ask("/fleet")).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -341,6 +352,7 @@ async def test_who_is_an_admin_without_a_key(
 async def test_a_page_that_is_refused_takes_no_rights_away(make_gate: MakeGate) -> None:
     gate = make_gate()
     assert (await gate.ask("/v1/models", origin="null", x_forwarded_for="203.0.113.9")).status_code == 403
+    assert (await gate.ask("/fleet", ELSEWHERE, x_forwarded_for="127.0.0.1")).status_code == 403
     assert (await gate.ask("/fleet")).status_code == 200
 
 

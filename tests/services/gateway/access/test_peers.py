@@ -76,15 +76,23 @@ def test_a_form_of_another_page_is_no_link() -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:8000", "[::1]:8000", "[::1]"]
+    "host",
+    [
+        *("localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:8000", "[::1]:8000", "[::1]"),
+        *("0.0.0.0:8000", "0.0.0.0", "10.0.0.1:8000", "[::]:8000", "[fe80::1]", "203.0.113.9"),
+    ],
 )
-def test_names_of_this_machine(host: str) -> None:
+def test_names_of_this_machine_and_addresses(host: str) -> None:
     assert not is_rebound(scope(), Headers({"host": host}))
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1:8000", "[::1", "", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "10.0.0.1.evil.example", "[::1", "", "0.0.0.0.0", "10.0.0.256"]
+)
 def test_other_names_over_loopback_may_be_a_trick(host: str) -> None:
-    assert is_rebound(scope(), Headers({"host": host}))
+    for name in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Accept"):  # a rebound page may send them
+        assert is_rebound(scope(), Headers({"host": host, name: "203.0.113.9"}))
+    assert not is_rebound(scope(("203.0.113.9", 1)), Headers({"host": host}))
     assert not is_rebound(scope(None, SOCKET), Headers({"host": host}))
 
 

@@ -131,7 +131,7 @@ def test_workers_with_one_place_take_lines() -> None:
     assert places_of([candidate("decode", 1, 0, True), candidate("prefill", 1, 0, True)]) == Places(1, 1)
 
 
-async def test_the_gate_is_shut_while_its_only_line_waits_for_the_first_worker() -> None:
+async def test_the_gate_is_shut_while_its_only_line_waits_for_a_worker() -> None:
     world = World()
     world.has_workers, world.places = False, Places(1, 1)
     seen = [world.gate.is_shut]

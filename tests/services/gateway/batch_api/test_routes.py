@@ -14,7 +14,7 @@ import pytest
 from paceline.services.gateway.batch_api import routes, runner
 from tests.services.gateway.batch_api.conftest import StartBatches, content, ended, line, submit
 from tests.services.gateway.conftest import Reader, Stack, eventually
-from tests.services.gateway.test_first_worker import add_planner, waits_for_first_worker
+from tests.services.gateway.test_worker_wait import add_planner, waits_for_worker
 
 
 @pytest.fixture
@@ -252,11 +252,11 @@ async def test_lines_wait_for_a_worker(start_batches: StartBatches) -> None:
     assert (await ended(stack, made.id)).status == "completed"
 
 
-async def test_a_line_waits_for_the_first_worker_so_that_a_planner_starts_it(start_batches: StartBatches) -> None:
+async def test_a_line_waits_while_no_worker_is_ready_so_that_a_planner_starts_one(start_batches: StartBatches) -> None:
     stack = await start_batches(prefill=0, decode=0)
     await add_planner(stack, "decode")
     batch = await submit(stack, [line(name, prompt="x", max_tokens=2) for name in "ab"])
-    await eventually(lambda: waits_for_first_worker(stack))
+    await eventually(lambda: waits_for_worker(stack))
     await stack.add("decode", "d")
     assert (counts := (await ended(stack, batch.id)).request_counts) is not None
     assert (counts.completed, counts.failed) == (2, 0)

@@ -131,6 +131,10 @@ def test_only_its_owner_reads_a_new_output(tmp_path: Path) -> None:
     target.chmod(0o644)  # who has made the file decides
     Output(target).write([b"more"])
     assert (stat.S_IMODE(target.stat().st_mode), target.read_bytes()) == (0o644, b"more\n")
+    output = Output(target)
+    target.unlink()  # while the batch runs
+    output.write([b"again"])
+    assert (stat.S_IMODE(target.stat().st_mode), target.read_bytes()) == (0o644, b"again\n")
     assert list(tmp_path.iterdir()) == [target]
 
 
