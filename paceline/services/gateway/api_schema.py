@@ -86,7 +86,6 @@ def add_schema(app: FastAPI) -> None:
     """
     make = app.openapi
 
-    @functools.cache
     def openapi() -> Json:
         schema = make()
         _, described = models_json_schema([(body, "serialization") for body in _REFERENCED], ref_template=_REFERENCE)
