@@ -139,7 +139,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs one of"),
     ({"structured_outputs": {"json": '{"a":' * 5000 + "1" + "}" * 5000}}, "structured_outputs.json", "nested too deep"),
-    ({"response_format": named(nested(600))}, "response_format.json_schema.schema", "nested too deeply; .* 120 levels"),
+    ({"response_format": named(nested(600))}, None, "nested too deeply: JSON can have about 200 levels"),
     (
         {"response_format": named({"uniqueItems": True}, strict=True)},
         "response_format.json_schema.schema",

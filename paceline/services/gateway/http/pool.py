@@ -47,7 +47,10 @@ class FairPool:
             self._running[owner] += 1
         begun = self._executor.submit(contextvars.copy_context().run, work, *args)
         begun.add_done_callback(lambda _: loop.call_soon_threadsafe(self._end, owner))
-        return await asyncio.wrap_future(begun)
+        try:
+            return await asyncio.wrap_future(begun)
+        finally:
+            del begun  # it has the error, whose traceback has this frame: a cycle that only a collection would free
 
     async def close(self) -> None:
         """Wait until all work has ended."""
