@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any, NoReturn
+from urllib.parse import quote, unquote
 
 import grpc
 import grpc.aio
@@ -53,7 +54,8 @@ class Prover:
 
     def __init__(self, secret: Secret, meant: str) -> None:
         self._key, self._answers = secret.key(_PURPOSE), secret.key(_ANSWERS)
-        self._meant = meant
+        # Metadata are ASCII, and an address may be a path or a name that somebody has mistyped.
+        self._meant = quote(meant, safe="/:[]*")
 
     def header(self, method: str) -> tuple[str, str]:
         """Return the metadata of a new call of a method, such as "/paceline.v1.Decode/Generate"."""
@@ -134,7 +136,7 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         if not hmac.compare_digest(mac, _mac(self._key, method, then, nonce, meant)):
             return _refusal(REFUSAL)
         # Everything below is told to an owner of the secret.
-        if meant not in self._known_as and not (meant == ANY_SERVICE and method.startswith(_HEALTH)):
+        if unquote(meant) not in self._known_as and not (meant == ANY_SERVICE and method.startswith(_HEALTH)):
             return _refusal(
                 f"the call was meant for {meant}, and this service is {' or '.join(sorted(self._known_as))}; give it "
                 "the --advertise with which others call it"

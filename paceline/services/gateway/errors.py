@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
@@ -188,6 +189,8 @@ def to_api_error(error: Exception) -> ApiError:
     """Return the answer to any error. Unexpected errors are logged here; their details are not sent to the client."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ClientDisconnect):
+        return ClientLeftError()
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
     if isinstance(error, MediaError):
@@ -214,6 +217,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Make `app` answer expected errors with an error body. RequestIdMiddleware answers unexpected ones."""
     app.add_exception_handler(ApiError, _respond)
     app.add_exception_handler(PacelineError, _respond)
+    app.add_exception_handler(ClientDisconnect, _respond)  # the body did not come to its end
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
 

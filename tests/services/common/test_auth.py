@@ -219,6 +219,14 @@ def test_used_proofs_are_remembered_while_they_are_good_and_no_longer(monkeypatc
     assert used.add("one")
 
 
+@pytest.mark.parametrize("meant", ["127.0.0.1:5", "[fe80::1%eth0]:5", "unix:///tmp/a b/ü", "\u00e4\U0001f6b2", "*"])
+def test_proofs_are_ascii_whatever_address_is_meant(meant: str) -> None:
+    _, value = Prover(SECRET, meant).header(LEDGER)
+    assert value.isascii() and value.isprintable()
+    guard = auth.RequireProof(SECRET, {meant})
+    assert guard._problem(LEDGER, value) is None
+
+
 async def test_a_check_from_the_command_line_may_check_health_and_do_nothing_else() -> None:
     async with serving() as (address, service):
         assert await details_of(address, ("authorization", proof(ANY_SERVICE, HEALTH)), method=HEALTH) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_model import END, VOCAB_SIZE
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -251,6 +252,20 @@ async def test_a_body_that_is_nested_too_deeply(stack: Stack) -> None:
         await stack.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     )
     assert "nested too deeply" in error["message"]
+
+
+async def test_a_body_whose_client_leaves_is_no_fault_of_the_gateway(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
+    caplog.set_level("INFO")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(head + b'content-length: 90\r\n\r\n{"prompt": ')
+    await writer.drain()
+    await asyncio.sleep(0.1)
+    writer.close()
+    await eventually(lambda: "answered 499" in caplog.text)
+    assert "unexpected error" not in caplog.text
 
 
 async def test_a_body_of_another_type(stack: Stack) -> None:
