@@ -222,7 +222,8 @@ def test_used_proofs_are_remembered_while_they_are_good_and_no_longer(monkeypatc
 @pytest.mark.parametrize("meant", ["127.0.0.1:5", "[fe80::1%eth0]:5", "unix:///tmp/a b/ü", "\u00e4\U0001f6b2", "*"])
 def test_proofs_are_ascii_whatever_address_is_meant(meant: str) -> None:
     _, value = Prover(SECRET, meant).header(LEDGER)
-    assert value.isascii() and value.isprintable()
+    assert value.isascii()
+    assert value.isprintable()
     guard = auth.RequireProof(SECRET, {meant})
     assert guard._problem(LEDGER, value) is None
 
