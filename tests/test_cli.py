@@ -145,6 +145,14 @@ def test_a_flag_wins_over_the_file_even_with_its_default(tmp_path: Path) -> None
     assert "--prefill must be at least 0" in done.stderr
 
 
+def test_workers_images_need_no_packages_of_the_gateway(tmp_path: Path) -> None:
+    hide = "import sys; sys.modules['fastapi'] = None"
+    for arguments in (["token", str(tmp_path / "a"), str(tmp_path / "b")], ["--help"], ["version"]):
+        code = f"{hide}; from paceline.cli import main; sys.exit(main({arguments!r}))"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    assert (tmp_path / "b").exists()
+
+
 def test_a_missing_package_is_told_with_its_extra() -> None:
     hide_torch = "import sys; sys.modules['torch'] = None"
     done = paceline("decode", ".", program=hide_torch)

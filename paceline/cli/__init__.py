@@ -20,13 +20,12 @@ from paceline.core.config import ServeConfig
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.progress import StatusLines
-from paceline.run_batch import run_batch
 from paceline.scale import scale
 from paceline.services.common.secret import make_secret, new_key
 from paceline.top import top
 from paceline.trace import trace
 
-_EXTRAS = {"profile": "gateway", "simulate": "gateway"}
+_EXTRAS = {"profile": "gateway", "simulate": "gateway", "run-batch": "gateway"}
 """The pip extra with the dependencies of a tool; those of the others are in "convert"."""
 
 
@@ -85,6 +84,8 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
 
 
 def _run_batch(arguments: dict[str, Any]) -> int:
+    from paceline.run_batch import run_batch
+
     is_good = run_batch(
         arguments["input_file"],
         arguments["output_file"],
