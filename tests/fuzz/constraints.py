@@ -29,16 +29,16 @@ from paceline.core.errors import PacelineError
 from paceline.core.grammar import compile_grammar
 from paceline.core.types import Constraint
 from paceline.services.gateway.answers.registry import choose_forms
-from paceline.services.gateway.constraints.answer import Writing
+from paceline.services.gateway.constraints.answer import AnswerWriting
 from paceline.services.gateway.constraints.fields import chat_fields
-from paceline.services.gateway.constraints.server import Limits, limit_process
+from paceline.services.gateway.constraints.server import TrialLimits, limit_process
 from paceline.services.gateway.constraints.trial import read_outcome, try_constraint
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.schemas import ChatRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.fuzz.hostile import Fields, random_fields
 
-LIMITS = Limits(cpu_seconds=2, memory=256 << 20, seconds=20.0)
+LIMITS = TrialLimits(cpu_seconds=2, memory=256 << 20, seconds=20.0)
 MASK_SECONDS = 0.5
 """Most CPU time of one mask."""
 _TOKENS = 12
@@ -77,7 +77,7 @@ class Bench:
         self.tokenizer = Tokenizer(folder)
         vocabulary, ends = self.tokenizer.vocabulary, self.tokenizer.eos_token_ids
         self.forms = choose_forms("hermes", "none", "", vocabulary.added_tokens)
-        self._writing = Writing(self.forms, vocabulary.spelling, vocabulary.spelling, ends)
+        self._writing = AnswerWriting(self.forms, vocabulary.spelling, vocabulary.spelling, ends)
         self._library = LLTokenizer(str(folder / "tokenizer.json"), eos_token=sorted(ends))
 
     def run(self, fields: Fields, seed: int) -> Seen:
@@ -107,7 +107,7 @@ class Bench:
         if pid == 0:
             status = 1
             try:
-                limit_process(LIMITS if is_limited else Limits(60, 4 << 30, 60.0))
+                limit_process(LIMITS if is_limited else TrialLimits(60, 4 << 30, 60.0))
                 with os.fdopen(theirs, "wb") as file:
                     file.write(work())
                 status = 0

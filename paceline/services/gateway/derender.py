@@ -193,7 +193,7 @@ def _of_event(event: TokensEvent) -> tuple[list[int], list[ChosenLogprob]]:
     if not event.choices:
         return [], []
     (choice,) = event.choices
-    return choice.token_ids, (choice.logprobs and choice.logprobs.content) or []
+    return choice.token_ids, choice.scores or []
 
 
 def _joined(chunks: Sequence[Json]) -> Json | None:

@@ -63,7 +63,6 @@ class Inbox(Mailbox[InboxItem]):
 
     Events that have not been read wait here, so that a slow reader delays no other attempt. The queue never holds more
     than the requested answer. Nothing follows an exception.
-
     """
 
     def __init__(self) -> None:

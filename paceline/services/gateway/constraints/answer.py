@@ -23,7 +23,7 @@ _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class AnswerWriting:
     """How a model writes answers."""
 
     forms: AnswerForms
@@ -34,7 +34,7 @@ class Writing:
     end_token_ids: frozenset[int]
 
 
-def make_constraint(fields: ConstraintFields, writing: Writing) -> Constraint | None:
+def make_constraint(fields: ConstraintFields, writing: AnswerWriting) -> Constraint | None:
     """Return the constraint of the answers to a request; None if they may have any form.
 
     Raises:

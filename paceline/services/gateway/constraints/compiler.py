@@ -9,7 +9,7 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from paceline.core.machine import available_cores
 from paceline.core.options import parse_bytes
 from paceline.core.types import Constraint
 from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.access.turns import OwnerTurns
 from paceline.services.gateway.constraints.fields import WantedConstraint
 from paceline.services.gateway.constraints.known import KnownOutcomes, Outcome
-from paceline.services.gateway.constraints.places import Places
-from paceline.services.gateway.constraints.server import READY, TOO_LARGE, TOO_LATE, Limits
+from paceline.services.gateway.constraints.server import READY, TOO_LARGE, TOO_LATE, TrialLimits
 from paceline.services.gateway.constraints.trial import read_outcome
 from paceline.services.gateway.tokenizer import Tokenizer
 
@@ -32,6 +32,8 @@ START_SECONDS = 60.0
 """Longest time for the process to start, which reads the tokenizers."""
 WAIT_SECONDS = 10.0
 """Longest wait of a request until its constraint's trial begins."""
+MAX_WAITING = 64
+"""Most trials of one owner that wait; further ones get 429."""
 _SLOWER = 5
 """On a busy host a trial may take this many times its CPU time."""
 _MOST_PLACES = 4
@@ -66,11 +68,11 @@ class ConstraintCompiler:
 
     def __init__(self, config: GatewayConfig, models: Sequence[tuple[GatewayConfig, Tokenizer]]) -> None:
         seconds = config.constraint_seconds
-        self._limits = Limits(seconds, parse_bytes(config.constraint_memory), _SLOWER * seconds)
+        self._limits = TrialLimits(seconds, parse_bytes(config.constraint_memory), _SLOWER * seconds)
         self._ends = [tokenizer.eos_token_ids for _, tokenizer in models]
         self._models = [about_model(*model) for model in models]
         self._known = KnownOutcomes(_KNOWN_BYTES)
-        self._places = Places(min(available_cores(), _MOST_PLACES), WAIT_SECONDS)
+        self._turns = OwnerTurns(min(available_cores(), _MOST_PLACES))
         self._running: dict[tuple[str, bytes], asyncio.Task[Outcome]] = {}
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,7 +145,7 @@ class ConstraintCompiler:
             self._known.add(*key, task.result())
 
     async def _outcome(self, model: int, wanted: WantedConstraint, owner: str) -> Outcome:
-        async with self._places.place(owner):
+        async with self._place(owner):
             for _ in range(_TRIES):
                 await self.start()
                 process = self._process
@@ -155,9 +157,24 @@ class ConstraintCompiler:
                 raise UnavailableError("the process that compiles constraints ended; try again later")
         if outcome.endswith(TOO_LATE):
             raise BusyError("the server was too busy to compile the constraint; try again later")
-        if outcome.endswith(TOO_LARGE):
+        if outcome.endswith(TOO_LARGE) or len(outcome) >= _OUTCOME_BYTES:
             return InvalidRequestError(f"{wanted.place}: {self._too_large()}", wanted.place)
         return await asyncio.to_thread(read_outcome, outcome, self._ends[model])
+
+    @contextlib.asynccontextmanager
+    async def _place(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a place. Raises BusyError if too many of the owner's trials wait, or if none is free in time."""
+        if self._turns.waiting(owner) >= MAX_WAITING:
+            raise BusyError("too many new constraints of this key wait to be compiled; try again later")
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._turns.take(owner)
+        except TimeoutError:
+            raise BusyError("other constraints are being compiled; try again later") from None
+        try:
+            yield
+        finally:
+            self._turns.give_back(owner)
 
     def _too_large(self) -> str:
         return (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PLAIN = Spelling({})
 
 
-class Wish(NamedTuple):
+class WantedContent(NamedTuple):
     """A constraint that a field of a request asks for."""
 
     place: str
@@ -78,13 +78,13 @@ def what_is_left(kind: ConstraintKind, text: str, place: str, is_strict: bool | 
     return tuple(f"{place}.{each.path}" for each in left)
 
 
-def _wishes(request: GenerationRequest | ConstraintFields, spelling: Spelling) -> Iterator[Wish]:
+def _wishes(request: GenerationRequest | ConstraintFields, spelling: Spelling) -> Iterator[WantedContent]:
     wanted = request.structured_outputs
     options = SPACED if wanted is None else wanted.options
     if (form := request.response_format) is not None:
         if form.type == "json_object":
             text = _schema_text(ANY_OBJECT, "response_format", options)
-            yield Wish("response_format", ConstraintKind.JSON_SCHEMA, text)
+            yield WantedContent("response_format", ConstraintKind.JSON_SCHEMA, text)
         elif form.type == "json_schema":
             place = "response_format.json_schema"
             if form.json_schema is None:
@@ -93,9 +93,11 @@ def _wishes(request: GenerationRequest | ConstraintFields, spelling: Spelling) -
             if form.json_schema.schema_ is None:
                 raise InvalidRequestError(f"{place} is missing: it describes the answer", place)
             text = _schema_text(form.json_schema.schema_, place, options)
-            yield Wish(place, ConstraintKind.JSON_SCHEMA, text, bool(form.json_schema.strict))
+            yield WantedContent(place, ConstraintKind.JSON_SCHEMA, text, bool(form.json_schema.strict))
         elif form.type == "structural_tag":
-            yield Wish("response_format", ConstraintKind.ANSWER, _tag_text(form, "response_format", spelling, options))
+            yield WantedContent(
+                "response_format", ConstraintKind.ANSWER, _tag_text(form, "response_format", spelling, options)
+            )
     if wanted is not None:
         given = (wanted.json_, wanted.regex, wanted.choice, wanted.grammar)
         if form is None and all(each is None for each in (*given, wanted.json_object or None, wanted.structural_tag)):
@@ -105,11 +107,11 @@ def _wishes(request: GenerationRequest | ConstraintFields, spelling: Spelling) -
         yield from _said("structured_outputs.", *given, options)
         if wanted.json_object:
             place = "structured_outputs.json_object"
-            yield Wish(place, ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, place, options))
+            yield WantedContent(place, ConstraintKind.JSON_SCHEMA, _schema_text(ANY_OBJECT, place, options))
         if wanted.structural_tag is not None:
             place = "structured_outputs.structural_tag"
             tag = _read_tag(wanted.structural_tag, place)
-            yield Wish(place, ConstraintKind.ANSWER, _tag_text(tag, place, spelling, options))
+            yield WantedContent(place, ConstraintKind.ANSWER, _tag_text(tag, place, spelling, options))
     older = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
     yield from _said("guided_", *older, spacing_of(request.guided_whitespace_pattern))
 
@@ -121,15 +123,15 @@ def _said(
     choice: list[str] | None,
     grammar: str | None,
     options: dict[str, Any],
-) -> Iterator[Wish]:
+) -> Iterator[WantedContent]:
     if schema is not None:
-        yield Wish(f"{prefix}json", ConstraintKind.JSON_SCHEMA, _schema_text(schema, f"{prefix}json", options))
+        yield WantedContent(f"{prefix}json", ConstraintKind.JSON_SCHEMA, _schema_text(schema, f"{prefix}json", options))
     if regex is not None:
-        yield Wish(f"{prefix}regex", ConstraintKind.REGEX, regex)
+        yield WantedContent(f"{prefix}regex", ConstraintKind.REGEX, regex)
     if choice is not None:
-        yield Wish(f"{prefix}choice", ConstraintKind.CHOICE, json.dumps(choice, ensure_ascii=False))
+        yield WantedContent(f"{prefix}choice", ConstraintKind.CHOICE, json.dumps(choice, ensure_ascii=False))
     if grammar is not None:
-        yield Wish(f"{prefix}grammar", ConstraintKind.GRAMMAR, grammar)
+        yield WantedContent(f"{prefix}grammar", ConstraintKind.GRAMMAR, grammar)
 
 
 def _read_tag(text: str, place: str) -> AnswerFormat:

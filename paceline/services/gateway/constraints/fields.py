@@ -24,9 +24,8 @@ BUDGET = "thinking_token_budget"
 
 MAX_BYTES = 4 << 20
 """Largest size of the fields as JSON. A grammar that is made of them has a lower limit of its own."""
-
-
 _MESSAGE_CHARACTERS = 500
+"""Longest reason that an error tells."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from llguidance import LLTokenizer
 
 from paceline.services.gateway.answers.expressions import Spelling
 from paceline.services.gateway.answers.registry import choose_forms
-from paceline.services.gateway.constraints.answer import Writing
-from paceline.services.gateway.constraints.trial import try_constraint
+from paceline.services.gateway.constraints.answer import AnswerWriting
+from paceline.services.gateway.constraints.trial import fault, try_constraint
 
 READY, TOO_LARGE, TOO_LATE = b"ready", b"too large", b"too late"
 """Messages to the gateway: the process can try constraints; a trial has exceeded a limit; a trial was not done in time,
@@ -40,28 +40,28 @@ _SHORT_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class TrialModel:
     """What trials of one model need."""
 
-    writing: Writing
+    writing: AnswerWriting
     tokenizer: LLTokenizer | str
     """A sentence if the library cannot read the model's tokenizer."""
 
     @staticmethod
-    def of(told: dict[str, Any]) -> Model:
+    def of(told: dict[str, Any]) -> TrialModel:
         """Return the model that a gateway has told about; see `compiler.about_model`."""
         ends, added = frozenset(told["end_token_ids"]), told["added_tokens"]
         forms = choose_forms(told["tool_call_parser"], told["reasoning_parser"], told["template"], added)
-        writing = Writing(forms, Spelling(told["own_tokens"]), Spelling(added), ends)
+        writing = AnswerWriting(forms, Spelling(told["own_tokens"]), Spelling(added), ends)
         try:
             with open(told["tokenizer"], encoding="utf-8") as file:
-                return Model(writing, LLTokenizer(file.read(), eos_token=sorted(ends)))
+                return TrialModel(writing, LLTokenizer(file.read(), eos_token=sorted(ends)))
         except (ValueError, OSError) as error:
-            return Model(writing, f"this model's answers cannot be constrained: {error}")
+            return TrialModel(writing, f"this model's answers cannot be constrained: {error}")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TrialLimits:
     """What one trial may use."""
 
     cpu_seconds: int
@@ -74,8 +74,8 @@ class Limits:
 def main(descriptor: int) -> None:
     """Try constraints until the gateway closes the socket. The standard input says of which models."""
     told = json.load(sys.stdin)
-    models = [Model.of(each) for each in told["models"]]
-    limits = Limits(**told["limits"])
+    models = [TrialModel.of(each) for each in told["models"]]
+    limits = TrialLimits(**told["limits"])
     gc.collect()
     gc.freeze()  # so that children do not copy memory in order to count references
     gateway = socket.socket(fileno=descriptor)
@@ -100,7 +100,7 @@ class _Server:
     The gateway writes the fields to the other end of the socket, and reads the outcome until the end.
     """
 
-    def __init__(self, gateway: socket.socket, models: list[Model], limits: Limits) -> None:
+    def __init__(self, gateway: socket.socket, models: list[TrialModel], limits: TrialLimits) -> None:
         self._gateway = gateway
         self._models = models
         self._limits = limits
@@ -154,7 +154,7 @@ class _Server:
                 connection.sendall(reason)
             connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has the socket, too
 
-    def _run_child(self, connection: socket.socket, model: Model) -> None:
+    def _run_child(self, connection: socket.socket, model: TrialModel) -> None:
         """Try the constraint that comes over the connection, and end this process."""
         status = 1
         try:
@@ -162,14 +162,20 @@ class _Server:
             self._gateway.close()
             limit_process(self._limits)
             fields = b"".join(iter(lambda: connection.recv(1 << 20), b""))
-            connection.sendall(try_constraint(fields, model.writing, model.tokenizer))
+            try:
+                outcome = try_constraint(fields, model.writing, model.tokenizer)
+            except MemoryError:
+                raise
+            except Exception as error:  # a bug, which must not pass for a constraint that is too large
+                outcome = fault(error)
+            connection.sendall(outcome)
             connection.shutdown(socket.SHUT_WR)
             status = 0
         finally:
             os._exit(status)
 
 
-def limit_process(limits: Limits) -> None:
+def limit_process(limits: TrialLimits) -> None:
     """Limit what this process may use from now on."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)  # what the library says before it is killed would fill the gateway's log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from typing import Any
 
 from llguidance import LLTokenizer
@@ -10,13 +11,13 @@ from llguidance import LLTokenizer
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import compile_grammar, grammar_of
 from paceline.core.types import Constraint, ConstraintKind
-from paceline.services.gateway.constraints.answer import Writing, make_constraint
+from paceline.services.gateway.constraints.answer import AnswerWriting, make_constraint
 from paceline.services.gateway.constraints.fields import ConstraintFields
 
 Json = dict[str, Any]
 
 
-def try_constraint(fields: bytes, writing: Writing, tokenizer: LLTokenizer | str) -> bytes:
+def try_constraint(fields: bytes, writing: AnswerWriting, tokenizer: LLTokenizer | str) -> bytes:
     """Return the outcome of making and compiling a constraint, for `read_outcome`.
 
     Args:
@@ -40,15 +41,24 @@ def try_constraint(fields: bytes, writing: Writing, tokenizer: LLTokenizer | str
     return json.dumps({**found, "place": constraint.place, "unenforced": constraint.unenforced}).encode()
 
 
+def fault(error: Exception) -> bytes:
+    """Return the outcome of a trial that has failed by an error that nobody expected."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return json.dumps({"fault": f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"}).encode()
+
+
 def read_outcome(outcome: bytes, end_token_ids: frozenset[int]) -> Constraint | InvalidRequestError | None:
     """Return the constraint, or the error that its request gets; None if there is nothing to constrain.
 
     Raises:
+        RuntimeError: the trial has failed by an error that nobody expected.
         ValueError, KeyError, TypeError: the bytes are no outcome.
     """
     told: Json = json.loads(outcome)
     if not told:
         return None
+    if "fault" in told:
+        raise RuntimeError(f"the trial of a constraint failed: {told['fault']}")
     if "error" in told:
         return InvalidRequestError(str(told["error"]), told["param"])
     return Constraint(

@@ -19,7 +19,9 @@ BUSY_SECONDS = 1.0
 
 
 class BodyMemory:
-    """The memory for the bodies of all requests that run. One caller may have half of it.
+    """The memory for the bodies of all requests that run. The requests of one key may have half of it.
+
+    Those without a key are of one owner, "", who may have all, because no other calls a gateway that asks for no key.
 
     Args:
         total: its size in bytes.
@@ -30,14 +32,13 @@ class BodyMemory:
         self.used = 0
         self._of_owner: Counter[str] = Counter()
 
-    @property
-    def of_owner(self) -> int:
-        """The most bytes that the bodies of one caller may take."""
-        return self.total // 2
+    def most(self, owner: str) -> int:
+        """Return the most bytes that the bodies of one owner may take."""
+        return self.total // 2 if owner else self.total
 
     def take(self, owner: str, size: int) -> None:
         """Count further bytes of a caller's bodies. Raises HTTPException 429 if there is no room."""
-        if self.used + size > self.total or self._of_owner[owner] + size > self.of_owner:
+        if self.used + size > self.total or self._of_owner[owner] + size > self.most(owner):
             message = "the bodies of running requests take all memory (--body-memory); try again when some have ended"
             raise HTTPException(429, message, {"Retry-After": str(retry_after(BUSY_SECONDS))})
         self.used += size
@@ -65,9 +66,8 @@ class RequestMemory:
         Args:
             owner: who sends the request; the same each time.
         """
-        if self._size + size > self._memory.of_owner:
-            most = self._memory.of_owner
-            message = f"the body takes more than {most} bytes of memory, half of --body-memory; send a smaller one"
+        if self._size + size > (most := self._memory.most(owner)):
+            message = f"the body takes more than {most} bytes of memory (--body-memory); send a smaller one"
             raise HTTPException(413, message)
         self._memory.take(owner, size)
         self._owner, self._size = owner, self._size + size

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from paceline.core.types import Constraint
 from paceline.services.gateway.answers.registry import AnswerForms
-from paceline.services.gateway.constraints.answer import Writing, make_constraint
+from paceline.services.gateway.constraints.answer import AnswerWriting, make_constraint
 from paceline.services.gateway.constraints.fields import ConstraintFields, chat_fields, completion_fields
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 
 
-def writing_of(forms: AnswerForms, tokenizer: Tokenizer) -> Writing:
+def writing_of(forms: AnswerForms, tokenizer: Tokenizer) -> AnswerWriting:
     spelling = tokenizer.vocabulary.spelling
-    return Writing(forms, spelling, spelling, tokenizer.eos_token_ids)
+    return AnswerWriting(forms, spelling, spelling, tokenizer.eos_token_ids)
 
 
 def chat_constraint(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, prompt: str) -> Constraint | None:

@@ -17,10 +17,12 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.grammar import compile_grammar
 from paceline.core.types import Constraint
+from paceline.services.gateway.access.turns import OwnerTurns
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.constraints import compiler
 from paceline.services.gateway.constraints.compiler import ConstraintCompiler
-from paceline.services.gateway.constraints.fields import ConstraintFields, chat_fields
+from paceline.services.gateway.constraints.fields import ConstraintFields, WantedConstraint, chat_fields
+from paceline.services.gateway.constraints.trial import fault, read_outcome
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.schemas import ChatRequest
 from paceline.services.gateway.tokenizer import Tokenizer
@@ -167,6 +169,38 @@ async def test_a_trial_on_a_busy_host_is_nobody_s_fault(folder: Path) -> None:
             assert desk.compiler.trials == trials  # it is not remembered
     finally:
         await desk.compiler.close()
+
+
+async def test_a_wait_for_a_trial_has_an_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(compiler, "MAX_WAITING", 1)
+    turns = OwnerTurns(1)
+    monkeypatch.setattr(desk.compiler, "_turns", turns)
+    await turns.take("a")
+    with pytest.raises(BusyError, match="other constraints are being compiled"):
+        await desk.make("b", guided_choice=["waits"])
+    waiting = asyncio.create_task(turns.take("b"))
+    await asyncio.sleep(0)
+    with pytest.raises(BusyError, match="too many new constraints of this key"):
+        await desk.make("b", guided_choice=["is one too many"])
+    turns.give_back("a")
+    await waiting
+    turns.give_back("b")
+    assert await desk.make("b", guided_choice=["goes on"]) is not None
+
+
+def test_a_bug_in_a_trial_does_not_pass_for_a_large_constraint() -> None:
+    with pytest.raises(KeyError) as caught:
+        raise KeyError("x")
+    outcome = fault(caught.value)
+    with pytest.raises(RuntimeError, match=r"KeyError: 'x' \(test_a_bug"):
+        read_outcome(outcome, frozenset())
+
+
+async def test_a_trial_that_fails_unexpectedly_is_told_and_not_remembered(desk: Desk) -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ValidationError"):
+            await desk.compiler.make(0, WantedConstraint(b'{"budget": "x"}', b"1" * 32, "tools"), "a")
 
 
 async def test_the_end_of_the_process_is_no_outage(desk: Desk) -> None:

@@ -33,7 +33,7 @@ async def test_callers_take_turns_and_none_has_all_threads() -> None:
     go.set()
     assert await asyncio.gather(*own[:2], *own[3:], *others) == ["a0", "a1", "a3", "a4", "a5", "b", "c", "d"]
     assert max(order.index("c"), order.index("d")) < order.index("a5")
-    assert (pool._running, pool._waiting) == ({}, {})
+    assert (pool._turns._taken, pool._turns._waiting) == ({}, {})
     await pool.close()
 
 
@@ -47,7 +47,7 @@ async def test_work_that_fails_or_that_nobody_waits_for_gives_its_thread_back() 
         await pool.run("a", fail)
     go = threading.Event()
     left = asyncio.create_task(pool.run("a", go.wait, 20))
-    await eventually(lambda: pool._running["a"] == 1)
+    await eventually(lambda: pool._turns._taken["a"] == 1)
     left.cancel()
     waiting = asyncio.create_task(pool.run("a", lambda: 5))
     await asyncio.sleep(0)
