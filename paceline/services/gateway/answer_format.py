@@ -103,6 +103,19 @@ class StructuredOutputs(Body):
         return {**spacing, "closed": False} if self.allow_additional_properties else spacing
 
 
+class ContentFields(Body):
+    """The fields of a request that ask for a form of the content."""
+
+    response_format: AnswerFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # vLLM's older names for structured_outputs.
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+
 ANY_OBJECT = {"type": "object"}
 
 COMPACT = {"whitespace_flexible": False}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.services.gateway.answer_format import AnswerFormat, Body, Choices, StructuredOutputs
+from paceline.services.gateway.answer_format import Body, ContentFields
 from paceline.services.gateway.chat_schemas import (
     CacheControl,
     ChatMessage,
@@ -57,7 +57,7 @@ class RepetitionDetection(Body):
         return self
 
 
-class GenerationRequest(NamedRequest):
+class GenerationRequest(NamedRequest, ContentFields):
     """The fields that completions and chat completions share. None always means that the field is not given."""
 
     max_tokens: int | None = Field(None, ge=0)
@@ -84,14 +84,6 @@ class GenerationRequest(NamedRequest):
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = Field(None, ge=-1)
     """The largest number of tokens of reasoning; -1 is no limit."""
-    response_format: AnswerFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    # vLLM's older names for structured_outputs.
-    guided_json: dict[str, Any] | bool | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool = False

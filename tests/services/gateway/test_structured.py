@@ -12,7 +12,7 @@ from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.answer_format import COMPACT, SPACED
 from paceline.services.gateway.constraints.content import constraint_of
-from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.constraints.fields import ConstraintFields
 from tests.services.gateway.conftest import Stack
 from tests.services.gateway.test_errors import error_of
 from tests.services.gateway.toy_model import END
@@ -22,7 +22,7 @@ POINT = {"type": "object", "properties": {"y": {"type": "integer"}, "x": {"type"
 
 
 def wanted(**fields: Any) -> Constraint | None:
-    return constraint_of(ChatRequest(messages=[], **fields), ENDS)
+    return constraint_of(ConstraintFields(**fields), ENDS)
 
 
 def named(schema: Any, **more: Any) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def test_objects_are_open_on_demand() -> None:
 
 def test_a_model_without_an_end_cannot_be_constrained() -> None:
     with pytest.raises(InvalidRequestError, match="ends an answer"):
-        constraint_of(ChatRequest(messages=[], guided_regex="a"), frozenset())
+        constraint_of(ConstraintFields(guided_regex="a"), frozenset())
 
 
 async def test_workers_get_the_constraint_and_its_end_is_no_text(stack: Stack) -> None:

@@ -18,7 +18,6 @@ from paceline.services.gateway.answers.structural_tag import JsonSchema, Tag, Tr
 
 if TYPE_CHECKING:
     from paceline.services.gateway.constraints.fields import ConstraintFields
-    from paceline.services.gateway.schemas import GenerationRequest
 
 _PLAIN = Spelling({})
 
@@ -35,7 +34,7 @@ class WantedContent(NamedTuple):
 
 
 def constraint_of(
-    request: GenerationRequest | ConstraintFields,
+    fields: ConstraintFields,
     end_token_ids: frozenset[int],
     spelling: Spelling = _PLAIN,
 ) -> Constraint | None:
@@ -48,14 +47,14 @@ def constraint_of(
     Raises:
         InvalidRequestError: there are several constraints, or it cannot be enforced. The error names the field.
     """
-    wishes = list(_wishes(request, spelling))
+    wishes = list(_wishes(fields, spelling))
     if not wishes:
         return None
     place, kind, text, is_strict = wishes[0]
     if len(wishes) > 1:
         places = " and ".join(wish.place for wish in wishes)
         raise InvalidRequestError(f"{places}: set only one of them", place)
-    if request.allowed_token_ids is not None:
+    if fields.allowed_token_ids is not None:
         raise InvalidRequestError(f"allowed_token_ids and {place}: set only one of them", "allowed_token_ids")
     if not end_token_ids:
         raise InvalidRequestError(f"{place}: this model has no token that ends an answer", place)
@@ -78,10 +77,10 @@ def what_is_left(kind: ConstraintKind, text: str, place: str, is_strict: bool | 
     return tuple(f"{place}.{each.path}" for each in left)
 
 
-def _wishes(request: GenerationRequest | ConstraintFields, spelling: Spelling) -> Iterator[WantedContent]:
-    wanted = request.structured_outputs
+def _wishes(fields: ConstraintFields, spelling: Spelling) -> Iterator[WantedContent]:
+    wanted = fields.structured_outputs
     options = SPACED if wanted is None else wanted.options
-    if (form := request.response_format) is not None:
+    if (form := fields.response_format) is not None:
         if form.type == "json_object":
             text = _schema_text(ANY_OBJECT, "response_format", options)
             yield WantedContent("response_format", ConstraintKind.JSON_SCHEMA, text)
@@ -112,8 +111,8 @@ def _wishes(request: GenerationRequest | ConstraintFields, spelling: Spelling) -
             place = "structured_outputs.structural_tag"
             tag = _read_tag(wanted.structural_tag, place)
             yield WantedContent(place, ConstraintKind.ANSWER, _tag_text(tag, place, spelling, options))
-    older = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
-    yield from _said("guided_", *older, spacing_of(request.guided_whitespace_pattern))
+    older = (fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar)
+    yield from _said("guided_", *older, spacing_of(fields.guided_whitespace_pattern))
 
 
 def _said(

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar_errors import TOO_DEEP
-from paceline.services.gateway.answer_format import AnswerFormat, Body, Choices, StructuredOutputs
+from paceline.services.gateway.answer_format import ContentFields
 from paceline.services.gateway.answers.form import Thought
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.chat_schemas import Function, NamedTool, ToolChoice
@@ -39,18 +39,11 @@ class WantedConstraint:
     """The field of the API to blame if nothing else is known."""
 
 
-class ConstraintFields(Body):
+class ConstraintFields(ContentFields):
     """The fields of a request that say in which form its answers must be, and what its prompt says about it."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    response_format: AnswerFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
     allowed_token_ids: list[int] | None = None
     """Not None if the request has them. They exclude a constraint, whatever they are."""
     functions: list[Function] = Field(default_factory=list)
@@ -100,7 +93,6 @@ class ConstraintFields(Body):
 
 _OF_CONTENT = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_COPIED = ("response_format", *_OF_CONTENT, "guided_whitespace_pattern")
 
 
 def chat_fields(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, prompt: str) -> ConstraintFields | None:
@@ -150,7 +142,7 @@ def completion_fields(
 
 
 def _fields(request: GenerationRequest, budget: int | None, **others: Any) -> ConstraintFields:
-    copied = {name: getattr(request, name) for name in _COPIED}
+    copied = {name: getattr(request, name) for name in ContentFields.model_fields}
     ids: list[int] | None = None if request.allowed_token_ids is None else []
     return ConstraintFields.model_construct(**copied, allowed_token_ids=ids, budget=budget, **others)
 
