@@ -76,11 +76,27 @@ def main(descriptor: int) -> None:
     told = json.load(sys.stdin)
     models = [TrialModel.of(each) for each in told["models"]]
     limits = TrialLimits(**told["limits"])
+    for model in models:
+        _warm_up(model)
     gc.collect()
     gc.freeze()  # so that children do not copy memory in order to count references
     gateway = socket.socket(fileno=descriptor)
     gateway.sendall(READY)
     _Server(gateway, models, limits).run()
+
+
+def _warm_up(model: TrialModel) -> None:
+    """Try constraints of the usual kinds, so that no child has to make what Python and the library make at first use."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 9}, "b": {"anyOf": [{"enum": [1]}]}},
+        "required": ["a"],
+        "additionalProperties": {"type": "array", "items": {"type": "number", "minimum": 0}},
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"name": "x", "parameters": schema}
+    for fields in ({"response_format": wanted}, {"functions": [tool], "is_chat": True}, {"guided_regex": r"\d+"}):
+        try_constraint(json.dumps(fields).encode(), model.writing, model.tokenizer)
 
 
 @dataclass(slots=True)
