@@ -86,7 +86,7 @@ def main(descriptor: int) -> None:
 
 
 def _warm_up(model: TrialModel) -> None:
-    """Try constraints of the usual kinds, so that no child has to make what Python and the library make at first use."""
+    """Try constraints of the usual kinds, so that no child makes what Python and the library make at first use."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 9}, "b": {"anyOf": [{"enum": [1]}]}},
