@@ -31,7 +31,7 @@ from paceline.core.types import Constraint
 from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.constraints.answer import AnswerWriting
 from paceline.services.gateway.constraints.fields import chat_fields
-from paceline.services.gateway.constraints.server import TrialLimits, limit_process
+from paceline.services.gateway.constraints.server import TrialLimits, limit_trial, prepare_for_trials
 from paceline.services.gateway.constraints.trial import read_outcome, try_constraint
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.schemas import ChatRequest
@@ -107,7 +107,8 @@ class Bench:
         if pid == 0:
             status = 1
             try:
-                limit_process(LIMITS if is_limited else TrialLimits(60, 4 << 30, 60.0))
+                prepare_for_trials()
+                limit_trial(LIMITS if is_limited else TrialLimits(60, 4 << 30, 60.0))
                 with os.fdopen(theirs, "wb") as file:
                     file.write(work())
                 status = 0

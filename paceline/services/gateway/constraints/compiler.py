@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import socket
@@ -24,7 +25,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.access.turns import OwnerTurns
 from paceline.services.gateway.constraints.fields import WantedConstraint
 from paceline.services.gateway.constraints.known import KnownOutcomes, Outcome
-from paceline.services.gateway.constraints.server import READY, TOO_LARGE, TOO_LATE, TrialLimits
+from paceline.services.gateway.constraints.server import OWNER_BYTES, READY, TOO_LARGE, TOO_LATE, TrialLimits
 from paceline.services.gateway.constraints.trial import read_outcome
 from paceline.services.gateway.tokenizer import Tokenizer
 
@@ -149,7 +150,7 @@ class ConstraintCompiler:
             for _ in range(_TRIES):
                 await self.start()
                 process = self._process
-                if outcome := await self._try(model, wanted.fields):
+                if outcome := await self._try(model, wanted.fields, owner):
                     break
                 if self._process is process:
                     self._forget()
@@ -182,17 +183,18 @@ class ConstraintCompiler:
             "smaller: fewer alternatives and levels, smaller counts such as {1000}, other numbers in multipleOf"
         )
 
-    async def _try(self, model: int, fields: bytes) -> bytes:
+    async def _try(self, model: int, fields: bytes, owner: str) -> bytes:
         """Return what the process says of a constraint; b"" if it has ended."""
         assert self._gateway is not None
         self.trials += 1
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
+        message = bytes([model]) + hashlib.blake2b(owner.encode(), digest_size=OWNER_BYTES).digest()
         outcome = bytearray()
         with ours, contextlib.suppress(OSError):
             ours.setblocking(False)
             with theirs:
-                socket.send_fds(self._gateway, [bytes([model])], [theirs.fileno()])
+                socket.send_fds(self._gateway, [message], [theirs.fileno()])
             with contextlib.suppress(BrokenPipeError):  # the child has ended before it has read all
                 await loop.sock_sendall(ours, fields)
                 ours.shutdown(socket.SHUT_WR)

@@ -1,8 +1,8 @@
 """A process that tries constraints for a gateway: `python -m paceline.services.gateway.constraints.server FD`.
 
-Constraints come from clients, and to compile one may take any amount of time and memory. So each trial has a child of
-this process, which is forked from it and has the model's tokenizer already. Limits of the system end the child, and
-nothing else is lost.
+Constraints come from clients, and to compile one may take any amount of time and memory. So a child of this process
+does it, which is forked from it and has the model's tokenizer already. Limits of the system end the child, and nothing
+else is lost. A child serves one owner, and goes on with the owner's next trial if the last one took little.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
 import resource
 import selectors
@@ -32,11 +33,16 @@ READY, TOO_LARGE, TOO_LATE = b"ready", b"too large", b"too late"
 """Messages to the gateway: the process can try constraints; a trial has exceeded a limit; a trial was not done in time,
 because the host is busy."""
 
+OWNER_BYTES = 16
+"""Size of an owner's digest in the message that begins a trial, after the byte of the model's index."""
+
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 """Workers of the same host get nine times the CPU time of a trial that takes long, if both want it."""
 _SHORT_SECONDS = 0.2
 """A trial takes long after this time. Nearly all end before."""
+_MOST_IDLE = 4
+"""Children that wait for their owners' next trials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +106,22 @@ def _warm_up(model: TrialModel) -> None:
 
 
 @dataclass(slots=True)
-class _Trial:
-    """A running child. Instants are of time.monotonic()."""
+class _Child:
+    """A process that tries constraints of one owner, one after the other. Instants are of time.monotonic()."""
 
     pid: int
-    connection: socket.socket
-    deadline: float
-    next_look: float
+    owner: bytes
+    control: socket.socket
+    """Takes the sockets of trials to the child, which sends a byte back at the end of each trial."""
+    connection: socket.socket | None = None
+    """The socket of the trial that runs; None if none runs."""
+    deadline: float = math.inf
+    next_look: float = math.inf
     """When to lower its priority, and then the deadline."""
 
 
 class _Server:
-    """Forks a child for each socket that comes from the gateway, and ends children that are late.
+    """Gives each socket that comes from the gateway to a child of its owner, and ends children that are late.
 
     The gateway writes the fields to the other end of the socket, and reads the outcome until the end.
     """
@@ -120,92 +130,150 @@ class _Server:
         self._gateway = gateway
         self._models = models
         self._limits = limits
-        self._trials: dict[int, _Trial] = {}
-        """By the end of a pipe that the child closes when it ends."""
+        self._children: dict[int, _Child] = {}
+        """By descriptors of `control`. The child that has ended a trial last is the last one."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ)
 
     def run(self) -> None:
         while True:
-            first = min((min(trial.next_look, trial.deadline) for trial in self._trials.values()), default=None)
-            left = None if first is None else max(0.0, first - time.monotonic())
-            for key, _ in self._selector.select(left):
+            first = min((min(child.next_look, child.deadline) for child in self._children.values()), default=math.inf)
+            left = None if first == math.inf else max(0.0, first - time.monotonic())
+            events = self._selector.select(left)
+            for key, _ in sorted(events, key=lambda event: event[0].fileobj is self._gateway):  # children first
                 if key.fileobj is not self._gateway:
-                    self._end(key.fd)
+                    self._hear(self._children[key.fd])
                 elif not self._accept():
                     return
             now = time.monotonic()
-            for end, trial in [*self._trials.items()]:
-                if trial.deadline <= now:
-                    os.kill(trial.pid, signal.SIGKILL)
-                    self._end(end, TOO_LATE)
-                elif trial.next_look <= now:
-                    os.setpriority(os.PRIO_PROCESS, trial.pid, _NICENESS)
-                    trial.next_look = trial.deadline
+            for child in [*self._children.values()]:
+                if child.deadline <= now:
+                    self._end(child, TOO_LATE)
+                elif child.next_look <= now:
+                    os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
+                    child.next_look = child.deadline
 
     def _accept(self) -> bool:
         """Begin a trial. Return False if the gateway has closed the socket."""
-        message, descriptors, *_ = socket.recv_fds(self._gateway, 1, 1)
+        message, descriptors, *_ = socket.recv_fds(self._gateway, 1 + OWNER_BYTES, 1)
         if not message:
             return False
-        connection = socket.socket(fileno=descriptors[0])
-        ours, theirs = os.pipe()
-        if (pid := os.fork()) == 0:
-            self._run_child(connection, self._models[message[0]])
-        os.close(theirs)
+        connection, owner = socket.socket(fileno=descriptors[0]), message[1:]
+        idle = [child for child in self._children.values() if child.connection is None]
+        child = next((each for each in idle if each.owner == owner), None)
+        if child is None:
+            if len(idle) >= _MOST_IDLE:
+                self._end(idle[0])
+            child = self._fork(owner)
         now = time.monotonic()
-        self._trials[ours] = _Trial(pid, connection, now + self._limits.seconds, now + _SHORT_SECONDS)
-        self._selector.register(ours, selectors.EVENT_READ)
+        child.connection = connection
+        child.deadline, child.next_look = now + self._limits.seconds, now + _SHORT_SECONDS
+        with contextlib.suppress(OSError):  # if the child has been killed, its end is heard
+            socket.send_fds(child.control, [message[:1]], [connection.fileno()])
         return True
 
-    def _end(self, end: int, reason: bytes = TOO_LARGE) -> None:
-        """Take leave of a child that ends. If it has not succeeded, tell the gateway why."""
-        trial = self._trials.pop(end)
-        self._selector.unregister(end)
-        os.close(end)
-        _, status = os.waitpid(trial.pid, 0)
-        with trial.connection as connection, contextlib.suppress(OSError):
-            if status:
-                connection.setblocking(False)
-                connection.sendall(reason)
-            connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has the socket, too
+    def _fork(self, owner: bytes) -> _Child:
+        ours, theirs = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            ours.close()
+            self._run_child(theirs)
+        theirs.close()
+        child = self._children[ours.fileno()] = _Child(pid, owner, ours)
+        self._selector.register(ours, selectors.EVENT_READ)
+        return child
 
-    def _run_child(self, connection: socket.socket, model: TrialModel) -> None:
-        """Try the constraint that comes over the connection, and end this process."""
+    def _hear(self, child: _Child) -> None:
+        """Take leave of a trial that has ended, or of its child."""
+        said, was_slow = b"", child.next_look == child.deadline
+        with contextlib.suppress(OSError):
+            said = child.control.recv(1)
+        if said and child.connection is not None:
+            _close(child.connection)
+            child.connection, child.deadline, child.next_look = None, math.inf, math.inf
+            self._children[child.control.fileno()] = self._children.pop(child.control.fileno())
+        if not said or was_slow:  # what has a low priority keeps it
+            self._end(child)
+
+    def _end(self, child: _Child, reason: bytes = TOO_LARGE) -> None:
+        """End a child if it has not ended. If its trial has not succeeded, tell the gateway why."""
+        del self._children[child.control.fileno()]
+        self._selector.unregister(child.control)
+        child.control.close()
+        os.kill(child.pid, signal.SIGKILL)
+        _, status = os.waitpid(child.pid, 0)
+        if child.connection is not None:
+            if status:
+                child.connection.setblocking(False)
+                with contextlib.suppress(OSError):
+                    child.connection.sendall(reason)
+            _close(child.connection)
+
+    def _run_child(self, control: socket.socket) -> None:
+        """Try constraints until one takes much, or until the parent closes the other end. Then end this process."""
         status = 1
         try:
             _end_with_parent()
             self._gateway.close()
-            limit_process(self._limits)
-            fields = b"".join(iter(lambda: connection.recv(1 << 20), b""))
-            try:
-                outcome = try_constraint(fields, model.writing, model.tokenizer)
-            except MemoryError:
-                raise
-            except Exception as error:  # a bug, which must not pass for a constraint that is too large
-                outcome = fault(error)
-            connection.sendall(outcome)
-            connection.shutdown(socket.SHUT_WR)
+            for other in self._children.values():
+                other.control.close()
+                if other.connection is not None:
+                    other.connection.close()
+            prepare_for_trials()
+            most = _address_space() + self._limits.memory // 8
+            while _address_space() <= most:
+                message, descriptors, *_ = socket.recv_fds(control, 1, 1)
+                if not message:
+                    break
+                limit_trial(self._limits)
+                with socket.socket(fileno=descriptors[0]) as connection:
+                    _try(self._models[message[0]], connection)
+                control.sendall(b"x")
             status = 0
         finally:
             os._exit(status)
 
 
-def limit_process(limits: TrialLimits) -> None:
-    """Limit what this process may use from now on."""
+def _try(model: TrialModel, connection: socket.socket) -> None:
+    """Try the constraint that comes over a connection, and send the outcome."""
+    fields = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+    try:
+        outcome = try_constraint(fields, model.writing, model.tokenizer)
+    except MemoryError:
+        raise
+    except Exception as error:  # a bug, which must not pass for a constraint that is too large
+        outcome = fault(error)
+    connection.sendall(outcome)
+
+
+def _close(connection: socket.socket) -> None:
+    """Close a connection, of which a child that was forked meanwhile may have a copy."""
+    with connection, contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def prepare_for_trials() -> None:
+    """Have this process write no file and say nothing, and let it end where a limit is exceeded."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)  # what the library says before it is killed would fill the gateway's log
-    size = 0
-    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    for what, limit in (
-        (resource.RLIMIT_CPU, limits.cpu_seconds),
-        (resource.RLIMIT_AS, size + limits.memory),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-    ):
+    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(what, (limit, limit))
+            resource.setrlimit(what, (0, 0))
+
+
+def limit_trial(limits: TrialLimits) -> None:
+    """Limit what this process may use from now on. These limits take the place of earlier ones."""
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + limits.memory, most))
+
+
+def _address_space() -> int:
+    """Return the size of this process's address space in bytes; 0 where the system does not tell it."""
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return 0
 
 
 def _end_with_parent() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,82 +14,17 @@ from llguidance import LLTokenizer
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.grammar import compile_grammar
-from paceline.core.types import Constraint
 from paceline.services.gateway.access.turns import OwnerTurns
-from paceline.services.gateway.answers.registry import choose_forms
 from paceline.services.gateway.constraints import compiler
-from paceline.services.gateway.constraints.compiler import ConstraintCompiler
-from paceline.services.gateway.constraints.fields import ConstraintFields, WantedConstraint, chat_fields
+from paceline.services.gateway.constraints.fields import ConstraintFields, WantedConstraint
 from paceline.services.gateway.constraints.trial import fault, read_outcome
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.schemas import ChatRequest
 from paceline.services.gateway.tokenizer import Tokenizer
 from tests.core.json_grammar.matching import allows
-from tests.services.gateway.toy_model import write_toy_model
+from tests.services.gateway.constraints.desk import Desk, children, is_running, object_schema, until
 
 PREPARE, LAUNCH = Gateway.prepare, compiler.launch
 """The functions themselves, which the tests of gateways replace."""
-
-
-class Desk:
-    """A compiler with one model, and requests to it."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.folder = folder
-        self.tokenizer = Tokenizer(folder)
-        config = GatewayConfig(model=str(folder), tool_call_parser="hermes", **options)
-        self.compiler = ConstraintCompiler(config, [(config, self.tokenizer)])
-        self.give(seconds=60.0)  # the machine may be busy with other tests
-        self._forms = choose_forms("hermes", "auto", "", {})
-
-    def give(self, seconds: float) -> None:
-        """Set the time that a trial may take by the clock. Call this before the process starts."""
-        self.compiler._limits = dataclasses.replace(self.compiler._limits, seconds=seconds)
-
-    async def make(self, owner: str = "", **fields: Any) -> Constraint | None:
-        request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
-        found = chat_fields(request, self._forms, self.tokenizer, "")
-        assert found is not None
-        return await self.compiler.make(0, found.wanted(), owner)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_model(tmp_path_factory.mktemp("toy") / "model")
-
-
-@pytest.fixture
-async def desk(folder: Path) -> AsyncIterator[Desk]:
-    desk = Desk(folder)
-    await desk.compiler.start()
-    yield desk
-    await desk.compiler.close()
-
-
-def object_schema(properties: int) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(properties)}}
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
-
-
-def children(pid: int) -> list[int]:
-    """Return the ids of a process's children."""
-    try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def test_a_constraint_comes_with_the_grammar_that_a_worker_compiles(desk: Desk) -> None:
@@ -153,7 +86,7 @@ async def test_a_trial_that_takes_too_long_is_ended(folder: Path) -> None:
     desk = Desk(folder, constraint_seconds=1, constraint_memory="4GiB")
     try:
         with pytest.raises(InvalidRequestError, match="takes more than 1 s"):
-            await desk.make(**object_schema(4000))
+            await desk.make(**object_schema(9000))
         assert await desk.make(guided_regex="a")
     finally:
         await desk.compiler.close()
@@ -207,9 +140,8 @@ async def test_the_end_of_the_process_is_no_outage(desk: Desk) -> None:
     assert await desk.make(guided_regex="a")
     first = desk.compiler.pid
     assert first is not None
-    await until(lambda: not children(first))
     trial = asyncio.create_task(desk.make(**object_schema(1500)))
-    await until(lambda: children(first))
+    await until(lambda: desk.compiler.trials == 2)
     (child,) = children(first)
     os.kill(first, signal.SIGKILL)
     assert await trial
