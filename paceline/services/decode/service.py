@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -72,27 +72,32 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
                 async with mapped_errors(context), self._worker.admit(work, "decode"):
                     self._worker.check(work)
                     events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
-                    async with outbox.member(number, events.put):
-                        await _Attempt(self._worker, work, events).run(commands, context)
+                    async with outbox.member(number, events.put), self._worker.intake.compiling(work) as compiled:
+                        await _Attempt(self._worker, work, compiled, events).run(commands, context)
 
 
 class _Attempt:
     """One attempt on this worker, from its reservation to its release."""
 
-    def __init__(self, worker: Worker, work: common_pb2.Work, events: AttemptStream) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        work: common_pb2.Work,
+        compiled: Awaitable[Grammar | None],
+        events: AttemptStream,
+    ) -> None:
         self._worker = worker
         self._work = work
+        self._compiled = compiled
         self._events = events
         self._key = key_from_pb(work.key)
         self._context = context_from_pb(work)
         self._media: RequestMedia | None = None
-        self._grammar: Grammar | None = None
 
     async def run(self, commands: Commands, context: CallContext) -> None:
         prefix_came = await self._fetch_prefix(self._work.prefix_source)
         reservation, is_touched = await self._reserve(), False
         try:
-            self._grammar = await self._worker.intake.compile_constraint(self._work)
             self._media = self._worker.media.open(self._work, reservation.filled_tokens)
             admitted = worker_pb2.Admitted(
                 key=key_to_pb(reservation.key),
@@ -202,10 +207,10 @@ class _Attempt:
 
     async def _generate(self, reservation: Reservation) -> FinishReason:
         """Run the request in the engine until it ends, again after each preemption. Return why it ended."""
-        intake = self._worker.intake
+        intake, grammar = self._worker.intake, await self._compiled
         spare = await intake.reserve_spare(self._work, reservation)
         while True:
-            request = intake.make_request(self._work, reservation, self._context, self._grammar, spare=spare)
+            request = intake.make_request(self._work, reservation, self._context, grammar, spare=spare)
             request.stats = self._events.reporter.effort
             self._worker.submit(request, self._events)
             event = await self._events.end()

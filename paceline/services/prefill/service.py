@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 
 import grpc.aio
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
+from paceline.engine.constraint import Grammar
 from paceline.engine.step import Filled, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc_errors import mapped_errors
@@ -42,12 +44,14 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         with request_span("prefill", work.key.request_id, carrier):
             async with mapped_errors(context), self._worker.admit(work, "prefill"):
                 self._worker.check(work)
-                await self._prefill(request, context)
+                async with self._worker.intake.compiling(work) as compiled:
+                    await self._prefill(request, compiled, context)
 
-    async def _prefill(self, request: worker_pb2.PrefillRequest, context: CallContext) -> None:
+    async def _prefill(
+        self, request: worker_pb2.PrefillRequest, compiled: Awaitable[Grammar | None], context: CallContext
+    ) -> None:
         """Compute the context and send events. The last one has the key under which decode can adopt the blocks."""
         worker, work = self._worker, request.work
-        grammar = await worker.intake.compile_constraint(work)
         reservation, prefix_came = await self._open(request)
         try:
             worker.media.open(work, reservation.filled_tokens)
@@ -65,7 +69,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 work,
                 reservation,
                 context_from_pb(work),
-                grammar,
+                await compiled,
                 only_first_token=True,
                 has_readers=request.host_id != worker.kv.session.host_id,
                 spare=spare,

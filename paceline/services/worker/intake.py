@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from paceline.core.context import Context, Tail
@@ -44,14 +45,25 @@ class Intake:
         # Running requests have the cores first. Constraints compile without Python's lock.
         self._compilers = ThreadPoolExecutor(_COMPILERS, "compile", yield_to_others)
 
-    async def compile_constraint(self, work: pb.Work) -> Grammar | None:
-        """Compile the constraint of an output, if it has one. Raises ConstraintError or ModelError."""
+    @contextlib.asynccontextmanager
+    async def compiling(self, work: pb.Work) -> AsyncIterator[asyncio.Future[Grammar | None]]:
+        """Compile the constraint of an output, if it has one, while the caller goes on.
+
+        The result is None if there is no constraint. To wait for it raises ConstraintError or ModelError.
+        """
+        loop = asyncio.get_running_loop()
         constraint = sampling_from_pb(work.sampling).constraint
-        if constraint is None:
-            return None
-        if (known := self._grammars.find(constraint)) is not None:
-            return known
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._grammars.compile, constraint)
+        known = None if constraint is None else self._grammars.find(constraint)
+        if constraint is None or known is not None:
+            compiled: asyncio.Future[Grammar | None] = loop.create_future()
+            compiled.set_result(known)
+        else:
+            compiled = loop.run_in_executor(self._compilers, self._grammars.compile, constraint)
+        try:
+            yield compiled
+        finally:
+            if not compiled.cancel() and not compiled.cancelled():
+                compiled.exception()  # otherwise asyncio logs an error that nobody has waited for
 
     async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
         """Bring blocks of a context into this host's cache before blocks are reserved.
