@@ -32,9 +32,10 @@ from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels import rounds_blocks
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache, LayerState, RecurrentState, view_pool, view_states
-from paceline.kernels.interface import Kernels, PackedWeight, Taps
+from paceline.kernels.interface import Kernels, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import COMPRESSED
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.model_config import Mamba

@@ -20,7 +20,8 @@ from paceline.core.kv_layout import make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.constraint import Grammars
 from paceline.engine.loading import Loaded
-from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.interface import Kernels
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.compiled import CompiledModel
 from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig, Rope
 from paceline.models.registry import MODELS

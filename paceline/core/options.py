@@ -139,3 +139,11 @@ def alternatives(choice: Any) -> str:
     """Return the values of a Literal as words: a, b or c."""
     *others, last = map(str, get_args(choice))
     return f"{', '.join(others)} or {last}"
+
+
+def check_all_or_none(**options: str) -> None:
+    """Raise ConfigError if some of the options are given and others are empty."""
+    given = [name for name, value in options.items() if value]
+    missing = [name for name, value in options.items() if not value]
+    if given and missing:
+        raise ConfigError(f"{flag(given[0])} needs {flag(missing[0])}")

@@ -9,7 +9,8 @@ from paceline.kernels.batch import GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.encoding import TorchEncoding
-from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind, PackedWeight
+from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind
+from paceline.kernels.packed_weight import PackedWeight
 
 
 class Composed(TorchEncoding):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paceline.kernels.interface import Kernels, PackedWeight
-
+from paceline.kernels.packed_weight import PackedWeight
 
 Between: TypeAlias = Callable[[], None]
 """A function that an encoder calls between pieces of its work, so that a worker can give its cores to others."""
@@ -63,13 +61,19 @@ class EncoderKernels(Protocol):
         """
 
 
+class _LinearKernels(Protocol):
+    """The operation of `Kernels` that encoders share with other models."""
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor: ...
+
+
 class TorchEncoding:
     """`EncoderKernels` in plain torch, for any device."""
 
     def compile_tower(self, tower: Tower) -> Tower:
         return tower
 
-    def clipped_linear(self: Kernels, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
+    def clipped_linear(self: _LinearKernels, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
         least, greatest, least_out, greatest_out = bounds.unbind()
         return self.linear(x.clamp(least, greatest), weight).clamp(least_out, greatest_out)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.core.experts import ExpertActivation, Routing
-
-if TYPE_CHECKING:
-    from paceline.kernels.interface import PackedWeight
+from paceline.kernels.packed_weight import PackedWeight
 
 LEAST_SUM = 1e-20
 """Added to the sum by which weights are divided, so that scores which all are zero give no NaN."""

@@ -6,7 +6,7 @@ A backend is one class with the methods of `Kernels`: `ReferenceKernels` in plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -20,28 +20,9 @@ from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.encoding import EncoderKernels
 from paceline.kernels.experts import ExpertKernels
-from paceline.kernels.heads import HeadKernels
+from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.recurrence import RecurrentKernels
-
-Allocate = Callable[[int], Tensor]
-"""A function that returns memory of a given size: uint8 [size], aligned to a cache line, with any content."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A matrix [size_out, size_in] in the layout that its backend reads fastest. Its source can be dropped."""
-
-    data: Tensor
-    """In the backend's own layout."""
-    size_out: int
-    size_in: int
-    dtype: torch.dtype
-    """The dtype in which kernels compute with it."""
-    format: int | None = None
-    """The backend's number for the layout of a quantized or compressed matrix; None for other matrices."""
-    heads: int | None = None
-    """Number of matrices, one for each head, for `linear_heads`; None for one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +99,20 @@ class Forward(Protocol):
         begin: int = 0,
         inputs: Sequence[Tensor] = (),
     ) -> Tensor: ...
+
+
+class HeadKernels(Protocol):
+    """Operations on vectors of heads, for attention over latent vectors. A token's results depend on no other token."""
+
+    def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """Return x[:, h] @ weight[h].T for each head h: [tokens, heads, in] -> [tokens, heads, out].
+
+        Args:
+            weight: the packed form of a tensor [heads, out, in].
+        """
+
+    def concat(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x [tokens, heads, n] and y [tokens, heads, m] as one tensor [tokens, heads, n + m]."""
 
 
 class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Protocol):

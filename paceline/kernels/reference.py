@@ -10,7 +10,8 @@ from paceline.core.turns import Turns
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import Allocate, Forward, NormKind, PackedWeight
+from paceline.kernels.interface import Forward, NormKind
+from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference_experts import ReferenceExperts
 from paceline.kernels.reference_recurrence import ReferenceRecurrence

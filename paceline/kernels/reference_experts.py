@@ -8,7 +8,8 @@ from torch import Tensor
 
 from paceline.core.experts import Routing
 from paceline.kernels.experts import LEAST_SUM, ExpertWeights, clamped_swiglu
-from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.interface import Kernels
+from paceline.kernels.packed_weight import PackedWeight
 
 
 class ReferenceExperts:

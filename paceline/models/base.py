@@ -13,7 +13,8 @@ from paceline.core.kv_groups import divide_groups, state_groups
 from paceline.core.kv_layout import GroupShape
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Logits, PackedWeight, Taps
+from paceline.kernels.interface import Logits, Taps
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.model_config import LayerType, ModelConfig, ModelFacts
 
 

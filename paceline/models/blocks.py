@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache, LayerCache
-from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind, PackedWeight
+from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.base import Weights
 from paceline.models.model_config import LayerType, ModelConfig, Rope
 from paceline.models.order import gated_order

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import PackedWeight
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models import mxfp4
 from paceline.models.base import FusedExperts

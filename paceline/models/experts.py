@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline.core.experts import Routing
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.interface import Kernels
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.base import FusedExperts, Weights
 from paceline.models.blocks import GatedMLP, Linear
 from paceline.models.model_config import Experts, ModelConfig

@@ -20,9 +20,10 @@ from paceline.models.encoders.base import Encoders
 from paceline.models.encoders.registry import make_encoders
 from paceline.models.folder import weight_files
 from paceline.models.gemma4_assistant import Gemma4Assistant
+from paceline.models.gguf_weights import weights_of
 from paceline.models.identity import model_identity
 from paceline.models.packed import PACKING, Pack, packed_weights
-from paceline.models.quantized import Packer, weights_of
+from paceline.models.quantized import Packer
 from paceline.models.registry import MODELS
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import PackedWeight
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.file_lock import file_lock
 from paceline.models.packed_writing import LENGTH_BYTES, UNFINISHED, Place, remove, write_packed
 from paceline.models.quantized import Matrix, Packer

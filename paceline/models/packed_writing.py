@@ -20,7 +20,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from paceline.kernels.interface import PackedWeight
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.durable import rename_durably
 from paceline.models.quantized import Matrix, Packer
 

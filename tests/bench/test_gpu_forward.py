@@ -14,7 +14,7 @@ from bench.gpu.copies import places
 from bench.gpu.forward import Pass, floor_seconds, matrix_elements, visible_pairs
 from bench.gpu.random_model import GEMMA_27B, LLAMA_8B, PackedWeights, RandomWeights
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import PackedWeight
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.model_config import ModelConfig
 from paceline.models.registry import MODELS
 

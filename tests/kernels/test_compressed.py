@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.kernels.interface import PackedWeight
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.kernels import COMPRESSING
 from paceline.kernels.native.library import COMPRESSED, instruction_sets
+from paceline.kernels.packed_weight import PackedWeight
 
 BF16 = torch.bfloat16
 SETS = [name for name in instruction_sets() if name in COMPRESSING]

@@ -18,10 +18,11 @@ from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache, LayerState
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.kernels import COMPRESSING
 from paceline.kernels.native.library import COMPRESSED, instruction_sets
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import quantize_int8
 from paceline.kernels.reference import ReferenceKernels
 

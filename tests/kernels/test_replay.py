@@ -21,9 +21,10 @@ from bench.kernels import quantize_q4_1
 from paceline.core.errors import ConfigError
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerCache
-from paceline.kernels.interface import Forward, PackedWeight, Taps
+from paceline.kernels.interface import Forward, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 
 ROOT = Path(__file__).parents[2]

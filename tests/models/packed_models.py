@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline.kernels.interface import Allocate, PackedWeight
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.models.base import Model
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ModelError
-from paceline.kernels.interface import Allocate, PackedWeight
 from paceline.kernels.native import NativeKernels
+from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.models import packed_writing
 from paceline.models.loader import load_model
 from paceline.models.packed_writing import Output

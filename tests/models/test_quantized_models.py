@@ -106,7 +106,7 @@ def test_workers_share_blocks_that_were_decoded_once(
     folder, packed = save_converted("Q4_1"), tmp_path / "packed"
     private, first = (logits(load(folder, "gguf", packed_dir=own), paged_contexts) for own in (None, packed))
     monkeypatch.setattr(BlockMatrix, "decode", None)
-    monkeypatch.setattr("paceline.models.quantized.will_read", None)  # no block is read either
+    monkeypatch.setattr("paceline.models.gguf_weights.will_read", None)  # no block is read either
     second = logits(load(folder, "gguf", packed_dir=packed), paged_contexts)
     for request in PROMPTS:
         assert torch.equal(private[request], first[request])

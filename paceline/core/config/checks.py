@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from paceline.core.config.service import KVPool, ModelImpl, Quantization
 from paceline.core.errors import ConfigError
-from paceline.core.options import Options, flag
-
-if TYPE_CHECKING:
-    from paceline.core.config.http import HttpOptions
-    from paceline.core.config.serve import ServeConfig
-    from paceline.core.config.worker import WorkerConfig
+from paceline.core.options import check_all_or_none
 
 
-def has_pools(config: WorkerConfig | ServeConfig) -> bool:
+class _HttpServer(Protocol):
+    """The options of an HTTP server, which a gateway and `serve` have."""
+
+    root_path: str
+    ssl_certfile: str
+    ssl_keyfile: str
+    ssl_ca_certs: str
+    ssl_cert_reqs: int
+
+
+class _Compute(Protocol):
+    """The options of a worker that computes, which a worker and `serve` have."""
+
+    device: str
+    kv_pool: KVPool
+    model_impl: ModelImpl
+    quantization: Quantization
+    trust_remote_code: bool
+
+
+def has_pools(config: _Compute) -> bool:
     """Return whether each worker computes in a pool of its own, rather than in the arena."""
     return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device.partition(":")[0] != "cpu")
 
@@ -27,17 +43,9 @@ def check_step_size(max_batched_tokens: int, max_seqs: int) -> None:
         )
 
 
-def check_all_or_none(config: Options, *names: str) -> None:
-    """Raise ConfigError if some of the options `names` are given and others are not."""
-    given = [name for name in names if getattr(config, name)]
-    if given and len(given) < len(names):
-        missing = next(name for name in names if name not in given)
-        raise ConfigError(f"{flag(given[0])} needs {flag(missing)}")
-
-
-def check_http(config: HttpOptions | ServeConfig) -> None:
+def check_http(config: _HttpServer) -> None:
     """Raise ConfigError if the options of the HTTP server contradict each other."""
-    check_all_or_none(config, "ssl_certfile", "ssl_keyfile")
+    check_all_or_none(ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile)
     if config.ssl_ca_certs and not config.ssl_certfile:
         raise ConfigError("--ssl-ca-certs needs --ssl-certfile")
     if bool(config.ssl_cert_reqs) != bool(config.ssl_ca_certs):
@@ -49,7 +57,7 @@ def check_http(config: HttpOptions | ServeConfig) -> None:
         raise ConfigError(f"--root-path must begin with / and not end with it, not be {config.root_path!r}")
 
 
-def check_model_code(config: WorkerConfig | ServeConfig) -> None:
+def check_model_code(config: _Compute) -> None:
     """Raise ConfigError if --model-impl contradicts other options."""
     if config.trust_remote_code and config.model_impl == "native":
         raise ConfigError(

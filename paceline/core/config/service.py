@@ -6,9 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from paceline.core.config.checks import check_all_or_none
 from paceline.core.errors import ConfigError
-from paceline.core.options import Options, option
+from paceline.core.options import Options, check_all_or_none, option
 from paceline.core.telemetry import LogFormat
 
 GIB = 1 << 30
@@ -101,7 +100,11 @@ class ServiceConfig(Options):
 
     @model_validator(mode="after")
     def _check_cluster_files(self) -> Self:
-        check_all_or_none(self, "cluster_certfile", "cluster_keyfile", "cluster_ca_certs")
+        check_all_or_none(
+            cluster_certfile=self.cluster_certfile,
+            cluster_keyfile=self.cluster_keyfile,
+            cluster_ca_certs=self.cluster_ca_certs,
+        )
         if self.cluster_cert_name and not self.cluster_certfile:
             raise ConfigError("--cluster-cert-name needs --cluster-certfile")
         return self

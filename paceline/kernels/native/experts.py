@@ -10,9 +10,9 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import PackedWeight
 from paceline.kernels.native.library import Cache, Kind, Op
 from paceline.kernels.native.operations import Operations, need, with_dense_rows
+from paceline.kernels.packed_weight import PackedWeight
 
 _ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 """In the order of `ExpertActivation` of src/program.h."""

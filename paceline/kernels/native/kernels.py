@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
-from paceline.kernels.interface import Allocate, Forward, Logits, NormKind, PackedWeight
+from paceline.kernels.interface import Forward, Logits, NormKind
 from paceline.kernels.native.chooser import NativeChooser
 from paceline.kernels.native.experts import NativeExperts
 from paceline.kernels.native.library import (
@@ -26,6 +26,7 @@ from paceline.kernels.native.operations import check, ints, need, with_dense_row
 from paceline.kernels.native.recurrence import NativeRecurrence
 from paceline.kernels.native.replay import Replay
 from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
+from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 
 COMPRESSING = ("avx512-bf16",)

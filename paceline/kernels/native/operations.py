@@ -14,7 +14,6 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.core.turns import Turns
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.interface import PackedWeight
 from paceline.kernels.native.library import (
     ERRORS,
     POINTERS,
@@ -27,6 +26,7 @@ from paceline.kernels.native.library import (
     make_step,
 )
 from paceline.kernels.native.replay import Operands, Recorder
+from paceline.kernels.packed_weight import PackedWeight
 
 
 class Operations:

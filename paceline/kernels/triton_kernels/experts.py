@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import PackedWeight
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import experts as device
 

@@ -11,7 +11,8 @@ from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.encoding import Tower
 from paceline.kernels.experts import ExpertWeights, clamped_swiglu
-from paceline.kernels.interface import Allocate, Forward, HeadNorms, NormKind, PackedWeight
+from paceline.kernels.interface import Forward, HeadNorms, NormKind
+from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise

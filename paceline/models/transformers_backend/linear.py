@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.kernels.interface import Kernels, PackedWeight
+from paceline.kernels.interface import Kernels
+from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.packed import Pack
 
 
