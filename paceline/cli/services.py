@@ -29,7 +29,7 @@ from paceline.services.common.redis_url import with_password
 class Service:
     """A command that runs `paceline.services.<name>.main.run` with a config until a signal stops it.
 
-    The commands of workers for text have one implementation, because such a worker may change its role.
+    The commands of workers for text run `paceline.services.text_worker.run`, because such a worker may change its role.
     """
 
     config: type[ServiceConfig | ServeConfig]
@@ -38,7 +38,7 @@ class Service:
     extra: str
     """The pip extra with its dependencies."""
     role: str = ""
-    """For a command that runs `paceline.services.worker.main.run`, the role in which the worker starts."""
+    """The role in which a worker for text starts."""
 
 
 SERVICES = {
@@ -63,7 +63,7 @@ def run_service(name: str, config: ServiceConfig | ServeConfig) -> None:
     env.share_cores()
     env.quiet_grpc()
     role = SERVICES[name].role
-    run = importlib.import_module(f"paceline.services.{'worker' if role else name}.main").run
+    run = importlib.import_module(f"paceline.services.{'text_worker' if role else f'{name}.main'}").run
     # A worker's name in its logs and traces is its name in the cluster.
     telemetry.setup(getattr(config, "worker_id", "") or name, config.log_level, config.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import BusyError
@@ -25,6 +26,20 @@ from paceline.simulator.rows import Row
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Run
 from paceline.simulator.worker import Worker
+
+
+class Workers(NamedTuple):
+    """The workers of an attempt."""
+
+    decode: Worker
+    prefill: Worker | None
+    """The worker that computes the prompt for the other one; None if that does it, or has taken over."""
+
+    @property
+    def computing(self) -> Worker:
+        """The worker that computes the prompt."""
+        return self.prefill or self.decode
+
 
 Refusal = str | tuple[str, int]
 """The name of a worker without room, or the name of a host and the tokens that it really has cached."""
@@ -61,6 +76,7 @@ class Attempts:
         self._events, self._profile, self._block_tokens = events, profile, block_tokens
         self._known, self._hints, self._recorder = known, hints, recorder
         self._random = random.Random(seed)
+        self._workers: dict[Sequence, Workers] = {}
         self._preemption = Preemption(events, recorder, self.move)
 
     def cached_tokens(self, sequence: Sequence, blocks: int) -> dict[str, int]:
@@ -81,7 +97,7 @@ class Attempts:
             return decode.name
         if prefill is not None and not prefill.has_room:
             return prefill.name
-        sequence.decode, sequence.prefill = decode, prefill
+        self._set_workers(sequence, Workers(decode, prefill))
         sequence.attempt += 1
         if placement.source:
             self._fetch(sequence, placement)
@@ -112,22 +128,23 @@ class Attempts:
         """
         now = self._events.now
         sequence.attempt += 1
-        workers = [own for own in (sequence.decode, sequence.prefill) if own is not None]
-        for worker in workers:
+        workers = self._workers.pop(sequence, None)
+        own = [] if workers is None else [worker for worker in workers if worker is not None]
+        for worker in own:
             if sequence in worker.preempted:
                 worker.preempted.remove(sequence)
             if worker.admitted.pop(sequence, 0) is None or worker.state == "gone":
                 worker.remove(sequence)
                 if (calls := self._known.calls.get(worker.name)) is not None:
-                    if worker is (sequence.prefill or sequence.decode) and sequence.sent:
+                    if workers is not None and worker is workers.computing and sequence.sent:
                         calls.computed(sequence.sent)
                     calls.end_call()
         sequence.sent = 0
-        for worker in workers:
+        for worker in own:
             held = sequence.held.pop(worker.host.name, None)
             if held is not None:
                 self._events.at(now + grace, self._release, worker.host, held.session, held.key)
-        sequence.decode = sequence.prefill = None
+        sequence.is_handed_over = sequence.changes_hosts = False
         self.on_room()
 
     # ---- what workers do
@@ -143,8 +160,7 @@ class Attempts:
         self.on_first_token(sequence)
         self._known.calls[worker.name].computed(sequence.sent)
         sequence.sent = 0
-        decode = sequence.decode
-        assert decode is not None
+        decode = self._workers[sequence].decode
         if worker is not decode:
             worker.admitted.pop(sequence, None)
             self._known.calls[worker.name].end_call()
@@ -185,7 +201,7 @@ class Attempts:
 
     def _fetch(self, sequence: Sequence, placement: Placement) -> None:
         """Have a prefix brought to the computing worker's host before the attempt goes on."""
-        host = (sequence.prefill or sequence.decode).host  # type: ignore[union-attr]
+        host = self._workers[sequence].computing.host
         blocks = placement.cached_tokens // self._block_tokens
         here = self.cached_tokens(sequence, blocks).get(host.name, 0)
         at = host.receive(placement.cached_tokens - here, self._events.now)
@@ -202,8 +218,7 @@ class Attempts:
 
     def _reserve(self, sequence: Sequence, least_cached: int) -> Refusal | None:
         """Reserve blocks for an attempt. Return the same as `begin`."""
-        now, decode, prefill = self._events.now, sequence.decode, sequence.prefill
-        assert decode is not None
+        now, (decode, prefill) = self._events.now, self._workers[sequence]
         try:
             cached = decode.host.reserve(sequence, decode.session, now)
         except BusyError:
@@ -226,8 +241,7 @@ class Attempts:
         return None
 
     def _start(self, sequence: Sequence) -> None:
-        computing = sequence.prefill or sequence.decode
-        assert computing is not None
+        computing = self._workers[sequence].computing
         self._recorder.started(sequence, self._events.now)
         computing.clock.delay_prompts(computing.kit.times.arrival)
         if computing.cores is None:
@@ -237,9 +251,9 @@ class Attempts:
 
     def _join(self, sequence: Sequence, attempt: int) -> None:
         """Let a prompt join its worker, after the usual delays."""
-        computing = sequence.prefill or sequence.decode
-        if sequence.attempt != attempt or computing is None:
+        if sequence.attempt != attempt or sequence not in self._workers:
             return
+        computing = self._workers[sequence].computing
         delay = self._delay(self._profile.admit) + self._delay(computing.kit.times.join)
         if (cores := computing.cores) is not None:
             delay = max(0.0, delay - cores.turns.admission)  # that much is over already
@@ -248,28 +262,32 @@ class Attempts:
         self._events.after(delay, self._compute, sequence, attempt)
 
     def _compute(self, sequence: Sequence, attempt: int) -> None:
-        computing = sequence.prefill or sequence.decode
-        if sequence.attempt == attempt and computing is not None:
-            computing.compute(sequence)
+        if sequence.attempt == attempt and sequence in self._workers:
+            self._workers[sequence].computing.compute(sequence)
 
     def _hand_over(self, sequence: Sequence, attempt: int) -> None:
-        decode, prefill, now = sequence.decode, sequence.prefill, self._events.now
-        if sequence.attempt != attempt or decode is None or prefill is None:
+        if sequence.attempt != attempt or not sequence.is_handed_over:
             return
+        now, (decode, prefill) = self._events.now, self._workers[sequence]
+        assert prefill is not None
         if prefill.host is not decode.host:
             prefill.host.release(sequence, now)
             decode.host.seal(sequence, sequence.context, now)
         decode.host.hand_over(sequence, decode.session, now)
-        sequence.prefill = None
+        self._set_workers(sequence, Workers(decode, None))
         self._decode(sequence)
 
     def _decode(self, sequence: Sequence) -> None:
-        decode = sequence.decode
-        assert decode is not None
+        decode = self._workers[sequence].decode
         if decode.state == "draining":
             self.move(sequence)
         else:
             decode.decode(sequence, sequence.held[decode.host.name].capacity)
+
+    def _set_workers(self, sequence: Sequence, workers: Workers) -> None:
+        self._workers[sequence] = workers
+        sequence.is_handed_over = workers.prefill is not None
+        sequence.changes_hosts = workers.computing.host is not workers.decode.host
 
     def _release(self, host: Host, session: int, key: object) -> None:
         host.ledger.release(session, key, self._events.now)  # type: ignore[arg-type]

@@ -10,16 +10,37 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from paceline.core.step_times import Turns
 from paceline.core.turns import STEPS
 from paceline.simulator.events import Events
+from paceline.simulator.rows import Rows
+from paceline.simulator.run_clock import RunClock
 from paceline.simulator.series import ratios_of
 from paceline.simulator.sharing import Sharing
 
-if TYPE_CHECKING:
-    from paceline.simulator.worker import Worker
+
+class CoreUser(Protocol):
+    """A worker, as the cores that it shares see it."""
+
+    clock: RunClock
+    rows: Rows
+
+    @property
+    def role(self) -> str:
+        """The worker's role."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the worker has prompts or rows."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is under way."""
+
+    def wake(self) -> None:
+        """Begin a step, if the worker may."""
 
 
 class Cores:
@@ -36,23 +57,23 @@ class Cores:
         """Ratios of the times of decode steps while prefill has work."""
         self._admissions = Sharing(events)
         self._random = random.Random(seed)
-        self._workers: list[Worker] = []
+        self._workers: list[CoreUser] = []
         self._recent: deque[float] = deque(maxlen=STEPS)
         self._until = 0.0
         """Instant until which prefill has the cores although decode has work."""
 
-    def enter(self, worker: Worker) -> None:
+    def enter(self, worker: CoreUser) -> None:
         """Note a worker of this host."""
         if worker not in self._workers:
             self._workers.append(worker)
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: CoreUser) -> None:
         """Forget a worker that has ended."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._release()
 
-    def is_wanted(self, worker: Worker) -> bool:
+    def is_wanted(self, worker: CoreUser) -> bool:
         """Return whether a prefill worker waits for this decode worker's turn to end."""
         return worker.role == "decode" and any(own.has_work for own in self._of("prefill"))
 
@@ -68,7 +89,7 @@ class Cores:
         """Whether a decode worker has work."""
         return any(own.has_work for own in self._of("decode"))
 
-    def speed_of(self, worker: Worker) -> float:
+    def speed_of(self, worker: CoreUser) -> float:
         """Return how fast a worker computes in its turns."""
         rows = sum(own.rows.count for own in self._of("decode") if own.has_work)
         return self.turns.speed_of_prefill(rows) if worker.role == "prefill" else 1.0
@@ -86,7 +107,7 @@ class Cores:
         tokens = max(own.clock.prompt_tokens for own in self._of("prefill"))
         return max(alone, self.turns.decode.at(rows) + self.turns.decode_per_token * tokens + reading)
 
-    def may_begin(self, worker: Worker) -> bool:
+    def may_begin(self, worker: CoreUser) -> bool:
         """Return whether a worker may begin a step now. If not, it is woken when it may."""
         if worker.role == "prefill":
             for own in self._of("decode"):
@@ -94,13 +115,13 @@ class Cores:
             return not self._decode_computes() or self._events.now < self._until
         return not (self._events.now < self._until and self.is_wanted(worker))
 
-    def begun(self, worker: Worker) -> None:
+    def begun(self, worker: CoreUser) -> None:
         """Note that a worker has begun a step."""
         if worker.role == "decode":
             for own in self._of("prefill"):
                 own.clock.pause()
 
-    def ended(self, worker: Worker, seconds: Sequence[float]) -> None:
+    def ended(self, worker: CoreUser, seconds: Sequence[float]) -> None:
         """Note that a worker's steps have ended, of which the last ones took these times."""
         if worker.role != "decode":
             return
@@ -111,7 +132,7 @@ class Cores:
             self._events.at(self._until, self._release)
             self._give_to_prefill()
 
-    def idle(self, worker: Worker) -> None:
+    def idle(self, worker: CoreUser) -> None:
         """Note that a worker has no more work, or waits for its turn."""
         if worker.role == "prefill" and not self.is_wanted_by_prefill():
             self._until = 0.0
@@ -136,7 +157,7 @@ class Cores:
             own.clock.resume(self.speed_of(own))
             own.wake()
 
-    def _of(self, role: str) -> list[Worker]:
+    def _of(self, role: str) -> list[CoreUser]:
         return [own for own in self._workers if own.role == role]
 
     def _decode_computes(self) -> bool:

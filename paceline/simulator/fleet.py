@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable
 
 from paceline.core.block_holders import BlockHolders
@@ -43,6 +44,7 @@ class SimulatedFleet:
         goes_on: Callable[[], bool],
     ) -> None:
         self.workers: dict[str, Worker] = {}
+        self._residents: dict[Host, list[Worker]] = defaultdict(list)
         """All workers but those that have ended."""
         self.hosts: list[Host] = []
         self.device_seconds = 0.0
@@ -107,13 +109,17 @@ class SimulatedFleet:
         worker = Worker(self._count, role, host, self._kits, self._events, self._gateway.attempts, cores, is_coalesced)
         self._count += 1
         self.workers[worker.name] = worker
-        host.workers.append(worker)
+        self._residents[host].append(worker)
         return worker
+
+    def count_residents(self, host: Host) -> int:
+        """Return how many workers a host has."""
+        return len(self._residents[host])
 
     def _has_place(self, host: Host, role: Role) -> bool:
         if self._profile.turns is not None:  # as measured: one worker of each role shares the cores of its host
-            return all(own.role != role for own in host.workers)
-        return len(host.workers) < self._scenario.workers_per_host
+            return all(own.role != role for own in self._residents[host])
+        return len(self._residents[host]) < self._scenario.workers_per_host
 
     def _add_host(self) -> Host:
         host = Host(len(self.hosts), self._profile, self._block_tokens, self._policy, self._hints)
@@ -150,7 +156,7 @@ class SimulatedFleet:
             self.pay()
             worker.stop()
             worker.state = "gone"
-            worker.host.workers.remove(worker)
+            self._residents[worker.host].remove(worker)
             del self.workers[worker.name]
             self._gateway.known.forget(worker)
 
@@ -161,7 +167,7 @@ class SimulatedFleet:
         for worker in self._random.sample(alive, round(len(alive) * share)):
             was_known, role = worker.state in ("ready", "draining"), worker.role
             worker.state = "gone"
-            worker.host.workers.remove(worker)
+            self._residents[worker.host].remove(worker)
             del self.workers[worker.name]
             if was_known:
                 self._gateway.lose(worker)
@@ -199,7 +205,7 @@ class SimulatedFleet:
         return math.fsum(count for count, _ in devices), math.fsum(count * price for count, price in devices)
 
     def _devices(self, worker: Worker) -> float:
-        sharing = 1 if self._profile.turns is None else len(worker.host.workers)
+        sharing = 1 if self._profile.turns is None else self.count_residents(worker.host)
         return worker.kit.times.devices / sharing
 
 

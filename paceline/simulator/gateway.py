@@ -95,7 +95,7 @@ class Gateway:
         """Give a worker nothing new, and move its decoding sequences to others that have room for them."""
         self.known.withdraw(worker)
         for sequence in list(worker.admitted):
-            if sequence.decode is worker and worker.rows.has(sequence):
+            if worker.rows.has(sequence):
                 self.attempts.move(sequence)
 
     def lose(self, worker: Worker) -> None:

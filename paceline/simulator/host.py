@@ -17,7 +17,6 @@ from paceline.services.gateway.members import MEASURED_BYTES
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.simulator.sequence import Held, Sequence
-from paceline.simulator.worker import Worker
 
 LAYOUT = KVLayout((KVGroup(GroupShape("kv", (0,), 1, 1), BASE_TOKENS),), 2, 64, "simulated")
 """One group. The ledger counts in units, BASE_TOKENS of which fill a block; a block may have any number of tokens."""
@@ -41,7 +40,6 @@ class Host:
         hints: BlockHolders,
     ) -> None:
         self.number, self.name = number, f"h{number:04}"
-        self.workers: list[Worker] = []
         self.tokens = profile.host_tokens
         """Tokens of KV that the host holds."""
         self._block_tokens = block_tokens

@@ -143,7 +143,7 @@ class SimulatedPlanner:
             queued_tokens=worker.queued_tokens,
             max_seqs=worker.kit.times.max_seqs,
             kv_pressure=(counts.held + counts.in_flight) / counts.total,
-            kv_tokens=worker.host.tokens // max(1, len(worker.host.workers)),
+            kv_tokens=worker.host.tokens // max(1, self._fleet.count_residents(worker.host)),
             flips_to=(other,),
             loss=float(sum(own.computed + own.done for own in worker.admitted)),
             steps=steps,

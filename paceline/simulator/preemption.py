@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from paceline.core.errors import BusyError
@@ -22,6 +23,8 @@ class Preemption:
 
     def __init__(self, events: Events, recorder: Recorder, move: Callable[[Sequence], object]) -> None:
         self._events, self._recorder, self._move = events, recorder, move
+        self._short: dict[Host, set[Worker]] = defaultdict(set)
+        """Workers with preempted sequences, by their hosts."""
 
     def extend(self, worker: Worker, row: Row) -> None:
         """Give a row more blocks. If there are none, the newest sequence of the worker gives back its own."""
@@ -44,12 +47,14 @@ class Preemption:
             worker.host.release(sequence, self._events.now)
             sequence.attempt += 1
             worker.preempted.append(sequence)
+            self._short[worker.host].add(worker)
         else:  # Another worker may be computing its prompt.
             self._move(sequence)
 
     def retry(self, host: Host) -> None:
         """Let sequences of a host that were preempted go on, in order, if there are blocks."""
-        for worker in host.workers:
+        short = self._short.pop(host, ())
+        for worker in sorted(short, key=lambda own: own.number):
             while worker.preempted and worker.state == "ready":
                 sequence = worker.preempted[0]
                 sequence.context = sequence.prompt_tokens + sequence.done
@@ -60,3 +65,5 @@ class Preemption:
                     break
                 worker.preempted.pop(0)
                 worker.compute(sequence)
+            if worker.preempted and worker.state != "gone":
+                self._short[host].add(worker)

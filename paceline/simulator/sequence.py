@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from paceline.core.context import HASH_BYTES
 from paceline.core.types import Key
 from paceline.engine.prompt_order import Arrival
-
-if TYPE_CHECKING:
-    from paceline.simulator.worker import Worker
 
 
 def block_name(number: int) -> bytes:
@@ -71,8 +67,10 @@ class Sequence:
     """How many of them are computed or cached."""
     prompt_arrival: Arrival | None = None
     """Arrival among the prompts of its worker; None until a step could include the prompt."""
-    prefill: Worker | None = None
-    decode: Worker | None = None
+    is_handed_over: bool = False
+    """Whether another worker than the one that computes the prompt decodes, in the present attempt."""
+    changes_hosts: bool = False
+    """Whether the other worker is on another host."""
     held: dict[str, Held] = field(default_factory=dict)
     """Leases of the attempt, by host."""
     sent: int = 0

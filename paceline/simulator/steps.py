@@ -80,7 +80,7 @@ def plan_prompts(
 
     def take(sequence: Sequence, tokens: int) -> int:
         left = sequence.left_len
-        if _is_read_elsewhere(sequence) and left > 2 * LAST_CHUNK_TOKENS:
+        if sequence.changes_hosts and left > 2 * LAST_CHUNK_TOKENS:
             left -= LAST_CHUNK_TOKENS
         length = piece_of(left, tokens)
         chunks.append((sequence, length))
@@ -88,8 +88,3 @@ def plan_prompts(
 
     order.share(waiting, budget, tokens_per_second, take, now)
     return chunks
-
-
-def _is_read_elsewhere(sequence: Sequence) -> bool:
-    prefill, decode = sequence.prefill, sequence.decode
-    return prefill is not None and decode is not None and prefill.host is not decode.host

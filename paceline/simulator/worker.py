@@ -8,19 +8,17 @@ step; a test compares both, and another one compares this with the engine's own 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from paceline.engine.prompt_order import PromptOrder, is_long
 from paceline.engine.stats import MEASURED_TOKENS
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
+from paceline.simulator.host import Host
 from paceline.simulator.rows import Row, Rows
 from paceline.simulator.run_clock import RunClock
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Kit, Run, plan_prompts
-
-if TYPE_CHECKING:
-    from paceline.simulator.host import Host
 
 Role = Literal["prefill", "decode"]
 State = Literal["starting", "ready", "draining", "gone"]
@@ -192,7 +190,7 @@ class Worker:
 
     def _decodes(self, sequence: Sequence) -> bool:
         """Return whether a sequence decodes here after its prompt was computed here."""
-        return sequence.prefill is not self and sequence.left > 1
+        return not sequence.is_handed_over and sequence.left > 1
 
     def _begin(self) -> None:
         """Begin the next steps, if none is under way and there is work."""

@@ -31,7 +31,7 @@ def test_workers_that_share_cores_are_one_of_each_role_on_a_host_and_share_a_dev
     scenario = Scenario(profile(turns=Turns()), 3, 1)
     simulation = Simulation(scenario, Trace(BLOCK, [TraceRequest(0.0, 40, 5)]))
     result = simulation.run()
-    assert sorted(len(host.workers) for host in simulation.fleet.hosts) == [1, 1, 2]
+    assert sorted(map(simulation.fleet.count_residents, simulation.fleet.hosts)) == [1, 1, 2]
     assert result.device_seconds == pytest.approx(3 * result.seconds)
     together = scenario.together()
     assert (together.prefill, together.decode, together.is_aggregated) == (0, 3, True)

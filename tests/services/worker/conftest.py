@@ -21,7 +21,7 @@ from paceline.services.common.wire import token_to_pb
 from paceline.services.gateway.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
-from paceline.services.worker.main import add_services
+from paceline.services.text_worker import add_services
 from paceline.services.worker.make_worker import make_worker
 from paceline.services.worker.worker import Worker
 from paceline.services.worker.worker_process import WorkerProcess

@@ -28,7 +28,7 @@ from paceline.services.common.rpc import RpcServer, is_serving, open_channel
 from paceline.services.gateway.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
-from paceline.services.worker.main import add_services
+from paceline.services.text_worker import add_services
 from paceline.services.worker.make_worker import make_worker
 from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.worker import stuck_worker
