@@ -33,6 +33,8 @@ class Answer:
         """Whether the text that comes next is reasoning."""
         self.reasoning_length = 0
         """Characters of reasoning that have been read, with the white space around them."""
+        self.failed_place = -1
+        """Place up to which text has been read that is no call after all; see `Reader.place`."""
         self._new_call_id = new_call_id
         self._calls = 0
         self._arguments: list[str] = []

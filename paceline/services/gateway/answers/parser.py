@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from paceline.core.json_grammar.parameters import ArgumentTypes
@@ -82,17 +83,23 @@ def _read_thought(answer: Answer, thought: Thought, form: ToolForm | None) -> St
 def _read_calls(answer: Answer, form: ToolForm, is_bare: bool = False) -> Steps[None]:
     """Read calls. Text that is no call after all becomes content, without the trigger.
 
+    Calls are not looked for again in such text, because each of its triggers could make us read it to its end once
+    more.
+
     Args:
         is_bare: whether there is no trigger. Then text that ends before the name of a call is content, because it may
             have been no call.
     """
     reader = answer.reader
+    if reader.place <= answer.failed_place:
+        return
     reader.keep()
     calls = answer.call_count
     try:
         yield from form.read(answer)
     except FormError:
         if answer.call_count == calls:
+            answer.failed_place = reader.place
             reader.restore()
     except EndOfAnswerError:
         if not is_bare or answer.call_count > calls:
@@ -113,8 +120,8 @@ class AnswerParser:
     def __init__(self, read: Callable[[Answer], Steps[None]], new_call_id: Callable[[], str] = new_call_id) -> None:
         self._answer = Answer(new_call_id)
         self._steps: Steps[None] | None = read(self._answer)
-        self._starts: list[int] = []
-        """Places within the reasoning where tokens begin whose text may belong to the marker at its end."""
+        self._starts: deque[int] = deque()
+        """Places within the reasoning where tokens begin whose text may belong to the marker at its end, in order."""
         self.reasoning_tokens = 0
         """Tokens that begin within reasoning. Those of its markers do not count."""
         self.has_open_call = False
@@ -133,7 +140,7 @@ class AnswerParser:
             resting[1](text)
             if answer.is_thinking:
                 self.reasoning_tokens += 1 + len(self._starts)
-                self._starts = []
+                self._starts.clear()
             return self._taken()
         if answer.is_thinking:
             self._starts.append(self._start_of(text))
@@ -162,15 +169,17 @@ class AnswerParser:
         """Return the place within the reasoning where a token begins."""
         start = self._answer.reasoning_length + self._answer.reader.unread
         # The text of a broken character comes with the next token, but belongs to the token before, which has no text.
-        is_broken = text.startswith("\ufffd") and self._starts[-1:] == [start]
+        is_broken = text.startswith("\ufffd") and bool(self._starts) and self._starts[-1] == start
         return start + is_broken
 
     def _count(self) -> None:
         """Count the tokens whose first character is certain to be reasoning."""
         read = self._answer.reasoning_length
-        certain = sum(start < read for start in self._starts)
-        self.reasoning_tokens += certain
-        self._starts = self._starts[certain:] if self._answer.is_thinking else []
+        while self._starts and self._starts[0] < read:
+            self._starts.popleft()
+            self.reasoning_tokens += 1
+        if not self._answer.is_thinking:
+            self._starts.clear()
 
     def _resume(self) -> None:
         if self._steps is not None:

@@ -47,6 +47,8 @@ class Reader:
         self._text = ""
         self._at = 0
         """Where the text begins that has not been read."""
+        self._dropped = 0
+        """Number of characters before `_text`."""
         self._kept: list[str] | None = None
         """Pieces of the text before `_text` that `restore` returns to; None if none is kept."""
         self.has_ended = False
@@ -83,6 +85,11 @@ class Reader:
         """Number of characters that have come and are not read."""
         return len(self._text) - self._at
 
+    @property
+    def place(self) -> int:
+        """Number of characters of the answer that have been read."""
+        return self._dropped + self._at
+
     def keep(self) -> None:
         """Remember this place, so that `restore` can return to it. Text after it stays in memory."""
         self._kept = None
@@ -92,6 +99,7 @@ class Reader:
     def restore(self) -> None:
         """Return to the place of `keep`."""
         assert self._kept is not None
+        self._dropped -= sum(map(len, self._kept))
         self._text, self._at, self._kept = "".join([*self._kept, self._text]), 0, None
 
     def forget(self) -> None:
@@ -102,6 +110,7 @@ class Reader:
         """Take the text that has been read out of `_text`."""
         if self._kept is not None and self._at:
             self._kept.append(self._text[: self._at])
+        self._dropped += self._at
         self._text, self._at = self._text[self._at :], 0
 
     def pass_until(self, markers: Sequence[str], sink: Sink, half: Sink | None = None) -> Steps[str | None]:
@@ -151,8 +160,9 @@ class Reader:
 
         Raises EndOfAnswerError if the answer is cut off within an option.
         """
+        longest = max(map(len, options), default=0)
         while True:
-            rest = self._text[self._at :]
+            rest = self._text[self._at : self._at + longest]
             possible = [option for option in options if len(option) > len(rest) and self._may_be(option, rest)]
             if self.has_ended or not possible:
                 fitting = [option for option in options if rest.startswith(option)]
@@ -297,14 +307,17 @@ class Reader:
 
     def _find(self, markers: Sequence[str]) -> tuple[int, str] | None:
         """Return the place of the first marker, and the marker, if it is certain that no longer one begins there."""
-        starts = [(start, marker) for marker in markers if (start := self._text.find(marker, self._at)) >= 0]
-        if not starts:
+        # The longest one comes first. One search for all takes time in proportion to the text, however many there are.
+        found = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)").search(
+            self._text, self._at
+        )
+        if found is None:
             return None
-        start = min(starts)[0]
-        rest = self._text[start:]
+        start = found.start()
+        rest = self._text[start : start + max(map(len, markers))]
         if not self.has_ended and any(len(m) > len(rest) and m.startswith(rest) for m in markers):
             return None
-        return start, max((marker for at, marker in starts if at == start), key=len)
+        return start, found[0]
 
     def _possible_start(self, markers: Sequence[str]) -> int:
         """Return how many characters at the end of the unread text may be a marker or the beginning of one."""

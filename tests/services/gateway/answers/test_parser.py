@@ -10,10 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from paceline.services.gateway.answers.answer import Answer
 from paceline.services.gateway.answers.form import Thought
 from paceline.services.gateway.answers.forms.hermes import Hermes
 from paceline.services.gateway.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning, calls_of
+from paceline.services.gateway.answers.reader import Steps
 from tests.services.gateway.answers.pieces import CALLS, TEXT, cut, parse
 
 THINK = Thought("<think>", "</think>")
@@ -125,6 +127,20 @@ def test_forms_that_models_write_besides_the_documented_one(call: str, arguments
 def test_what_is_no_call_is_content() -> None:
     for text in ("see above", '{"age": 1}'):
         assert parse([*f"<tool_call>{text}</tool_call>!"], Hermes()) == [Content(f"{text}!")]
+
+
+def test_text_that_is_no_call_is_read_once_more_and_not_once_for_each_trigger_in_it() -> None:
+    class Counted(Hermes):
+        reads = 0
+
+        def read(self, answer: Answer) -> Steps[None]:
+            self.reads += 1
+            yield from super().read(answer)
+
+    form, count = Counted(), 50
+    parts = parse([*('<tool_call>{"x":[' * count + "]}" * count + CALL)], form)
+    assert form.reads == 2
+    assert parts == [Content('{"x":[' * count + "]}" * count), *PARTS]
 
 
 @pytest.mark.parametrize(
