@@ -30,13 +30,14 @@ LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
     max_lexer_states=50_000,
     max_items_in_row=20_000,
-    step_max_items=100_000,
+    step_max_items=20_000,
     verbose_errors=False,
 )
 """Limits on the library's work. The fuel limits end work that would take longer than some tenths of a second.
 
 `max_lexer_states` states of one lexer take about 13 MB; typical constraints need a few hundred. `max_items_in_row` is
-enough for a choice of thousands of texts, or for as many properties.
+enough for a choice of thousands of texts, or for as many properties. `step_max_items` is enough for two thousand
+optional properties; with it, a mask ends after some tenths of a second at the latest.
 """
 
 _MAX_RULES = 1_500

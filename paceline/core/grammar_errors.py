@@ -7,6 +7,12 @@ import re
 NO_TOKEN = "no token is possible"
 """A message of our own: a mask allows no token."""
 
+TOO_SLOW = (
+    "to find the tokens that may come next takes too long; make it simpler: fewer optional properties, or rules with "
+    "one way to read a text, such as a: a b | b in place of a: a a | b"
+)
+"""A message of our own: masks take too much time; see `engine.constraint`."""
+
 MAX_DEPTH = 120
 """Levels of a schema's objects and lists that the library can read, about: its own parser of JSON stops at 128."""
 

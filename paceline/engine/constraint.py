@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,15 +26,20 @@ from llguidance import LLMatcher, LLTokenizer
 from paceline.core.end_tokens import read_end_token_ids
 from paceline.core.errors import ModelError, PacelineError
 from paceline.core.grammar import compile_grammar, grammar_of
-from paceline.core.grammar_errors import NO_TOKEN, explain
+from paceline.core.grammar_errors import NO_TOKEN, TOO_SLOW, explain
 from paceline.core.types import Constraint
 
 MASK_SECONDS = 60.0
 """Deadline for a step's masks. The library's limits end the slowest masks long before; later than this, the thread is
 dead."""
 
-_CACHED_GRAMMARS = 64
-"""Grammars that are kept although no request uses them: clients send the same schema again and again."""
+MASK_BURST, MASK_PER_TOKEN = 0.25, 0.01
+"""CPU time in seconds that the masks of one output may take at once, and for each token in the long run. All rows of a
+step wait for them. Usual ones take some ten microseconds, but in an ambiguous grammar they grow with the output."""
+
+_CACHED_GRAMMARS, _CACHED_CHARACTERS = 64, 4 << 20
+"""Grammars that are kept although no request uses them, and the length of their texts together: clients send the same
+schema again and again. A compiled grammar takes up to 80 bytes for each character."""
 
 
 class GrammarError(Exception):
@@ -54,12 +60,21 @@ class Matcher:
     def __init__(self, grammar: Grammar, output: Sequence[int]) -> None:
         self._matcher = grammar.start.deep_copy()
         self._end_token_ids = grammar.end_token_ids
+        self._seconds_left = MASK_BURST
         self.masks: list[np.ndarray] = []
         self.error = ""
         self.advance(output, ())
 
     def advance(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
         """Follow tokens that were sampled, and look ahead along the drafts after them."""
+        began = time.thread_time()
+        self._follow(tokens, drafts)
+        spent = time.thread_time() - began
+        self._seconds_left = min(MASK_BURST, self._seconds_left + MASK_PER_TOKEN * len(tokens)) - spent
+        if self._seconds_left < 0 and not self.error:
+            self.error = _cannot_continue(TOO_SLOW)
+
+    def _follow(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
         self._matcher.consume_tokens(list(tokens))
         self.masks, self.error = [], ""
         if (mask := self._mask(self._matcher)) is None:
@@ -107,13 +122,15 @@ class Grammar:
     start: LLMatcher
     """The matcher at the start of the grammar. It is copied, never moved."""
     end_token_ids: frozenset[int]
+    characters: int
+    """Length of its text."""
 
 
 class Grammars:
     """Compiled constraints for the tokenizer of a model folder.
 
     The tokenizer's file is opened here and parsed later: another file may be in its place by then. A grammar is kept
-    while a request uses it. The last _CACHED_GRAMMARS ones are kept longer.
+    while a request uses it. The last ones are kept longer, up to _CACHED_GRAMMARS and _CACHED_CHARACTERS.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -175,7 +192,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> Grammar:
         text = constraint.grammar or grammar_of(constraint.kind, constraint.text)
         tokenizer = self._tokenizer_for(constraint.end_token_ids)
-        return Grammar(compile_grammar(text, tokenizer, constraint.kind), constraint.end_token_ids)
+        return Grammar(compile_grammar(text, tokenizer, constraint.kind), constraint.end_token_ids, len(text))
 
     def _known(self, constraint: Constraint) -> Grammar | None:
         grammar = self._compiled.get(constraint)
@@ -188,6 +205,8 @@ class Grammars:
         if grammar in self._recent:
             self._recent.remove(grammar)
         self._recent.append(grammar)
+        while sum(each.characters for each in self._recent) > _CACHED_CHARACTERS:
+            self._recent.popleft()
 
     def _tokenizer_for(self, end_token_ids: frozenset[int]) -> LLTokenizer:
         # In practice there is one set of end tokens: the model's own.

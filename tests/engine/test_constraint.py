@@ -16,6 +16,7 @@ import pytest
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.types import Constraint, FinishReason, SamplingParams
+from paceline.engine import constraint as constraint_module
 from paceline.engine.constraint import Grammar, Grammars, Matcher
 from paceline.models.base import Model
 from tests.engine.constrained_loop import WAYS, Ask, ConstrainedLoop, choice, lark, regex, sampled, schema
@@ -228,6 +229,23 @@ def test_a_grammar_stays_compiled_while_a_request_uses_it(grammars: Grammars) ->
     first = weakref.ref(others[0])
     del others
     assert first() is None
+
+
+def test_large_grammars_are_not_kept_when_nobody_uses_them(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_module, "_CACHED_CHARACTERS", 150)
+    first = weakref.ref(grammars.compile(regex("a" * 80)))
+    second = grammars.compile(regex("b" * 80))
+    assert first() is None
+    assert grammars.compile(regex("b" * 80)) is second
+
+
+def test_an_output_for_whose_masks_all_others_would_wait_ends(grammars: Grammars) -> None:
+    matcher = matcher_of(grammars, lark("start: s\ns: (s s)? /[a-z]/ s? | s s s s"))
+    for _ in range(250):
+        if matcher.error:
+            break
+        matcher.advance(list(b"a"), ())
+    assert "takes too long" in matcher.error
 
 
 def test_a_constraint_that_does_not_compile_at_the_runner_fails_its_request_alone(answer: Any) -> None:
