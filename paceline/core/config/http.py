@@ -84,7 +84,8 @@ class HttpOptions(Options):
     max_body_values: int = option(
         500_000,
         "most values in the JSON of a body, such as token ids; more get 413. Each member of a list counts as one, and "
-        "each member of an object as five. A batch of messages may have five times as many",
+        "each member of an object as five, and each number with a fraction or an exponent as about nine. A batch of "
+        "messages may have five times as many",
         "limits",
         at_least=1,
     )

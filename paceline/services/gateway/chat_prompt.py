@@ -13,6 +13,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.registry import AnswerForms
 from paceline.services.gateway.chat_schemas import ChatMessage, ContentPart, TextPart
+from paceline.services.gateway.http.bounds import check_written
 from paceline.services.gateway.media.expansion import Expansions, Piece
 from paceline.services.gateway.media.items import ItemKind, MediaItem
 from paceline.services.gateway.media.prompt import Prompt, encode_prompt
@@ -76,10 +77,11 @@ def render_chat(
     Args:
         now: local time that the template sees; None is the present.
 
-    Raises InvalidRequestError if the template rejects it or has no place for its media, or if it has tools and this
-    server knows no form of tool calls for the model.
+    Raises InvalidRequestError if the template rejects it or has no place for its media, if arguments of calls hold too
+    much JSON, or if it has tools and this server knows no form of tool calls for the model.
     """
     arranged = list(_arranged(request.messages, tokenizer.media_kinds))
+    check_written((text for message in arranged for text in message.written_arguments), "messages")
     tools = [tool.for_template() for tool in request.tools or ()]
     if tools and forms.tools is None:
         raise InvalidRequestError(

@@ -190,6 +190,12 @@ class ChatMessage(Body):
         parts = self.content if isinstance(self.content, list) else []
         return {name for part in parts if isinstance(part, TextPart) for name in part.further_fields}
 
+    @property
+    def written_arguments(self) -> list[str]:
+        """The arguments of its tool calls that are texts, which `for_template` reads as JSON."""
+        given = [call.function.arguments for call in self.tool_calls or ()]
+        return [arguments for arguments in given if isinstance(arguments, str)]
+
     def for_template(self, takes_parts: bool) -> Json:
         """Return the message as a chat template reads it.
 

@@ -7,11 +7,12 @@ are counted in the bytes while they arrive, and the others in the parsed body be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.config.http import HttpOptions
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.errors import ApiError
 
 Json = dict[str, Any]
@@ -29,8 +30,14 @@ PIECE_BYTES = 64 << 10
 NAME_VALUES = 4
 """Values that the name of a member counts as. An object of distinct names takes as long to make as so many numbers."""
 
-_OTHERS = bytes(set(range(256)) - set(b'"{[,:0123456789'))
-"""All bytes but those that begin a value outside of texts, digits and quotes."""
+FRACTION_VALUES = 8
+"""Values that each point and each "e" counts as. A number with a fraction or an exponent takes several times as long to
+read and write as an integer, and no other thread runs meanwhile. That "true" and "false" have an "e" does no harm."""
+MOST_WRITTEN_VALUES = 100_000
+"""Most values in the arguments of all tool calls of a conversation, which are texts in its body."""
+
+_OTHERS = bytes(set(range(256)) - set(b'"{[,:0123456789.eE'))
+"""All bytes but those that begin a value outside of texts, digits, marks of fractions and exponents, and quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Bounds:
     """The most that a body may have of everything."""
 
     values: int
-    """Members of lists and objects, and the names of the latter, each of which counts as NAME_VALUES."""
+    """Members of lists and objects. Names of the latter count as NAME_VALUES each; see also FRACTION_VALUES."""
     objects: int
     """Lists and objects."""
     messages: int
@@ -125,10 +132,15 @@ class JsonCount:
         objects = outside.count(b"{") + outside.count(b"[")
         self.objects += objects
         self.values += objects + outside.count(b",") + NAME_VALUES * outside.count(b":")
-        numbers = [len(digits) for digits in outside.translate(None, b"{[:").split(b",")]
+        self.values += FRACTION_VALUES * sum(map(outside.count, (b".", b"e", b"E")))
+        numbers = [len(digits) for digits in outside.translate(None, b"{[:.eE").split(b",")]
         numbers[0] += self._last_digits
         self._last_digits = numbers[-1]
         self.digits = max(self.digits, *numbers)
+
+    def end(self) -> None:
+        """Note the end of a text. What is added next is another one."""
+        self._is_in_text, self._escape, self._last_digits = False, b"", 0
 
 
 def count_json(text: bytes) -> JsonCount:
@@ -137,6 +149,24 @@ def count_json(text: bytes) -> JsonCount:
     for begin in range(0, len(text), PIECE_BYTES):
         count.add(text[begin : begin + PIECE_BYTES])
     return count
+
+
+def check_written(texts: Iterable[str], place: str) -> None:
+    """Raise InvalidRequestError if arguments of tool calls, which are texts in a body and will be read as JSON, hold
+    too many values together.
+
+    Args:
+        place: the field of the API.
+    """
+    count = JsonCount()
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        for begin in range(0, len(data), PIECE_BYTES):
+            count.add(data[begin : begin + PIECE_BYTES])
+        count.end()
+        if count.values > MOST_WRITTEN_VALUES:
+            message = f"{place}: arguments of tool calls have more than {MOST_WRITTEN_VALUES} values; send fewer"
+            raise InvalidRequestError(message, place)
 
 
 def _conversations(given: object) -> Iterator[list[Any]]:

@@ -10,14 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.config.http import HttpOptions
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.http import reading
-from paceline.services.gateway.http.bounds import NAME_VALUES, Bounds, JsonCount
+from paceline.services.gateway.http.bounds import (
+    FRACTION_VALUES,
+    MOST_WRITTEN_VALUES,
+    NAME_VALUES,
+    Bounds,
+    JsonCount,
+    check_written,
+)
 from tests.services.gateway.conftest import Stack, StartStack
 
 TEXTS = st.text(st.sampled_from('"\\{[,:é\n\ud83d\ude00a'), max_size=12)
 VALUES = st.recursive(
-    st.none() | st.integers() | TEXTS,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
     max_leaves=20,
 )
@@ -26,6 +34,8 @@ HEADERS = {"content-type": "application/json"}
 
 def counted(value: Any) -> tuple[int, int]:
     """Return the values and the objects in a value, by walking through it."""
+    if isinstance(value, float | bool):
+        return FRACTION_VALUES * sum(json.dumps(value).count(mark) for mark in ".e"), 0
     if not isinstance(value, list | dict):
         return 0, 0
     inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
@@ -66,6 +76,14 @@ def test_a_backslash_at_the_end_of_each_piece_is_kept_alone() -> None:
     assert len(count._escape) <= 1
 
 
+def test_arguments_of_calls_hold_a_number_of_values_together() -> None:
+    half = json.dumps([1] * (MOST_WRITTEN_VALUES // 2 - 9))
+    check_written([half, '"' + "," * MOST_WRITTEN_VALUES, half], "messages")
+    for texts in ([half] * 3, [json.dumps([0.5] * (MOST_WRITTEN_VALUES // 8))]):
+        with pytest.raises(InvalidRequestError, match=r"^messages: arguments of tool calls"):
+            check_written(texts, "messages")
+
+
 BOUNDS = Bounds(values=100, objects=100, messages=3, parts=4, tools=2)
 
 
@@ -102,6 +120,7 @@ async def test_a_million_values_never_become_objects(stack: Stack, monkeypatch: 
         ("/v1/chat/completions", b'{"messages": [' + b"{}," * (options.max_body_objects + 1) + b"{}]}"),
         ("/tokenize", b'{"messages": [' + b"[]," * (options.max_body_objects + 1) + b"{}]}"),
         ("/detokenize", b'{"tokens": [' + b"1," * (options.max_body_values + 1) + b"1]}"),
+        ("/v1/responses", b'{"input": [' + b"0.5," * (options.max_body_values // 9) + b"1]}"),
         ("/invocations", b'{"token_ids": [' + b"1," * (options.max_body_values + 1) + b"1]}"),
     ):
         answer = await stack.http.post(path, content=body, headers=HEADERS)
@@ -114,6 +133,14 @@ async def test_a_million_values_never_become_objects(stack: Stack, monkeypatch: 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert "--max-messages" in answer.json()["error"]["message"]
     assert len(parsed) == 1
+
+
+async def test_arguments_of_calls_that_hold_too_much_are_refused_before_they_are_read(stack: Stack) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" + "{}," * MOST_WRITTEN_VALUES}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": [call]}]
+    answer = await stack.post("/v1/chat/completions", messages=messages)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("messages: arguments of tool calls have more than")
 
 
 async def test_the_bounds_are_options(start_stack: StartStack) -> None:
