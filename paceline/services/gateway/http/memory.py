@@ -1,9 +1,13 @@
-"""Counts the memory that bodies of requests take, so that all together stay within --body-memory."""
+"""Counts the memory that bodies of requests take, so that all together stay within --body-memory.
+
+What a request reads from the store, such as the turns before it, counts like its body.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from paceline.services.gateway.retry_after import retry_after
@@ -75,3 +79,9 @@ class RequestMemory:
     def close(self) -> None:
         self._memory.give_back(self._owner, self._size)
         self._size = 0
+
+
+def memory_of(request: Request) -> RequestMemory:
+    """Return where the memory of a request is counted."""
+    memory: RequestMemory = request.state.body_memory
+    return memory

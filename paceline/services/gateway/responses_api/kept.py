@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.memory import BYTE_COST, RequestMemory
 from paceline.services.gateway.media.parts import name_places
 from paceline.services.gateway.responses_api.background import RESTARTED
 from paceline.services.gateway.responses_api.builder import id_key, response_of_item
@@ -34,22 +35,32 @@ class KeptResponses:
         store: None if nothing is kept.
         conversations: None if nothing is kept.
         max_bytes: the largest size of the items that a request continues, as JSON.
+        max_items: the most items that a request continues.
+
+    Methods that read what may be large count its memory in `memory` before. They raise HTTPException 413 or 429 if
+    there is no room.
     """
 
     def __init__(
-        self, store: ResponseStore | None, conversations: ConversationStore | None, max_bytes: int = 64 << 20
+        self,
+        store: ResponseStore | None,
+        conversations: ConversationStore | None,
+        max_bytes: int = 64 << 20,
+        max_items: int = 10_000,
     ) -> None:
         self.store = store
         self._conversations = conversations
         self._max_bytes = max_bytes
+        self._max_items = max_items
 
     async def find(self, response_id: str, owner: str) -> Record | None:
         """Return a response; None if there is none. Raises StoreError."""
         record = await self.store.get(response_id, owner) if self.store is not None else None
         return None if record is None else await self._checked(record)
 
-    async def get(self, response_id: str, owner: str) -> Record:
+    async def get(self, response_id: str, owner: str, memory: RequestMemory) -> Record:
         """Return a response. Raises ApiError 404 if there is none, or StoreError."""
+        memory.take(owner, BYTE_COST * await self._size(response_id, owner))
         if (record := await self.find(response_id, owner)) is None:
             raise _not_found(response_id)
         return record
@@ -88,7 +99,11 @@ class KeptResponses:
         return self._conversations.appending(response["conversation"]["id"], owner, [*items, *response["output"]])
 
     async def conversation(
-        self, request: ResponsesRequest, owner: str, run: Callable[..., Awaitable[list[InputItem]]] = asyncio.to_thread
+        self,
+        request: ResponsesRequest,
+        owner: str,
+        memory: RequestMemory,
+        run: Callable[..., Awaitable[list[InputItem]]] = asyncio.to_thread,
     ) -> list[InputItem]:
         """Return all items of a request's conversation, those of earlier turns and references included.
 
@@ -99,10 +114,14 @@ class KeptResponses:
         """
         items: list[InputItem] = []
         if (conversation_id := request.conversation_id) is not None:
-            items += await run(_read, await self._items(conversation_id, owner), "conversation")
+            items += await run(_read, await self._items(conversation_id, owner, memory), "conversation")
         if request.previous_response_id is not None:
-            turns = await self.turns(request.previous_response_id, owner)
+            turns = await self.turns(request.previous_response_id, owner, memory)
             before = [item for turn in turns for item in (*turn.input, *turn.response["output"])]
+            if len(before) > self._max_items:
+                place, most = "previous_response_id", f"{self._max_items} items (--max-messages)"
+                message = f"{place}: the conversation has more than {most}; send its latest items as input"
+                raise InvalidRequestError(message, place)
             items += await run(_read, before, "previous_response_id")
         kept: dict[str, dict[str, Json | None]] = {}
         left = self._max_bytes
@@ -111,7 +130,9 @@ class KeptResponses:
                 items.append(item)
                 continue
             if response_of_item(item.id) not in kept:
-                left -= await self._size(response_of_item(item.id), owner)
+                size = await self._size(response_of_item(item.id), owner)
+                memory.take(owner, BYTE_COST * size)
+                left -= size
                 if left < 0:
                     place = f"input[{index}]"
                     message = f"{place}: the responses of all references have more than {self._max_bytes} bytes "
@@ -123,7 +144,7 @@ class KeptResponses:
         """Return the size of a response as JSON, with its input; 0 if it is not kept."""
         return await self.store.size(response_id, owner) if self.store is not None else 0
 
-    async def _items(self, conversation_id: str, owner: str) -> list[Json]:
+    async def _items(self, conversation_id: str, owner: str, memory: RequestMemory) -> list[Json]:
         """Return the items of a conversation, which has room for more. Raises ApiError, InvalidRequestError."""
         if self._conversations is None:
             message = "conversation: this server keeps no conversations; start it with --store"
@@ -133,11 +154,17 @@ class KeptResponses:
         if conversation.size > self._max_bytes:
             most = f"{self._max_bytes} bytes (--max-conversation-size)"
             raise InvalidRequestError(f"conversation: it has more than {most}; begin a new one", "conversation")
+        memory.take(owner, BYTE_COST * conversation.size)
         return await self._conversations.items(conversation_id)
 
-    async def turns(self, response_id: str, owner: str) -> list[Record]:
+    async def turns(self, response_id: str, owner: str, memory: RequestMemory) -> list[Record]:
         """Return a response and all turns before it, the first one first. Raises ApiError or StoreError."""
-        turns = await self.store.conversation(response_id, owner, self._max_bytes) if self.store is not None else []
+
+        def take(size: int) -> None:
+            memory.take(owner, BYTE_COST * size)
+
+        store = self.store
+        turns = [] if store is None else await store.conversation(response_id, owner, self._max_bytes, take)
         place = "previous_response_id"
         if not turns:
             hint = "" if self.store is not None else "; this server keeps no responses, so send the whole conversation"
@@ -186,8 +213,15 @@ class KeptResponses:
         error = {"code": "server_error", "message": RESTARTED}
         failed = {**record.response, "status": "failed", "error": error}
         if not await self.store.finish(failed):  # it has ended meanwhile, or was deleted
-            return await self.get(record.id, record.owner)
+            return await self._again(record)
         return dataclasses.replace(record, status="failed", response=failed)
+
+    async def _again(self, record: Record) -> Record:
+        """Return a response as it is kept now. Raises ApiError 404 if it was deleted."""
+        assert self.store is not None
+        if (found := await self.store.get(record.id, record.owner)) is None:
+            raise _not_found(record.id)
+        return found
 
 
 def stored_input(response_id: str, items: Sequence[InputItem]) -> list[Json]:

@@ -23,6 +23,7 @@ from paceline.services.gateway.choice import Delta
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.generation import Generation
+from paceline.services.gateway.http.memory import memory_of
 from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.media.expansion import NO_ITEMS, NOTHING, Expansions
 from paceline.services.gateway.media.parts import pin_meanings
@@ -72,7 +73,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             "seconds": config.stored_responses_seconds,
         }
         store, conversations = ResponseStore(shared, **limits), ConversationStore(shared, **limits)
-    kept = KeptResponses(store, conversations, parse_bytes(config.max_conversation_size))
+    kept = KeptResponses(store, conversations, parse_bytes(config.max_conversation_size), config.max_messages)
     runs = BackgroundRuns(store, unique_name("gateway")) if store is not None else None
 
     add_conversations(router, conversations)
@@ -81,7 +82,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         model: ModelFleet, body: ResponsesRequest, request: Request
     ) -> tuple[list[InputItem], Toolbox, Plan]:
         """Return the whole conversation, its tools and its plan."""
-        items = await kept.conversation(body, owner_of(request), partial(aside, request))
+        items = await kept.conversation(body, owner_of(request), memory_of(request), partial(aside, request))
         await aside(request, check_echo, body)
         toolbox = await aside(request, Toolbox, body, items)
 
@@ -171,7 +172,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         stream: bool = False,
         starting_after: Annotated[int, Query(ge=-1)] = -1,
     ) -> Response:
-        record = await kept.get(response_id, owner_of(request))
+        record = await kept.get(response_id, owner_of(request), memory_of(request))
         if not stream:
             return await aside(request, JSONResponse, record.response)
         run = runs.find(response_id) if runs is not None else None
@@ -188,9 +189,9 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None, responses=answers(ResponseBody))
-    async def cancel(response_id: str, request: Request) -> Json:
+    async def cancel(response_id: str, request: Request) -> Response:
         owner = owner_of(request)
-        record = await kept.get(response_id, owner)
+        record = await kept.get(response_id, owner, memory_of(request))
         if not record.response["background"]:
             message = "only responses with background true can be cancelled"
             raise ApiError(400, message, param="response_id")
@@ -198,7 +199,8 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             await runs.cancel(response_id)
             # If another gateway computes it, that one notices.
             await store.finish({**record.response, "status": "cancelled"})
-        return (await kept.get(response_id, owner)).response
+        record = await kept.get(response_id, owner, memory_of(request))
+        return await aside(request, JSONResponse, record.response)
 
     @router.get("/v1/responses/{response_id}/input_items", response_model=None, responses=answers(InputItems))
     async def input_items(
@@ -209,10 +211,10 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         after: str | None = None,
     ) -> Response:
         owner = owner_of(request)
-        record = await kept.get(response_id, owner)
+        record = await kept.get(response_id, owner, memory_of(request))
         items: list[Json] = []
         if record.previous_id:
-            for turn in await kept.turns(record.previous_id, owner):
+            for turn in await kept.turns(record.previous_id, owner, memory_of(request)):
                 items += [*turn.input, *turn.response["output"]]
         items += record.input
         ordered = items if order == "asc" else items[::-1]

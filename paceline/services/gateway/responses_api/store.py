@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,18 +115,21 @@ class ResponseStore:
         """Return a response; None if there is none of this id and owner."""
         return await self._store.run(lambda execute: _get(execute, response_id, owner), writes=False)
 
-    async def conversation(self, response_id: str, owner: str, max_bytes: int) -> list[Record]:
+    async def conversation(
+        self, response_id: str, owner: str, max_bytes: int, take: Callable[[int], object] = lambda size: None
+    ) -> list[Record]:
         """Return a response and all turns before it, the first one first. All of them count as used.
 
         If a turn is not kept any more, the list begins with the one after it.
 
         Args:
             max_bytes: the largest size of all turns together as JSON.
+            take: is told their size before any is read, and may raise an error.
 
         Raises InvalidRequestError if there are more than MAX_TURNS, or if they are larger. No turn is read then.
         """
 
-        def find(execute: Execute) -> list[str]:
+        def find(execute: Execute) -> tuple[list[str], int]:
             ids: list[str] = []
             wanted, left = response_id, max_bytes
             query = "SELECT previous_id, size FROM paceline_responses WHERE id = :id AND owner = :owner"
@@ -143,12 +146,19 @@ class ResponseStore:
                     most = f"{MAX_TURNS} turns" if left >= 0 else f"{max_bytes} bytes (--max-conversation-size)"
                     message = f"{place}: the conversation has more than {most}; send its latest items as input"
                     raise InvalidRequestError(message, place)
-            return ids[::-1]
+            return ids[::-1], max_bytes - left
 
         def read(execute: Execute) -> list[Record]:
-            turns = [_get(execute, each, owner) for each in find(execute)]
-            return [turn for turn in turns if turn is not None]
+            turns: list[Record] = []
+            for each in ids:
+                if (turn := _get(execute, each, owner)) is None:  # it was deleted meanwhile
+                    turns.clear()
+                else:
+                    turns.append(turn)
+            return turns
 
+        ids, size = await self._store.run(find, writes=False)
+        take(size)
         turns = await self._store.run(read, writes=False)
         if turns:
             ids = {f"id{number}": turn.id for number, turn in enumerate(turns)}

@@ -305,3 +305,35 @@ async def test_fields_that_a_response_repeats_have_a_largest_size(agents: Stack)
     refused = await agents.post("/v1/responses", input="x", tools=tools)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
     assert "a response repeats" in refused.json()["error"]["message"]
+
+
+async def test_what_a_request_reads_from_the_store_counts_as_its_memory(
+    start_stack: StartStack, tmp_path: Path
+) -> None:
+    stack = await start_stack(store=str(tmp_path / "store.db"), body_memory="128KiB", local_prefill_tokens=100)
+    tools = [{"type": "web_search", "note": "n" * 20_000}]
+
+    async def post(**body: Any) -> tuple[int, Any]:
+        answer = await stack.post("/v1/responses", input="a", max_output_tokens=1, **body)
+        return answer.status_code, answer.json()
+
+    status, first = await post(tools=tools)
+    assert status == 200, first
+    status, second = await post(previous_response_id=first["id"])
+    assert status == 200, second
+    status, refused = await post(previous_response_id=first["id"], tools=tools)
+    assert (status, "--body-memory" in refused["error"]["message"]) == (413, True)
+    for _ in range(3):  # it is given back each time
+        assert (await stack.http.get(f"/v1/responses/{first['id']}")).status_code == 200
+        assert (await stack.http.get(f"/v1/responses/{second['id']}/input_items")).status_code == 200
+
+
+async def test_what_a_response_continues_has_a_largest_number_of_items(start_stack: StartStack, tmp_path: Path) -> None:
+    stack = await start_stack(store=str(tmp_path / "store.db"), max_messages=3, local_prefill_tokens=100)
+    previous, statuses = None, []
+    for _ in range(3):
+        answer = await stack.post("/v1/responses", input="a", max_output_tokens=1, previous_response_id=previous)
+        statuses.append(answer.status_code)
+        previous = answer.json().get("id")
+    assert statuses == [200, 200, 400]
+    assert "--max-messages" in answer.json()["error"]["message"]
