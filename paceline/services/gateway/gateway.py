@@ -108,7 +108,7 @@ class Gateway:
         await asyncio.gather(*(model.close() for model in self.models.values()))
         await self._shared.media.close()
         await self.constraints.close()
-        await self.bodies.close()
+        await asyncio.to_thread(self.bodies.close)
         await self._redis.aclose()
 
     async def drain(self, seconds: float) -> None:

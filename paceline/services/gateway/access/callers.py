@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from fastapi import Request
 
 from paceline.core.request_classes import DEFAULT
+
+_owner: ContextVar[str] = ContextVar("paceline_owner", default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +53,13 @@ def caller_of(request: Request) -> Caller:
 def owner_of(request: Request) -> str:
     """Return the digest of the key that let the request in; "" if the caller has none."""
     return caller_of(request).owner
+
+
+def set_current_owner(owner: str) -> None:
+    """Say for whom this task, and the tasks that it makes, work from now on; see `owner_of`."""
+    _owner.set(owner)
+
+
+def current_owner() -> str:
+    """Return for whom this task works; "" if for a caller without a key, or for the gateway itself."""
+    return _owner.get()

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.access.book import AccessBook, caller_with
-from paceline.services.gateway.access.callers import ANYONE, Caller
+from paceline.services.gateway.access.callers import ANYONE, Caller, set_current_owner
 from paceline.services.gateway.access.decisions import Access, decision_for
 from paceline.services.gateway.access.limiter import Limiter
 from paceline.services.gateway.access.peers import is_foreign_page, is_forwarded, is_local, is_rebound
@@ -55,6 +55,7 @@ class Guard:
         answer = send
         try:
             caller = state["caller"] = state.get("caller") or self._admit(scope)
+            set_current_owner(caller.owner)
             answer = self._with_limits(send, caller)
             state["admission"] = self._begin(scope, caller) if _is_counted(scope) else Admission()
         except ApiError as refusal:

@@ -24,11 +24,14 @@ class FairPool:
     """A pool of threads, at which callers take turns.
 
     Args:
-        threads: at least 2.
+        threads: if there are several, no owner ever has all of them.
+        name: begin of the threads' names.
     """
 
-    def __init__(self, threads: int = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1))) -> None:
-        self._executor = ThreadPoolExecutor(threads, "body")
+    def __init__(
+        self, threads: int = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1)), name: str = "body"
+    ) -> None:
+        self._executor = ThreadPoolExecutor(threads, name)
         self._turns = OwnerTurns(threads)
 
     async def run(self, owner: str, work: Callable[..., T], *args: object) -> T:
@@ -45,9 +48,10 @@ class FairPool:
         finally:
             del begun  # it has the error, whose traceback has this frame: a cycle that only a collection would free
 
-    async def close(self) -> None:
-        """Wait until all work has ended."""
-        await asyncio.to_thread(self._executor.shutdown)
+    def close(self, last: Callable[[], object] = lambda: None) -> None:
+        """Do `last` after all work that has begun, and wait until it is done."""
+        self._executor.submit(last)
+        self._executor.shutdown()
 
 
 async def aside(request: Request, work: Callable[..., T], *args: object) -> T:

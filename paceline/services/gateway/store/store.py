@@ -8,10 +8,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline.services.gateway.access.callers import current_owner
+from paceline.services.gateway.http.pool import FairPool
 from paceline.services.gateway.store.database import ANSWER_SECONDS, ConflictError, Database, Execute, StoreError
 
 T = TypeVar("T")
@@ -44,8 +45,9 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._missing: list[Tables] = []
-        # One thread, because a connection serves one thread at a time.
-        self._thread = ThreadPoolExecutor(1, "store")
+        # One thread, because a connection serves one thread at a time. Owners take turns, because to read a long
+        # conversation may take a second.
+        self._pool = FairPool(1, "store")
 
     def add_tables(self, tables: Tables) -> None:
         """Have tables created before the next work, unless they exist."""
@@ -76,7 +78,7 @@ class Store:
 
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+                return await self._pool.run(current_owner(), run)
         except TimeoutError:
             log.error("the store has not answered for %g seconds; see --store", ANSWER_SECONDS)
             raise StoreError from None
@@ -92,8 +94,7 @@ class Store:
 
     def close(self) -> None:
         """Wait for what is being written, and close the database."""
-        self._thread.submit(self._database.close)
-        self._thread.shutdown()
+        self._pool.close(self._database.close)
 
 
 def _run_again(run: Callable[[], T]) -> T:

@@ -34,7 +34,7 @@ async def test_callers_take_turns_and_none_has_all_threads() -> None:
     assert await asyncio.gather(*own[:2], *own[3:], *others) == ["a0", "a1", "a3", "a4", "a5", "b", "c", "d"]
     assert max(order.index("c"), order.index("d")) < order.index("a5")
     assert (pool._turns._taken, pool._turns._waiting) == ({}, {})
-    await pool.close()
+    await asyncio.to_thread(pool.close)
 
 
 async def test_work_that_fails_or_that_nobody_waits_for_gives_its_thread_back() -> None:
@@ -54,7 +54,7 @@ async def test_work_that_fails_or_that_nobody_waits_for_gives_its_thread_back() 
     assert not waiting.done()
     go.set()
     assert await waiting == 5
-    await pool.close()
+    await asyncio.to_thread(pool.close)
 
 
 async def test_only_small_bodies_are_read_on_the_event_loop(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

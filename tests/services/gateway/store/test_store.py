@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.services.gateway.access.callers import set_current_owner
 from paceline.services.gateway.store import store as store_module
 from paceline.services.gateway.store.database import Execute, Row, StoreError, open_database
 from paceline.services.gateway.store.store import Store, Tables
@@ -26,6 +27,28 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def made(execute: Execute) -> list[Row]:
     return execute("SELECT name FROM made")[0]
+
+
+async def test_owners_take_turns(store: Store) -> None:
+    order: list[str] = []
+    go = threading.Event()
+
+    async def use(name: str) -> None:
+        set_current_owner(name[0])
+
+        def work(execute: Execute) -> None:
+            assert go.wait(10.0)
+            order.append(name)
+
+        await store.run(work)
+
+    own = [asyncio.create_task(use(f"a{number}")) for number in range(4)]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(use("b"))
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*own, other)
+    assert order == ["a0", "a1", "b", "a2", "a3"]
 
 
 @pytest.mark.parametrize("end", ["time-out", "cancelled"])
