@@ -150,14 +150,14 @@ class ResponseStore:
 
         def read(execute: Execute) -> list[Record]:
             turns: list[Record] = []
-            for each in ids:
+            for each in found:
                 if (turn := _get(execute, each, owner)) is None:  # it was deleted meanwhile
                     turns.clear()
                 else:
                     turns.append(turn)
             return turns
 
-        ids, size = await self._store.run(find, writes=False)
+        found, size = await self._store.run(find, writes=False)
         take(size)
         turns = await self._store.run(read, writes=False)
         if turns:
