@@ -25,6 +25,7 @@ from paceline.services.common.registry import (
     beats_key,
     member_key,
     names_key,
+    read_values,
 )
 
 SILENT_SECONDS = TTL_SECONDS - HEARTBEAT_SECONDS
@@ -160,7 +161,7 @@ class MemberFeed:
         if not names:
             return []
         keys = [member_key(self._cluster, name) for name in names]
-        values = cast(list[bytes | None], await _answer(self._client.mget(keys)))
+        values = await _answer(read_values(self._client, keys))
         for name, value in zip(names, values):
             message = None if value is None else self._signatures.open(name, value)
             if message is None or (version := version_of(message)) == self._versions.get(name):

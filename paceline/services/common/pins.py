@@ -20,6 +20,11 @@ def _key(cluster: str) -> str:
     return f"paceline:{cluster}:pins"
 
 
+def is_count(value: bytes) -> bool:
+    """Return whether a value in Redis is a number of workers. Others can write there, too."""
+    return value.isdigit() and len(value) < 7
+
+
 async def write_pins(client: Redis, cluster: str, pins: Mapping[Role, int]) -> None:
     """Tell the planner to keep so many workers of each of these roles. Raises RedisError."""
     await client.hset(_key(cluster), mapping={str(role): count for role, count in pins.items()})
@@ -64,7 +69,7 @@ class Pins:
         for role in ROLES:
             if (value := found.get(role.encode())) is None:
                 continue
-            if value.isdigit() and len(value) < 7:  # a longer one is none of a gateway's
+            if is_count(value):
                 self.now[role] = int(value)
             else:
                 self.now.pop(role, None)

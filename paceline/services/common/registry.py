@@ -44,6 +44,8 @@ LEFT = b""
 """The version in the last beat of a member that leaves in order."""
 _BEATS_SECONDS = 30.0
 """Age up to which the stream keeps beats. Gateways read it twice a second, and a beat that is lost does no harm."""
+_MOST_BYTES = 1 << 20
+"""Largest size of a member. Others can write to Redis, too, and a longer value would only cost time and memory."""
 _STREAM_SECONDS = 600
 """Time after a member has left until the stream expires, so that Redis keeps none of a cluster that has ended."""
 
@@ -194,6 +196,15 @@ def beats_key(cluster: str) -> str:
     return f"paceline:{cluster}:beats"
 
 
+async def read_values(client: redis.Redis, keys: Sequence[str]) -> list[bytes | None]:
+    """Return the values of members; None for one that is gone, too long, or of another type. Raises RedisError."""
+    async with client.pipeline(transaction=False) as pipeline:
+        for key in keys:
+            pipeline.getrange(key, 0, _MOST_BYTES)  # one byte more than a member has; "" if there is no value
+        found = await pipeline.execute(raise_on_error=False)
+    return [value if isinstance(value, bytes) and 0 < len(value) <= _MOST_BYTES else None for value in found]
+
+
 async def read_members(client: redis.Redis, cluster: str, signatures: MemberSignatures) -> list[Member]:
     """Return all members that Redis lists now, sorted by name. Raises RedisError."""
     # SORT would need only one round trip, but Redis forbids it to users who may not read all keys.
@@ -202,7 +213,7 @@ async def read_members(client: redis.Redis, cluster: str, signatures: MemberSign
         return []
     # A name that is no text is none of ours. Under the replaced name there is no value, so it is taken off the list.
     texts = [name.decode(errors="replace") for name in names]
-    values = cast(list[bytes | None], await client.mget([member_key(cluster, text) for text in texts]))
+    values = await read_values(client, [member_key(cluster, text) for text in texts])
     if ended := [name for name, value in zip(names, values) if value is None]:
         await client.srem(names_key(cluster), *ended)
     opened = (signatures.open(text, value) for text, value in zip(texts, values) if value is not None)

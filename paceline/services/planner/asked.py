@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 from redis.asyncio import Redis
 
 from paceline.core.planner.reports import ROLES, Role
+from paceline.services.common.pins import is_count
 from paceline.services.platforms.platform import PlatformState
 
 KEPT_SECONDS = 3600.0
@@ -39,9 +40,9 @@ class Asked:
         Returns whether there was something; there is nothing if Redis has lost it.
         """
         found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._key))
-        self._numbers = {
-            role: set(map(int, found[role.encode()].split(b","))) for role in ROLES if role.encode() in found
-        }
+        lists = {role: found.get(role.encode(), b"").split(b",") for role in ROLES}
+        numbers = {role: {int(each) for each in lists[role] if is_count(each)} for role in ROLES}
+        self._numbers = {role: counts for role, counts in numbers.items() if counts}
         return bool(self._numbers)
 
     async def note(self, before: Mapping[Role, int], after: Mapping[Role, int], pinned: Collection[Role]) -> None:

@@ -143,6 +143,17 @@ async def test_a_name_that_is_no_text_leaves_the_others_listed(redis_server: str
         assert await client.smembers(registry.names_key(cluster)) == {MEMBER.worker_id.encode()}
 
 
+async def test_values_that_are_no_members_are_not_read_whole(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_MOST_BYTES", 1000)
+    async with contextlib.aclosing(registry.connect(redis_server)) as client:
+        await client.set("long", b"x" * 1001)
+        await client.set("whole", b"x" * 1000)
+        await client.rpush("list", "x")
+        assert await registry.read_values(client, ["long", "whole", "list", "none"]) == [None, b"x" * 1000, None, None]
+
+
 async def test_redis_forgets_who_renews_no_more(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "TTL_SECONDS", 100.0)
     cluster = uuid.uuid4().hex

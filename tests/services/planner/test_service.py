@@ -147,6 +147,15 @@ async def test_what_others_write_to_redis_is_in_no_report(bench: Bench) -> None:
     assert wishes.reports[-1].traffic["default"].waiting == 1000
 
 
+async def test_numbers_in_redis_that_are_none_do_not_stop_a_planner(bench: Bench) -> None:
+    key = f"paceline:{bench.cluster}:planner:asked"
+    await bench.client.hset(key, mapping={"decode": b"1,\xff,-2,1e9,,12345678", "prefill": b"x"})
+    service, wishes = bench.planner()
+    wishes.next = [3]
+    await bench.tick(service)
+    assert bench.platform.calls == [("decode", 3, [])]
+
+
 async def test_only_the_holder_of_the_lease_acts_and_the_other_one_follows(bench: Bench) -> None:
     (first, wishes), (second, others) = bench.planner("first"), bench.planner("second")
     wishes.next, others.next = [2], [4]
