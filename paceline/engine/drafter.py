@@ -118,7 +118,7 @@ def draft_next(
         The draft, and whether it would be the row's last token.
     """
     fixed = rows.row(row)
-    context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len)
+    context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len, fixed.allowed)
     draft = propose(logits, context, draws, chooser)
     rows.token_ids[row, end] = draft.token
     return draft, fixed.ends(draft.token, end + 1)

@@ -101,7 +101,7 @@ class RowSampler:
             if chosen is not None:
                 token = Token(chosen[index])
             else:
-                mask = masks[index] if masks is not None else None
+                mask = masks[index] if masks is not None else fixed.allowed
                 how = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
                 token = sample(logits[own[index]], how, draft if self._probabilistic else None, self._chooser)
             tokens.append(token)

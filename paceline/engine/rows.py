@@ -18,7 +18,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
 from paceline.engine.row_media import EncodingReader, Piece, RowMedia
-from paceline.engine.sampler import Draft, takes_best
+from paceline.engine.sampler import Draft, allowed_mask, takes_best
 from paceline.engine.step import Chunk, RowAssigned, RowEncoded, RowUpdate
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
@@ -38,6 +38,8 @@ class Row:
     sampling: SamplingParams
     prompt_len: int
     takes_best: bool
+    allowed: np.ndarray | None
+    """Mask of the tokens that the request allows; None if it allows all."""
 
     def ends(self, token_id: int, length: int) -> bool:
         """Return whether this token is the last if the context has `length` tokens, this one included."""
@@ -114,7 +116,8 @@ class Rows:
                 self.media.provide(update)
                 continue
             if isinstance(update, RowAssigned):
-                self._rows[row] = Row(update.sampling, update.prompt_len, takes_best(update.sampling))
+                own = update.sampling
+                self._rows[row] = Row(own, update.prompt_len, takes_best(own), allowed_mask(own))
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
                 self.drafts[row], self._drafts[row] = 0, ()

@@ -44,7 +44,8 @@ class SamplingRow:
     """The context so far. The token to choose has position len(token_ids)."""
     prompt_len: int
     mask: np.ndarray | None = None
-    """Tokens that a grammar allows: uint8 [bytes], one bit a token from the lowest bit on. At least one bit is set."""
+    """Tokens that a grammar or the request allows: uint8 [bytes], one bit a token from the lowest bit on. At least one
+    bit is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,19 @@ def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | No
 def _draw_at(params: SamplingParams, position: int) -> Draw:
     temperature = 0.0 if _is_greedy(params) else params.temperature
     return Draw(temperature, params.top_k, params.min_p, params.top_p, params.seed, position)
+
+
+def allowed_mask(params: SamplingParams) -> np.ndarray | None:
+    """Return the mask of the tokens that a request allows, see `SamplingRow`; None if it allows all.
+
+    It is made once for each request: a list of all tokens of a large vocabulary takes longer to read than a step.
+    """
+    if not params.allowed_token_ids:
+        return None
+    token_ids = np.array(params.allowed_token_ids)
+    allowed = np.zeros(int(token_ids.max()) + 1, dtype=bool)
+    allowed[token_ids] = True
+    return np.packbits(allowed, bitorder="little")
 
 
 def takes_best(params: SamplingParams) -> bool:
@@ -190,10 +204,6 @@ def _shape_logits(logits: Tensor, row: SamplingRow) -> None:
     if row.mask is not None:
         allowed = np.unpackbits(row.mask, count=logits.numel(), bitorder="little")
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
-    if params.allowed_token_ids:
-        forbidden = torch.ones_like(logits, dtype=torch.bool)
-        forbidden[list(params.allowed_token_ids)] = False
-        logits[forbidden] = -torch.inf
     if params.bad_words:
         _forbid(logits, _ends_of_bad_words(row))
     _forbid(logits, list(params.unwanted_ends(len(row.token_ids) - row.prompt_len)))

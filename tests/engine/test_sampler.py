@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from paceline.core.types import Constraint, ConstraintKind, SamplingParams
 from paceline.engine.distribution import cut
-from paceline.engine.sampler import SamplingRow, best_of, sample, score, takes_best, uniform
+from paceline.engine.sampler import SamplingRow, allowed_mask, best_of, sample, score, takes_best, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 0.5])
 
 
 def draw(params: SamplingParams, context: list[int] | None = None, logits: torch.Tensor = LOGITS, **row: int) -> int:
     context = [0] if context is None else context
-    return sample(logits.clone(), SamplingRow(params, context, row.get("prompt_len", 1))).id
+    return sample(logits.clone(), SamplingRow(params, context, row.get("prompt_len", 1), allowed_mask(params))).id
 
 
 def frequencies(params: SamplingParams, n: int = 4000) -> list[float]:
-    rows = [SamplingRow(params, range(position), 1) for position in range(1, n + 1)]  # type: ignore[arg-type]
+    mask = allowed_mask(params)
+    rows = [SamplingRow(params, range(position), 1, mask) for position in range(1, n + 1)]  # type: ignore[arg-type]
     tokens = Counter(sample(LOGITS.clone(), row).id for row in rows)
     return [tokens[index] / n for index in range(len(LOGITS))]
 

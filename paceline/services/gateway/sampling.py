@@ -71,7 +71,7 @@ def resolve_sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request, tokenizer.vocab_size),
-        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
         stop_token_ids=stop_token_ids,
         min_tokens=request.min_tokens,
         max_tokens=max_tokens,

@@ -43,19 +43,22 @@ class Upload:
         self._in_file = False
         self._is_complete = False
         self._content: list[bytes] = []
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin_part,
-                "on_header_field": lambda data, start, end: self._add_header(0, data[start:end]),
-                "on_header_value": lambda data, start, end: self._add_header(1, data[start:end]),
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
-                "on_part_data": lambda data, start, end: self._add_data(data[start:end]),
-                "on_part_end": self._end_part,
-                "on_end": self._end,
-            },
-        )
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": lambda data, start, end: self._add_header(0, data[start:end]),
+                    "on_header_value": lambda data, start, end: self._add_header(1, data[start:end]),
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": lambda data, start, end: self._add_data(data[start:end]),
+                    "on_part_end": self._end_part,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:
+            raise _invalid(str(error)) from error
 
     def feed(self, data: bytes) -> list[bytes]:
         """Read a piece of the body and return the file's bytes in it."""

@@ -57,7 +57,10 @@ def test_what_is_wrong_is_said(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data"])
+@pytest.mark.parametrize(
+    "content_type",
+    ["", "application/json", "multipart/form-data", f"multipart/form-data; boundary={'x' * 300}"],
+)
 def test_other_content_types_are_refused(content_type: str) -> None:
     with pytest.raises(ApiError):
         Upload(content_type)
