@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +33,9 @@ MASK_SECONDS = 60.0
 """Deadline for a step's masks. The library's limits end the slowest masks long before; later than this, the thread is
 dead."""
 
-MASK_BURST, MASK_PER_TOKEN = 0.25, 0.01
-"""CPU time in seconds that the masks of one output may take at once, and for each token in the long run. All rows of a
-step wait for them. Usual ones take some ten microseconds, but in an ambiguous grammar they grow with the output."""
+MASK_BURST, MASK_PER_TOKEN, MASK_SHARE = 0.25, 0.01, 0.05
+"""CPU time that the masks of one grammar may take: at once, in seconds; for each token in the long run, in seconds; and
+what it gets back while time passes, as a share of this time."""
 
 _CACHED_GRAMMARS, _CACHED_CHARACTERS = 64, 4 << 20
 """Grammars that are kept although no request uses them, and the length of their texts together: clients send the same
@@ -44,6 +44,25 @@ schema again and again. A compiled grammar takes up to 80 bytes for each charact
 
 class GrammarError(Exception):
     """An output cannot be continued under its grammar."""
+
+
+class MaskBudget:
+    """The CPU time that is left for the masks of one grammar, for which all rows of a step wait.
+
+    Usual masks take some ten microseconds, but in an ambiguous grammar they grow with the output. All outputs with the
+    grammar share the budget, so that a request gains nothing by many choices.
+    """
+
+    def __init__(self) -> None:
+        self._left = MASK_BURST
+        self._at = time.monotonic()
+
+    def spend(self, seconds: float, tokens: int) -> bool:
+        """Take off time that the masks after some tokens have taken. Return whether there was enough."""
+        now = time.monotonic()
+        earned = MASK_PER_TOKEN * tokens + MASK_SHARE * (now - self._at)
+        self._left, self._at = min(MASK_BURST, self._left + earned) - seconds, now
+        return self._left >= 0
 
 
 class Matcher:
@@ -60,7 +79,7 @@ class Matcher:
     def __init__(self, grammar: Grammar, output: Sequence[int]) -> None:
         self._matcher = grammar.start.deep_copy()
         self._end_token_ids = grammar.end_token_ids
-        self._seconds_left = MASK_BURST
+        self._budget = grammar.budget
         self.masks: list[np.ndarray] = []
         self.error = ""
         self.advance(output, ())
@@ -69,9 +88,8 @@ class Matcher:
         """Follow tokens that were sampled, and look ahead along the drafts after them."""
         began = time.thread_time()
         self._follow(tokens, drafts)
-        spent = time.thread_time() - began
-        self._seconds_left = min(MASK_BURST, self._seconds_left + MASK_PER_TOKEN * len(tokens)) - spent
-        if self._seconds_left < 0 and not self.error:
+        is_within = self._budget.spend(time.thread_time() - began, len(tokens))
+        if not is_within and not self.error:
             self.error = _cannot_continue(TOO_SLOW)
 
     def _follow(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
@@ -124,6 +142,7 @@ class Grammar:
     end_token_ids: frozenset[int]
     characters: int
     """Length of its text."""
+    budget: MaskBudget = field(default_factory=MaskBudget)
 
 
 class Grammars:

@@ -248,6 +248,18 @@ def test_an_output_for_whose_masks_all_others_would_wait_ends(grammars: Grammars
     assert "takes too long" in matcher.error
 
 
+def test_outputs_with_one_grammar_share_the_time_for_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(constraint_module.time, "monotonic", lambda: now)
+    budget = constraint_module.MaskBudget()
+    assert all(budget.spend(0.01, 1) for _ in range(1000))
+    assert budget.spend(0.25, 0)
+    assert not budget.spend(0.001, 0)
+    now += 10.0  # it never has more than at first
+    assert budget.spend(0.25, 0)
+    assert not budget.spend(0.001, 0)
+
+
 def test_a_constraint_that_does_not_compile_at_the_runner_fails_its_request_alone(answer: Any) -> None:
     lost, found = answer(Ask(sampled(regex("("))), Ask(sampled(choice("abc"))))
     assert lost.failure
