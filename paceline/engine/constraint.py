@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,13 +53,14 @@ class MaskBudget:
     grammar share the budget, so that a request gains nothing by many choices.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._left = MASK_BURST
-        self._at = time.monotonic()
+        self._at = clock()
 
     def spend(self, seconds: float, tokens: int) -> bool:
         """Take off time that the masks after some tokens have taken. Return whether there was enough."""
-        now = time.monotonic()
+        now = self._clock()
         earned = MASK_PER_TOKEN * tokens + MASK_SHARE * (now - self._at)
         self._left, self._at = min(MASK_BURST, self._left + earned) - seconds, now
         return self._left >= 0

@@ -17,7 +17,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.types import Constraint, FinishReason, SamplingParams
 from paceline.engine import constraint as constraint_module
-from paceline.engine.constraint import Grammar, Grammars, Matcher
+from paceline.engine.constraint import Grammar, Grammars, MaskBudget, Matcher
 from paceline.models.base import Model
 from tests.engine.constrained_loop import WAYS, Ask, ConstrainedLoop, choice, lark, regex, sampled, schema
 from tests.engine.loops import DRAFTS
@@ -248,16 +248,22 @@ def test_an_output_for_whose_masks_all_others_would_wait_ends(grammars: Grammars
     assert "takes too long" in matcher.error
 
 
-def test_outputs_with_one_grammar_share_the_time_for_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_have_a_burst_a_rate_and_a_share_of_the_time() -> None:
     now = 0.0
-    monkeypatch.setattr(constraint_module.time, "monotonic", lambda: now)
-    budget = constraint_module.MaskBudget()
+    budget = MaskBudget(lambda: now)
     assert all(budget.spend(0.01, 1) for _ in range(1000))
-    assert budget.spend(0.25, 0)
-    assert not budget.spend(0.001, 0)
-    now += 10.0  # it never has more than at first
-    assert budget.spend(0.25, 0)
-    assert not budget.spend(0.001, 0)
+    for _ in range(3):
+        assert budget.spend(0.2, 0)
+        assert not budget.spend(0.1, 0)
+        now += 100.0  # it never has more than at first
+    assert budget.spend(0.24, 0)
+    assert not budget.spend(0.1, 0)
+    now += 0.1
+    assert not budget.spend(0.1, 0)
+
+
+def test_outputs_with_one_grammar_share_the_time_for_its_masks(grammars: Grammars) -> None:
+    assert matcher_of(grammars, regex("a"))._budget is matcher_of(grammars, regex("a"))._budget
 
 
 def test_a_constraint_that_does_not_compile_at_the_runner_fails_its_request_alone(answer: Any) -> None:

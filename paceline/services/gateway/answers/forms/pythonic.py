@@ -150,8 +150,8 @@ def _read_key(reader: Reader) -> Steps[str]:
 def _written(name: str, arguments: str) -> str:
     try:
         values = json.loads(arguments)
+        pairs = values.items() if isinstance(values, dict) else ()
+        written = [f"{write_key(key)}={write_literal(value)}" for key, value in pairs]
     except (ValueError, RecursionError):
-        values = None  # an answer that was cut off
-    pairs = values.items() if isinstance(values, dict) else ()
-    written = (f"{write_key(key)}={write_literal(value)}" for key, value in pairs)
+        written = []  # an answer that was cut off, or nested too deeply
     return f"{name}({', '.join(written)})"

@@ -63,3 +63,7 @@ def test_a_text_comes_before_its_end() -> None:
     parser = AnswerParser(lambda answer: read_answer(answer, None, Pythonic(), False))
     parser.push("[f(a='")
     assert parser.push("half") == [CallArguments(0, "half")]
+
+
+def test_arguments_that_are_nested_too_deeply_are_left_out() -> None:
+    assert Pythonic().write("f", '{"a": ' + "[" * 900 + "]" * 900 + "}") == "[f()]"
