@@ -58,6 +58,8 @@ class Constraint:
     grammar: str = field(default="", compare=False)
     """What the text means as a grammar of the library, which a gateway has compiled on trial; "" if it has not been
     translated."""
+    domain: str = ""
+    """Salt of the requests that share the compiled constraint and the time for its masks. Only workers know it."""
 
 
 @dataclass(frozen=True, slots=True)

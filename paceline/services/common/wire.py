@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from paceline.core.context import Context
@@ -114,6 +115,15 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         logprob_token_ids=tuple(message.logprob_token_ids),
     )
+
+
+def sampling_of(work: pb.Work) -> SamplingParams:
+    """Return the sampling of an attempt. Its constraint is another one than those of requests with another salt, so
+    that nobody learns by the time of an answer what others have sent."""
+    params = sampling_from_pb(work.sampling)
+    if params.constraint is None:
+        return params
+    return replace(params, constraint=replace(params.constraint, domain=work.cache_salt))
 
 
 def constraint_to_pb(constraint: Constraint) -> pb.Constraint:

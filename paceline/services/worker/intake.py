@@ -18,7 +18,7 @@ from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
-from paceline.services.common.wire import sampling_from_pb
+from paceline.services.common.wire import sampling_of
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.leases import Reservation
 from paceline.services.worker.work_check import check_token
@@ -52,7 +52,7 @@ class Intake:
         The result is None if there is no constraint. To wait for it raises ConstraintError or ModelError.
         """
         loop = asyncio.get_running_loop()
-        constraint = sampling_from_pb(work.sampling).constraint
+        constraint = sampling_of(work).constraint
         known = None if constraint is None else self._grammars.find(constraint)
         if constraint is None or known is not None:
             compiled: asyncio.Future[Grammar | None] = loop.create_future()
@@ -147,7 +147,7 @@ class Intake:
             key=reservation.key,
             context=context,
             prompt_len=work.prompt_tokens,
-            sampling=sampling_from_pb(work.sampling),
+            sampling=sampling_of(work),
             layout=self._layout,
             tables=reservation.tables,
             computed_len=reservation.filled_tokens,

@@ -9,7 +9,7 @@ from paceline.core.media import DIGEST_BYTES, MediaInput, MediaKind, MediaSpan
 from paceline.core.types import Constraint, ConstraintKind, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
 from paceline.services.common import wire
-from paceline.services.common.wire import sampling_from_pb, sampling_to_pb
+from paceline.services.common.wire import sampling_from_pb, sampling_of, sampling_to_pb
 
 
 @pytest.mark.parametrize("kind", ConstraintKind)
@@ -17,6 +17,13 @@ def test_a_constraint_travels_with_the_sampling(kind: ConstraintKind) -> None:
     params = SamplingParams(constraint=Constraint(kind, 'a "text" ✓', frozenset({7, 2})), max_tokens=3)
     assert sampling_from_pb(sampling_to_pb(params)) == params
     assert sampling_from_pb(sampling_to_pb(SamplingParams())).constraint is None
+
+
+def test_constraints_of_requests_with_other_salts_are_others() -> None:
+    sampling = sampling_to_pb(SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "a", frozenset({1}))))
+    own, again, other = (sampling_of(pb.Work(sampling=sampling, cache_salt=salt)).constraint for salt in "aab")
+    assert own == again != other
+    assert sampling_of(pb.Work()).constraint is None
 
 
 def test_a_kind_that_nobody_knows_yet_is_refused() -> None:
