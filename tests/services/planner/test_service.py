@@ -27,7 +27,7 @@ from paceline.services.common.registry import Member, Registrar, connect, write_
 from paceline.services.common.secret import Secret
 from paceline.services.planner.lease import Lease
 from paceline.services.planner.recording import RecordFile, replay_file
-from paceline.services.planner.service import PlannerService
+from paceline.services.planner.service import HANDOVER_SECONDS, PlannerService
 from paceline.services.platforms.platform import Ability, PlatformState, RoleState
 
 OBJECTIVES = Objectives(roles={"decode": RoleLimits(0, 4)}, fast_seconds=1.0)
@@ -152,6 +152,8 @@ async def test_numbers_in_redis_that_are_none_do_not_stop_a_planner(bench: Bench
     await bench.client.hset(key, mapping={"decode": b"1,\xff,-2,1e9,,12345678", "prefill": b"x"})
     service, wishes = bench.planner()
     wishes.next = [3]
+    await bench.tick(service)
+    bench.now += HANDOVER_SECONDS
     await bench.tick(service)
     assert bench.platform.calls == [("decode", 3, [])]
 
