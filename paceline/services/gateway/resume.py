@@ -196,7 +196,10 @@ class StreamIds:
         self.resumes = received is not None
         self._origin = str(origin)
         self._received = received.positions if received is not None else [_NOTHING] * choices
+        self._generated = [Position()] * choices
+        """What was generated of each choice. A writer may keep the events of the last tokens until the choice ends."""
         self._sent = [Position()] * choices
+        """What the events that were written have of each choice."""
         self._unchecked = {index for index, position in enumerate(self._received) if position[:2] > (0, False)}
         """Choices whose tokens that the client has were not generated again yet."""
         self._held = b""
@@ -219,11 +222,13 @@ class StreamIds:
 
         Raises ApiError if the client has tokens of another answer. Nothing of this answer was returned before.
         """
-        index, received, sent = delta.index, self._received[delta.index], self._sent[delta.index]
+        index, received, before = delta.index, self._received[delta.index], self._generated[delta.index]
         ids = array("I", [token.id for token in delta.tokens])
         has_finished = delta.finish_reason is not None
-        now = Position(sent.tokens + len(ids), has_finished, zlib.crc32(ids.tobytes(), sent.checksum))
-        self._sent[index] = now
+        now = Position(before.tokens + len(ids), has_finished, zlib.crc32(ids.tobytes(), before.checksum))
+        self._generated[index] = now
+        if written:
+            self._sent[index] = now
         events = written.split(_END)[:-1]
         if index in self._unchecked:
             if now[:2] < received[:2] and not has_finished:

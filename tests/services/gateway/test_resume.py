@@ -201,6 +201,20 @@ def test_nothing_is_sent_before_all_that_the_client_has_is_checked() -> None:
     assert ids.mark(Delta(0, finish_reason="stop"), EVENT).count(EVENT) == 1
 
 
+def test_an_id_counts_no_tokens_whose_events_wait_for_the_end_of_their_choice() -> None:
+    """Otherwise the client would get all of this choice again, if the event of another choice was its last one."""
+    ids = StreamIds(ORIGIN, None, 2)
+    ids.mark(Delta(0, tokens=some(1, 2)), EVENT)
+    ids.mark(Delta(0, tokens=some(3)), b"")
+    other = ids.mark(Delta(1, tokens=some(4)), EVENT).decode()
+    received = read_event_id(other.removeprefix("id: ").partition("\n")[0])
+    assert [each[:2] for each in received.positions] == [(2, False), (1, False)]
+    ids = StreamIds(ORIGIN, received, 2)
+    again = [(Delta(1, tokens=some(4)), EVENT), (Delta(0, tokens=some(1, 2)), EVENT), (Delta(0, tokens=some(3)), b"")]
+    assert [ids.mark(*each) for each in again] == [b"", b"", b""]
+    assert ids.mark(Delta(0, finish_reason="stop"), EVENT).count(EVENT) == 1
+
+
 @pytest.mark.parametrize(
     ("had", "again"),
     [
