@@ -103,7 +103,7 @@ class Builder(ABC):
             if notation.any_value:
                 scalars.plain[notation.any_value] = None
             else:
-                scalars.plain = dict.fromkeys([f"/{NUMBER}/", *notation.words.values()])
+                scalars.plain = dict.fromkeys([f"({NUMBER})", *notation.words.values()])
                 for quoting in notation.quotings:
                     scalars.add_text(quoting, quoting.text())
                 names = Scalars()

@@ -190,7 +190,9 @@ class Conjunctions:
             raise ConstraintError("a schema must be a JSON object, or true")
         if id(schema) not in self._opened:
             parts = tuple(self._parts(schema))
-            if schema.get("nullable") is True and "type" in schema:  # as in OpenAPI 3.0
+            if (
+                schema.get("nullable") is True
+            ):  # OpenAPI 3.0 has it beside a type; generators write it beside `$ref`, too
                 parts = (_Choice((parts, ({"type": "null"},))),)
             self._opened[id(schema)] = parts
         return self._opened[id(schema)]

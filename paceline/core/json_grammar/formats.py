@@ -1,4 +1,7 @@
-"""Formats of strings that are enforced, as patterns. All other formats are annotations, as the specification has it."""
+"""Formats of strings that are enforced, as patterns: those of JSON Schema that are simple, and some of pydantic's own.
+
+All other formats are annotations, as the specification has it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,17 @@ _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _HOST = rf"{_LABEL}(\.{_LABEL})*"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 _URI_CHARACTER = r"([a-zA-Z0-9._~!$&'()*+,;=:@/-]|%[0-9a-fA-F]{2})"
-_URI = rf"[a-zA-Z][a-zA-Z0-9+.-]*:{_URI_CHARACTER}+(\?({_URI_CHARACTER}|\?)*)?(#({_URI_CHARACTER}|\?)*)?"
+_IN_BRACKETS = rf"//({_URI_CHARACTER}*@)?\[[0-9a-fA-F:.]+\](:\d*)?(/{_URI_CHARACTER}*)?"
+"""The beginning of a URI's rest if its host is an IPv6 address."""
+_QUERY = rf"(\?({_URI_CHARACTER}|\?)*)?(#({_URI_CHARACTER}|\?)*)?"
+_URI = rf"[a-zA-Z][a-zA-Z0-9+.-]*:({_URI_CHARACTER}+|{_IN_BRACKETS}){_QUERY}"
 _PERIOD = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
 _CLOCK = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
+
+
+def _uuid(version: str) -> str:
+    return f"[0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-{version}[0-9a-fA-F]{{3}}-[0-9a-fA-F]{{4}}-[0-9a-fA-F]{{12}}"
+
 
 FORMATS = {
     name: f"^({pattern})$"
@@ -38,7 +49,9 @@ FORMATS = {
         "hostname": _HOST,
         "ipv4": _IPV4,
         "ipv6": _IPV6,
-        "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+        "ipvanyaddress": rf"{_IPV4}|{_IPV6}",
+        "uuid": _uuid("[0-9a-fA-F]"),
+        **{f"uuid{version}": _uuid(version) for version in "1345678"},
         "uri": _URI,
     }.items()
 }

@@ -1,6 +1,9 @@
-"""Numbers of JSON within bounds, as regular expressions. Every number ends: its digits are limited.
+"""Numbers of JSON within bounds, as terminals of grammars. Every number ends: its digits are limited.
 
-Twenty digits before and after the point are enough for all 64-bit integers and for every digit of a double.
+Twenty digits before and after the point are enough for all 64-bit integers and for every digit of a double. A number
+within bounds may have an exponent if one digit that is not 0 is before its point, as all encoders of JSON write it.
+Numbers with a large exponent must be written so, too, and are about within the range of a double: readers make infinity
+of larger ones.
 """
 
 from __future__ import annotations
@@ -13,10 +16,14 @@ _DIGITS = 20
 _MAX_BOUND_DIGITS = 400
 INTEGER = rf"-?(0|[1-9][0-9]{{0,{_DIGITS - 1}}})"
 _FRACTION = rf"(\.[0-9]{{1,{_DIGITS}}})?"
-NUMBER = rf"{INTEGER}{_FRACTION}([eE][+-]?[0-9]{{1,3}})?"
+_DECIMAL = rf"{INTEGER}{_FRACTION}([eE]([+-]?[0-9]{{1,2}}|-[0-9]{{3}}))?"
+_SCIENTIFIC = rf"[1-9]{_FRACTION}[eE][+-]?[0-9]{{1,3}}"
 
 Bound = tuple[Fraction, bool]
 """A bound, and whether the bound itself is outside."""
+
+_TOO_LARGE: Bound = (Fraction(18 * 10**307), True)
+"""The largest double is 1.797e308."""
 
 
 def fraction(value: float | int) -> Fraction:
@@ -25,17 +32,14 @@ def fraction(value: float | int) -> Fraction:
 
 
 def number(low: Bound | None, high: Bound | None, *, is_integer: bool, excluded: Sequence[Fraction] = ()) -> str | None:
-    """Return a terminal for the numbers within bounds; None if the bounds leave none.
-
-    Numbers have no exponent if there are bounds or excluded numbers.
-    """
+    """Return a terminal for the numbers within bounds; None if the bounds leave none."""
     if is_integer:
         low = low and _whole(low, up=True)
         high = high and _whole(high, up=False)
     if low and high and (low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1]))):
         return None
     if not low and not high and not excluded:
-        return f"/{INTEGER if is_integer else NUMBER}/"
+        return f"/{INTEGER}/" if is_integer else NUMBER
     known = [_split(bound[0]) for bound in (low, high) if bound]
     digits = max([_DIGITS, *(len(whole) + 1 for whole, _ in known)])
     fraction_digits = max([_DIGITS, *(len(decimals) + 1 for _, decimals in known)])
@@ -46,7 +50,56 @@ def number(low: Bound | None, high: Bound | None, *, is_integer: bool, excluded:
     if high:
         parts.append(f"/{_at_most(*high)}/")
     parts += [f"~/{_spellings(value)}/" for value in excluded]
+    plain = " & ".join(parts)
+    return plain if is_integer else f"({plain}) | ({_scientific(low, high, excluded)})"
+
+
+def _scientific(low: Bound | None, high: Bound | None, excluded: Sequence[Fraction] = ()) -> str:
+    """Return a terminal for the numbers with an exponent, other than 0, within bounds and about the range of doubles."""
+    parts = [f"/-?{_SCIENTIFIC}/"]
+    value, is_outside = low or (-_TOO_LARGE[0], True)
+    above = f"{_SCIENTIFIC}|-({_scaled(-value, is_outside, above=False)})" if value < 0 else ""
+    parts.append(f"/{above or _scaled(value, is_outside, above=True)}/")
+    value, is_outside = high or _TOO_LARGE
+    below = f"-{_SCIENTIFIC}|{_scaled(value, is_outside, above=False)}" if value > 0 else ""
+    parts.append(f"/{below or f'-({_scaled(-value, is_outside, above=True)})'}/")
+    for value in excluded:
+        if value:
+            mantissa, exponent = _normalized(abs(value))
+            sign = "-" if value < 0 else ""
+            parts.append(f"~/{sign}({_spellings(mantissa)})[eE]{_exponent(exponent)}/")
     return " & ".join(parts)
+
+
+def _scaled(value: Fraction, is_outside: bool, *, above: bool) -> str:
+    """Return an expression for magnitudes with an exponent that are above a bound or below it, or also equal to it."""
+    if value == 0:
+        return _SCIENTIFIC if above else _NOTHING
+    mantissa, exponent = _normalized(value)
+    own = _above(mantissa, is_outside) if above else _below(mantissa, is_outside)
+    others = _exponents(exponent, above=above)
+    return f"[1-9]{_FRACTION}[eE]({others})|({own})[eE]{_exponent(exponent)}"
+
+
+def _normalized(value: Fraction) -> tuple[Fraction, int]:
+    """Return a positive number as a mantissa from 1 on and below 10, and an exponent."""
+    whole, decimals = _split(value)
+    exponent = len(whole) - 1 if whole != "0" else len(decimals.lstrip("0")) - len(decimals) - 1
+    return value / Fraction(10) ** exponent, exponent
+
+
+def _exponent(value: int) -> str:
+    """Return an expression for all spellings of an exponent."""
+    return "[+-]?0+" if value == 0 else rf"\+?0*{value}" if value > 0 else f"-0*{-value}"
+
+
+def _exponents(value: int, *, above: bool) -> str:
+    """Return an expression for the exponents above one, or below it. Their number of digits is limited elsewhere."""
+    if above:
+        greater = rf"\+?0*({_above(Fraction(value), True)})" if value >= 0 else ""
+        return greater or rf"\+?[0-9]+|-0*({_below(Fraction(-value), True)})"
+    less = rf"-[0-9]+|\+?0*({_below(Fraction(value), True)})" if value > 0 else ""
+    return less or f"-0*({_above(Fraction(-value), True)})"
 
 
 def has_multiple(low: Bound | None, high: Bound | None, step: Fraction) -> bool:
@@ -83,6 +136,7 @@ def _at_most(value: Fraction, is_outside: bool) -> str:
     return f"-{_ANY_MAGNITUDE}|{_below(value, is_outside)}"
 
 
+_NOTHING = r"[^\s\S]"
 _ANY_REST = r"(\.[0-9]+)?"
 _ANY_MAGNITUDE = rf"[0-9]+{_ANY_REST}"
 
@@ -112,7 +166,7 @@ def _below(value: Fraction, is_outside: bool) -> str:
         ways += [rf"{whole}\.{decimals[:length]}" for length in range(1, len(decimals))]
     if not is_outside:
         ways.append(rf"{whole}\.{decimals}0*" if decimals else rf"{whole}(\.0+)?")
-    return "|".join(ways) or r"[^\s\S]"
+    return "|".join(ways) or _NOTHING
 
 
 def _unequal(digits: str, *, above: bool, leading: bool = False) -> list[tuple[str, str]]:
@@ -147,3 +201,7 @@ def _spellings(value: Fraction) -> str:
     whole, decimals = _split(value)
     sign = "-" if value < 0 else "-?" if value == 0 else ""
     return rf"{sign}{whole}\.{decimals}0*" if decimals else rf"{sign}{whole}(\.0+)?"
+
+
+NUMBER = f"/{_DECIMAL}/ | ({_scientific(None, None)})"
+"""A terminal for all numbers."""

@@ -19,6 +19,7 @@ from tests.core.json_grammar.matching import accepts, allows, matcher_of
 
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name"]}
 NULL: dict[str, Any] = {"type": "null"}
+UUID = "123e4567-e89b-42d3-a456-426614174000"
 
 
 def left(schema: Any) -> list[str]:
@@ -164,6 +165,8 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         ['{"k":"x"}'],
     ),
     ({"type": "string", "nullable": True}, ['"a"', "null"], ["1"]),
+    ({"$ref": "#/$defs/a", "nullable": True, "$defs": {"a": {"type": "integer"}}}, ["1", "null"], ['"a"']),
+    ({"enum": ["null"], "nullable": True}, ["null"], ["1"]),  # zod 3 writes null so for OpenAPI
     # References.
     ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": NULL}}, ["null"], ["1"]),
     ({"$ref": "#it", "$defs": {"x": {"$anchor": "it", "type": "null"}}}, ["null"], ["1"]),
@@ -187,9 +190,15 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         ['"::1"', '"1:2:3:4:5:6:7:8"', '"::ffff:1.2.3.4"'],
         ['"1:2"', '":::"', '"1::2::3"'],
     ),
-    ({"format": "uri", "type": "string"}, ['"https://a.b/c?d=e#f"', r'"https:\/\/a.b"'], ['"a b"', '"/a"']),
+    (
+        {"format": "uri", "type": "string"},
+        ['"https://a.b/c?d=e#f"', r'"https:\/\/a.b"', '"http://u@[::1]:80/a?b"'],
+        ['"a b"', '"/a"', '"a:[b]"'],
+    ),
     ({"format": "duration", "type": "string"}, ['"P1DT2H"', '"P3W"'], ['"P"', '"1D"']),
     ({"format": "uuid", "type": "string", "maxLength": 40}, ['"123e4567-e89b-12d3-a456-426614174000"'], ['"x"']),
+    ({"format": "uuid4", "type": "string"}, [f'"{UUID}"'], [f'"{UUID.replace("-4", "-1")}"', '"x"']),
+    ({"format": "ipvanyaddress", "type": "string"}, ['"::1"', '"10.0.0.1"'], ['"::g"']),
     ({"format": "binary", "type": "string"}, ['"anything"'], ["1"]),
 ]
 

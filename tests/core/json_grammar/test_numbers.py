@@ -17,6 +17,7 @@ from paceline.core.types import ConstraintKind
 from tests.core.json_grammar.matching import accepts
 
 _BOUNDS = st.none() | st.integers(-120, 1200) | st.decimals(-20, 20, places=3).map(float) | st.sampled_from([0, 1e-7])
+_EXPONENTS = st.integers(-9, 9)
 _DECIMALS = st.decimals(-1300, 1300, places=3).map(lambda value: format(value.normalize(), "f"))
 
 
@@ -43,6 +44,47 @@ def test_bounds(low: Any, high: Any, is_open: bool, is_integer: bool, texts: lis
             assert accepts(schema, *texts) == wanted
     else:
         assert accepts(schema, *texts) == wanted
+
+
+@example(0, None, True, [Decimal("1e-5"), Decimal("-1e-5"), Decimal("2e20")])
+@given(
+    _BOUNDS,
+    _BOUNDS,
+    st.booleans(),
+    st.lists(
+        st.builds(lambda digits, exponent: Decimal(digits).scaleb(exponent), st.integers(-9999, 9999), _EXPONENTS)
+    ),
+)
+def test_bounds_hold_for_numbers_with_exponents(low: Any, high: Any, is_open: bool, values: list[Decimal]) -> None:
+    """A learning rate above 0 is often written 1e-5. Without exponents, a model could only end it as 1."""
+    names = ("exclusiveMinimum", "exclusiveMaximum") if is_open else ("minimum", "maximum")
+    schema: dict[str, Any] = {"type": "number", "not": {"enum": [0.02, -3]}}
+    schema |= {name: value for name, value in zip(names, (low, high)) if value is not None}
+    bounds = [None if bound is None else Decimal(repr(bound)) for bound in (low, high)]
+    numbers = [value for value in [*values, *bounds, Decimal("0.02"), Decimal(-3)] if value]
+
+    def fits(value: Decimal) -> bool:
+        return value not in (Decimal("0.02"), -3) and all(
+            bound is None or (value - bound) * sign > 0 or (value == bound and not is_open)
+            for bound, sign in zip(bounds, (1, -1))
+        )
+
+    wanted = [fits(value) for value in numbers]
+    with contextlib.suppress(ConstraintError) if not any(wanted) else contextlib.nullcontext():
+        assert accepts(schema, *(f"{value:.4e}" for value in numbers)) == wanted
+
+
+def test_exponents_have_the_spellings_of_encoders() -> None:
+    schema = {"type": "number", "minimum": -5, "maximum": 1e300}
+    assert accepts(schema, "1e-05", "1E+05", "1e5", "-1.5e0", "-5e+00", "5e-324", "1e300") == [True] * 7
+    assert accepts(schema, "-6e+00", "1.1e300", "1e", "1e+") == [False] * 4
+    assert accepts({"type": "integer", "minimum": 0}, "1e5") == [False]
+
+
+def test_no_number_becomes_infinite() -> None:
+    for schema in ({"type": "number"}, {"type": "number", "minimum": 0}, {}):
+        assert accepts(schema, "1e308", "1.7e+308", "2e308", "9e999", "12e308") == [True, True, False, False, False]
+    assert accepts({"type": "number"}, "12e5", "0.5e-7", "0e0", "-2e308") == [True, True, True, False]
 
 
 def test_every_number_ends() -> None:
