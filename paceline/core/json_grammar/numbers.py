@@ -55,7 +55,7 @@ def number(low: Bound | None, high: Bound | None, *, is_integer: bool, excluded:
 
 
 def _scientific(low: Bound | None, high: Bound | None, excluded: Sequence[Fraction] = ()) -> str:
-    """Return a terminal for the numbers with an exponent, other than 0, within bounds and about the range of doubles."""
+    """Return a terminal for numbers with an exponent, other than 0, within bounds and about the range of doubles."""
     parts = [f"/-?{_SCIENTIFIC}/"]
     value, is_outside = low or (-_TOO_LARGE[0], True)
     above = f"{_SCIENTIFIC}|-({_scaled(-value, is_outside, above=False)})" if value < 0 else ""
