@@ -100,6 +100,22 @@ def decision_for(path: str) -> Access | None:
     return next((access for pattern, access in _PATTERNS if pattern.match(path)), None)
 
 
+_NOT_YET = {
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), "embeddings are not supported yet"),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "speech recognition is not supported yet"),
+}
+"""Paths of other servers of the OpenAI API, and why they are missing here."""
+
+
+def why_missing(path: str) -> str:
+    """Return the end of a sentence that says why a path is missing, or what its client may mean; "" if unknown."""
+    if path in _NOT_YET:
+        return f"; {_NOT_YET[path]}"
+    # The base URL of OpenAI's clients ends with /v1, that of Anthropic's does not.
+    meant = next((each for each in (f"/v1{path}", path.removeprefix("/v1")) if each in DECISIONS), None)
+    return f"; do you mean {meant}?" if meant is not None else ""
+
+
 def check_decided(routes: Iterable[BaseRoute]) -> None:
     """Raise LookupError if no decision was made about a route."""
     if missing := sorted({path for path in paths_of(routes) if path not in DECISIONS}):

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.services.gateway.access.admission import Admission
 from paceline.services.gateway.access.book import AccessBook, caller_with
 from paceline.services.gateway.access.callers import ANYONE, Caller, set_current_owner
-from paceline.services.gateway.access.decisions import Access, decision_for
+from paceline.services.gateway.access.decisions import Access, decision_for, why_missing
 from paceline.services.gateway.access.limiter import Limiter
 from paceline.services.gateway.access.peers import is_foreign_page, is_forwarded, is_local, is_rebound
 from paceline.services.gateway.errors import ApiError
@@ -100,7 +100,7 @@ class Guard:
         if access is Access.ADMIN and not is_admin:
             raise self._no_admin(scope, headers, caller)
         if access is None:
-            raise ApiError(404, f"no such path: {scope['method']} {path}")
+            raise ApiError(404, f"no such path: {scope['method']} {path}{why_missing(path)}")
         self._note_proxy(headers)
         return caller
 

@@ -156,6 +156,21 @@ async def test_unknown_paths_tell_nothing(make_gate: MakeGate, path: str) -> Non
     assert known.json()["error"]["message"].startswith("no such path")
 
 
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [
+        ("/v1/embeddings", "; embeddings are not supported yet"),
+        ("/chat/completions", "; do you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "; do you mean /v1/messages?"),
+        ("/v1/nothing", "/v1/nothing"),
+    ],
+)
+async def test_a_missing_path_says_why(make_gate: MakeGate, path: str, end: str) -> None:
+    message = (await make_gate().ask(path)).json()["error"]["message"]
+    assert message.startswith(f"no such path: GET {path}")
+    assert message.endswith(end)
+
+
 async def test_a_wrong_method_is_refused_as_the_right_one(make_gate: MakeGate) -> None:
     gate = make_gate(**OPTIONS["both"])
     assert (await gate.ask("/fleet", method="DELETE")).status_code == 401
