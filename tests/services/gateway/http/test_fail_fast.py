@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from paceline.core.config import GatewayConfig
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_models
+from paceline.services.gateway.messages_api.schemas import MessagesRequest
+from paceline.services.gateway.responses_api.schemas import ResponsesRequest
 from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.token_schemas import TokenSampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -36,6 +40,28 @@ def test_a_list_of_a_structural_tag_ends_at_its_first_error() -> None:
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate({"messages": MESSAGES, "response_format": tag})
     assert caught.value.error_count() == 2  # one for each field of the first element
+
+
+BODIES: list[tuple[type[BaseModel], dict[str, object], str]] = [
+    (ChatRequest, {"messages": MESSAGES}, "max_completion_tokens"),
+    (ChatRequest, {"messages": MESSAGES}, "min_tokens"),
+    (CompletionRequest, {"prompt": "a"}, "n"),
+    (CompletionRequest, {"prompt": "a"}, "seed"),
+    (MessagesRequest, {"messages": MESSAGES, "max_tokens": 1}, "max_tokens"),
+    (ResponsesRequest, {"input": "a"}, "max_output_tokens"),
+    (TokenSampling, {}, "top_k"),
+]
+
+
+@pytest.mark.parametrize(("model", "body", "field"), BODIES)
+def test_a_whole_number_may_have_a_point(model: type[BaseModel], body: dict[str, object], field: str) -> None:
+    """JSON has one kind of numbers, and some clients write all of them with a point."""
+    read = getattr(model.model_validate({**body, field: 5.0}), field)
+    assert (read, type(read)) == (5, int)
+    for wrong in (5.5, "5", True):
+        with pytest.raises(ValidationError):
+            model.model_validate({**body, field: wrong})
+    assert "integer" in json.dumps(model.model_json_schema()["properties"][field])
 
 
 def test_all_lists_and_objects_of_all_bodies_end_at_their_first_error(toy_model: Path) -> None:
