@@ -51,7 +51,7 @@ def _add_numbers(builder: Builder, facts: Facts, types: frozenset[str], found: S
     if step is not None and builder.notation.hides_rules:
         builder.miss(facts, "multipleOf")  # it needs a rule of its own
         step = None
-    if step is not None and not is_integer and _for_library(builder, step) is None:
+    if step is not None and not is_integer and not all(_for_library(builder, each) for each in _by_decimals(step)):
         builder.miss(facts, "multipleOf")
         step = None
     if step is None or (is_integer and step.numerator == 1):
