@@ -190,9 +190,8 @@ class Conjunctions:
             raise ConstraintError("a schema must be a JSON object, or true")
         if id(schema) not in self._opened:
             parts = tuple(self._parts(schema))
-            if (
-                schema.get("nullable") is True
-            ):  # OpenAPI 3.0 has it beside a type; generators write it beside `$ref`, too
+            # In OpenAPI 3.0 it is beside a type. Generators write it beside `$ref`, too.
+            if schema.get("nullable") is True:
                 parts = (_Choice((parts, ({"type": "null"},))),)
             self._opened[id(schema)] = parts
         return self._opened[id(schema)]
