@@ -20,6 +20,7 @@ from paceline.core.grammar_errors import explain
 from paceline.core.json_grammar.compiler import Compiled, Options, compile_schema
 from paceline.core.json_grammar.conjunctions import Unenforced
 from paceline.core.json_grammar.notations import notation_of
+from paceline.core.json_grammar.strings import quoted
 from paceline.core.types import ConstraintKind
 
 MAX_TEXT_BYTES = 128 << 10
@@ -65,6 +66,9 @@ _SCHEMA = re.compile(
 )
 """A text, a regular expression or a comment in a grammar, the word %json, or a colon, which every rule has."""
 
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
+"""The beginning of a rule in GBNF. Lark has a single colon there, and may have this sign within texts."""
+
 _MESSAGE_CHARACTERS = 500
 
 
@@ -76,12 +80,12 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         if kind is ConstraintKind.JSON_SCHEMA:
             return _compiled(text).grammar
         if kind is ConstraintKind.GRAMMAR:
-            grammar = grammar_from("gbnf", text) if "::=" in text else text
+            grammar = _in_lark(text)
             if sum(match["colon"] is not None for match, _ in _parts(grammar)) > _MAX_RULES:
                 raise ConstraintError(f"it has more than {_MAX_RULES} rules; use fewer")
-            return _with_schemas(grammar, is_own=False) + _NO_FORCING
+            return _with_schemas(grammar) + _NO_FORCING
         if kind is ConstraintKind.ANSWER:
-            return _with_schemas(text, is_own=True) + _NO_FORCING
+            return _with_schemas(text) + _NO_FORCING
         if kind is ConstraintKind.REGEX:
             # \d and \w mean ASCII, as in a schema's `pattern`. Users rarely mean digits and letters of all scripts, and
             # Python and the library have different lists of them.
@@ -98,9 +102,14 @@ def expression_of(kind: ConstraintKind, text: str) -> str:
     if kind is ConstraintKind.REGEX:
         return f"/{regex_to_lark(text, use_ascii='dw')}/"
     if kind is ConstraintKind.CHOICE:
-        return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-    grammar = grammar_from("gbnf", text) if kind is ConstraintKind.GRAMMAR and "::=" in text else text
+        return " | ".join(map(quoted, json.loads(text)))
+    grammar = _in_lark(text) if kind is ConstraintKind.GRAMMAR else text
     return f"%lark {{\n{grammar}\n}}\n"
+
+
+def _in_lark(grammar: str) -> str:
+    """Return a client's grammar, which may be in GBNF, in Lark."""
+    return grammar_from("gbnf", grammar) if _GBNF_RULE.search(grammar) else grammar
 
 
 def check_options(schema: object) -> None:
@@ -115,9 +124,8 @@ def unenforced(kind: ConstraintKind, text: str) -> tuple[Unenforced, ...]:
         return _compiled(text).unenforced
     if kind not in (ConstraintKind.GRAMMAR, ConstraintKind.ANSWER) or "%json" not in text:
         return ()
-    is_own = kind is ConstraintKind.ANSWER
     schemas = [schema for match, schema in _parts(text) if match["json"]]
-    return tuple(each for schema in schemas for each in _compiled(schema, is_own).unenforced)
+    return tuple(each for schema in schemas for each in _compiled(schema).unenforced)
 
 
 def _parts(grammar: str) -> Iterator[tuple[re.Match[str], str]]:
@@ -132,44 +140,38 @@ def _parts(grammar: str) -> Iterator[tuple[re.Match[str], str]]:
         yield match, schema
 
 
-def _with_schemas(grammar: str, is_own: bool) -> str:
-    """Return a grammar in Lark with the grammars of the schemas in it.
-
-    Args:
-        is_own: whether the gateway wrote the grammar, so that its schemas may have all options.
-    """
+def _with_schemas(grammar: str) -> str:
+    """Return a grammar in Lark with the grammars of the schemas in it."""
     if "%json" not in grammar:
         return grammar
     pieces, at = [], 0
     for match, schema in _parts(grammar):
         if match["json"]:
-            pieces += [grammar[at : match.start()], f"%lark {{\n{_compiled(schema, is_own).grammar}}} "]
+            pieces += [grammar[at : match.start()], f"%lark {{\n{_compiled(schema).grammar}}} "]
             at = match.end() + len(schema)
     return "".join([*pieces, grammar[at:]])
 
 
 @functools.lru_cache(maxsize=64)  # a grammar may have megabytes
-def _compiled(text: str, is_own: bool = True) -> Compiled:
+def _compiled(text: str) -> Compiled:
     schema, end = _DECODER.raw_decode(text.lstrip())
     if rest := text.lstrip()[end:].strip():
         raise ConstraintError(f"Extra data after the schema: {rest[:20]}")
     if not isinstance(schema, dict | bool):
         raise ConstraintError("a schema must be a JSON object, or true")
-    return compile_schema(schema, _options(schema, is_own))
+    return compile_schema(schema, _options(schema))
 
 
-def _options(schema: dict[str, Any] | bool, is_own: bool) -> Options:
+def _options(schema: dict[str, Any] | bool) -> Options:
     """Return the options of a schema, and remove them from it.
 
-    Args:
-        is_own: whether the gateway wrote the schema. Clients may only set the options that the library has, too.
+    Schemas in a client's grammar may have all of them, because the grammar may be that of a chat which was rendered.
 
-    Raises:
-        ConstraintError: there are other options.
+    Raises ConstraintError if there are other options.
     """
     given = schema.pop(OPTIONS, {}) if isinstance(schema, dict) else {}
     options = Options()
-    known = {"whitespace_flexible", "whitespace_pattern"} | ({"closed", "tolerant", "notation"} if is_own else set())
+    known = {"whitespace_flexible", "whitespace_pattern", "closed", "tolerant", "notation"}
     white_space = given.get("whitespace_pattern", options.white_space) if isinstance(given, dict) else 0
     if not isinstance(white_space, str | None) or not given.keys() <= known:
         raise ConstraintError(f"{OPTIONS} is not supported; leave it out")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
-from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar
+from paceline.core.grammar import MAX_TEXT_BYTES, check_grammar, expression_of
 from paceline.core.types import ConstraintKind
 
 JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
@@ -28,6 +28,8 @@ JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
         (GRAMMAR, 'start: %json {"type": "object"}'),
         (GRAMMAR, 'root ::= "a" | [0-9]+ root'),
         (GRAMMAR, 'start: start "a" | "b"'),
+        (GRAMMAR, 'start: "a ::= b" | %json {"enum": ["c ::= d"]}'),
+        (GRAMMAR, '# a comment\nroot ::= item-1+\n\nitem-1::= "a"'),
     ],
 )
 def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
@@ -61,8 +63,9 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
         (GRAMMAR, 'root ::= ("a"', "GBNF"),
         (GRAMMAR, "root ::= " + "(" * 30_000, "recursion"),
         (GRAMMAR, "start: r0\n" + "".join(f'r{n}: "a" r{n + 1}\n' for n in range(5000)) + 'r5000: "b"', "1500 rules"),
-        (GRAMMAR, 'start: "a" %json {"type": "object", "x-guidance": {"notation": ["python"]}}', "x-guidance"),
-        (GRAMMAR, 'start: %json {"type": "object", "x-\\u0067uidance": {"closed": false}}', "x-guidance"),
+        (GRAMMAR, f'start: %json {{"x-guidance": {{"notation": ["gemma", "{"<" * 17}", ""]}}}}', "no such notation"),
+        (GRAMMAR, 'start: %json {"x-guidance": {"notation": ["gemma", "<", ""]}}', "no such notation"),
+        (GRAMMAR, 'start: %json {"type": "object", "x-\\u0067uidance": {"opened": true}}', "x-guidance"),
         (GRAMMAR, '{"grammars": [{"lark_grammar": "start: /a+/ /a+/"}]}', "trailing"),
     ],
 )
@@ -92,6 +95,13 @@ def test_a_schema_inside_a_grammar_sets_no_options_of_the_library(schema: str) -
 def test_a_schema_inside_a_grammar_may_say_where_white_space_is_allowed() -> None:
     check_grammar(GRAMMAR, 'start: %json {"type": "object", "x-guidance": {"whitespace_flexible": false}}')
     check_grammar(GRAMMAR, r'start: %json {"type": "object", "x-guidance": {"whitespace_pattern": "[ \n]"}}')
+
+
+@pytest.mark.parametrize("character", ["\x7f", "\x00", "\n", '"', "\\", "/", "\u2028", "é", "😀"])
+def test_a_choice_within_a_grammar_may_have_any_character(character: str) -> None:
+    choices = json.dumps([f"a{character}b", "c"], ensure_ascii=False)
+    check_grammar(CHOICE, choices)
+    check_grammar(ConstraintKind.ANSWER, f"start: {expression_of(CHOICE, choices)}\n")
 
 
 def test_a_schema_inside_a_grammar_has_the_same_limits() -> None:

@@ -205,6 +205,8 @@ _PARAMETERS = Notation(
 )
 
 _TOKEN = re.compile(r"<\[[0-9]+\]>|")
+_MARK = re.compile(r"(?s:.{2,16})")
+"""A mark before and after texts. Clients may name it, and a long one would take the library long."""
 
 
 def notation_of(given: object) -> Notation:
@@ -220,6 +222,6 @@ def notation_of(given: object) -> Notation:
             return _PYTHON_ARGUMENTS
         case ["parameters"]:
             return _PARAMETERS
-        case ["gemma", str(quote), str(token)] if _TOKEN.fullmatch(token):
+        case ["gemma", str(quote), str(token)] if _MARK.fullmatch(quote) and _TOKEN.fullmatch(token):
             return _gemma(quote, token)
     raise ConstraintError("there is no such notation")

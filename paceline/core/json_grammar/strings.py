@@ -155,17 +155,17 @@ def _constant(quoting: Quoting, text: str) -> str:
 def _briefly(quoting: Quoting, text: str) -> str:
     if quoting.escaping is PLAIN:
         before, after = ([f"/{each}/"] if each else [] for each in (quoting.before, quoting.after))
-        return " ".join([*before, _literal(text), *after])
+        return " ".join([*before, quoted(text), *after])
     spellings = {json.dumps(text, ensure_ascii=False): None, json.dumps(text): None}
     if quoting.escaping is IN_SINGLE_QUOTES:
         inside = (each[1:-1].replace(r"\"", '"').replace("'", r"\'") for each in spellings)
         spellings = {f"'{each}'": None for each in inside}
-    return " | ".join(map(_literal, spellings))
+    return " | ".join(map(quoted, spellings))
 
 
-def _literal(text: str) -> str:
-    """Return a terminal for exactly this text, of which the library makes no regular expression."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # it refuses this one character
+def quoted(text: str) -> str:
+    """Return the terminal for exactly this text, as a string and not as a regular expression."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # the library refuses this one character
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.core.grammar import grammar_of
 from paceline.core.types import Constraint
 from paceline.services.common.wire import sampling_from_pb
+from paceline.services.gateway.answers.registry import TOOL_FORMS, choose_forms
+from paceline.services.gateway.plan import ServedModel
+from paceline.services.gateway.planning import plan_chat
+from paceline.services.gateway.render import render
+from paceline.services.gateway.schemas import ChatRequest
+from paceline.services.gateway.token_schemas import TokensRequest
+from paceline.services.gateway.tokenizer import Tokenizer
 from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.constraints.making import chat_constraint, completion_constraint
 from tests.services.gateway.toy_model import END, write_toy_model
 
 GENERATE = "/inference/v1/generate"
@@ -95,6 +105,26 @@ async def test_constraints_survive_the_way_over_render(start_stack: StartStack, 
     assert over_render is not None
     assert over_render.text in (direct.text, f"start: %json {direct.text}")
     assert over_render.end_token_ids == direct.end_token_ids
+
+
+@pytest.mark.parametrize("form", sorted(TOOL_FORMS))
+def test_grammars_of_all_forms_survive_the_way_over_render(form: str, toy_model: Path) -> None:
+    forms, tokenizer = choose_forms(form, "auto", "", {}), Tokenizer(toy_model)
+    strange = {"name": "go", "parameters": {"properties": {"x": {"type": "nothing"}}}}
+    tools = [TOOL, {"type": "function", "function": strange}]
+    opened = {"response_format": {"type": "json_object"}, "structured_outputs": {"allow_additional_properties": True}}
+    for fields in ({}, opened):
+        request = ChatRequest.model_validate({"messages": HELLO, "tools": tools, **fields})
+        made = chat_constraint(request, forms, tokenizer, "")
+        assert made is not None
+        plan = plan_chat(request, ServedModel(tokenizer, 4096, forms))
+        sampling = replace(plan.prompts[0].sampling, constraint=made)
+        (rendered,) = render(request, replace(plan, prompts=[replace(plan.prompts[0], sampling=sampling)]), "r", "toy")
+        again = TokensRequest.model_validate(rendered).sampling_params
+        over_render = completion_constraint(again, forms, tokenizer, [1])
+        assert over_render is not None
+        assert over_render.text == made.text
+        assert grammar_of(over_render.kind, over_render.text) == grammar_of(made.kind, made.text)
 
 
 def answer(text: str, **fields: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.grammar import OPTIONS
+from paceline.core.json_grammar.strings import quoted
 
 ANY_TEXT = r"(.|\n)*"
 """A regular expression for text. Special tokens are no text."""
@@ -107,12 +108,6 @@ def schema(tool: Tool, notation: Notation = JSON) -> str:
 def escaped(text: str) -> str:
     """Return a piece of a text as it is written within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def quoted(text: str) -> str:
-    """Return the expression for exactly this text, which holds no marker."""
-    # The library's lexer refuses this one character.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def json_text(text: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import MAX_TEXT_BYTES, OPTIONS, check_grammar, check_options, expression_of
+from paceline.core.json_grammar.strings import quoted
 from paceline.core.types import ConstraintKind
 from paceline.services.gateway.answers.expressions import ANY_TEXT, Spelling, regex, without
 from paceline.services.gateway.http.fail_fast import FailFast
@@ -290,7 +291,7 @@ class _Writer:
         return self._spelling.literal(text).startswith("<[")
 
     def _has_token(self, text: str) -> bool:
-        return self._spelling.literal(text) != json.dumps(text, ensure_ascii=False)
+        return self._spelling.literal(text) != quoted(text)
 
     @staticmethod
     def _joined(*expressions: str) -> str:

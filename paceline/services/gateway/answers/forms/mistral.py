@@ -11,8 +11,9 @@ import re
 import string
 from collections.abc import Sequence
 
+from paceline.core.json_grammar.strings import quoted
 from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import Spelling, Tool, json_call, json_list, quoted, schema
+from paceline.services.gateway.answers.expressions import Spelling, Tool, json_call, json_list, schema
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.forms.json_calls import read_calls
 from paceline.services.gateway.answers.reader import FormError, Steps

@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Sequence
 
+from paceline.core.json_grammar.strings import quoted
 from paceline.services.gateway.answers.answer import Answer
-from paceline.services.gateway.answers.expressions import Notation, Spelling, Tool, quoted, schema
+from paceline.services.gateway.answers.expressions import Notation, Spelling, Tool, schema
 from paceline.services.gateway.answers.form import ToolForm
 from paceline.services.gateway.answers.forms.python_literals import (
     KEY,
