@@ -35,6 +35,8 @@ WAIT_SECONDS = 10.0
 """Longest wait of a request until its constraint's trial begins."""
 MAX_WAITING = 64
 """Most trials of one owner that wait; further ones get 429."""
+ANSWER_SECONDS = 5.0
+"""Time beyond that of a trial in which the process answers. After this, it hangs and is started again."""
 _SLOWER = 5
 """On a busy host a trial may take this many times its CPU time."""
 _MOST_PLACES = 4
@@ -184,22 +186,32 @@ class ConstraintCompiler:
         )
 
     async def _try(self, model: int, fields: bytes, owner: str) -> bytes:
-        """Return what the process says of a constraint; b"" if it has ended."""
-        assert self._gateway is not None
+        """Return what the process says of a constraint; b"" if it has ended or hangs."""
         self.trials += 1
+        try:
+            async with asyncio.timeout(self._limits.seconds + ANSWER_SECONDS):
+                return await self._exchange(model, fields, owner)
+        except OSError:  # TimeoutError is one
+            return b""
+
+    async def _exchange(self, model: int, fields: bytes, owner: str) -> bytes:
+        """Have a constraint tried, and return the outcome. Raises OSError if the process has ended."""
+        assert self._gateway is not None
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         message = bytes([model]) + hashlib.blake2b(owner.encode(), digest_size=OWNER_BYTES).digest()
         outcome = bytearray()
-        with ours, contextlib.suppress(OSError):
+        with ours:
             ours.setblocking(False)
             with theirs:
                 socket.send_fds(self._gateway, [message], [theirs.fileno()])
-            with contextlib.suppress(BrokenPipeError):  # the child has ended before it has read all
+            # If the child ends before it has read all, the connection breaks after the reason has come.
+            with contextlib.suppress(ConnectionError):
                 await loop.sock_sendall(ours, fields)
                 ours.shutdown(socket.SHUT_WR)
-            while (part := await loop.sock_recv(ours, 1 << 20)) and len(outcome) < _OUTCOME_BYTES:
-                outcome += part
+            with contextlib.suppress(ConnectionError):
+                while (part := await loop.sock_recv(ours, 1 << 20)) and len(outcome) < _OUTCOME_BYTES:
+                    outcome += part
         return bytes(outcome)
 
     def _forget(self) -> None:

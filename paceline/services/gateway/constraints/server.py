@@ -31,7 +31,7 @@ from paceline.services.gateway.constraints.trial import fault, try_constraint
 
 READY, TOO_LARGE, TOO_LATE = b"ready", b"too large", b"too late"
 """Messages to the gateway: the process can try constraints; a trial has exceeded a limit; a trial was not done in time,
-because the host is busy."""
+because the host is busy, or the system has ended it, because the host's memory is full."""
 
 OWNER_BYTES = 16
 """Size of an owner's digest in the message that begins a trial, after the byte of the model's index."""
@@ -148,7 +148,7 @@ class _Server:
             now = time.monotonic()
             for child in [*self._children.values()]:
                 if child.deadline <= now:
-                    self._end(child, TOO_LATE)
+                    self._end(child)
                 elif child.next_look <= now:
                     os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
                     child.next_look = child.deadline
@@ -194,7 +194,7 @@ class _Server:
         if not said or was_slow:  # what has a low priority keeps it
             self._end(child)
 
-    def _end(self, child: _Child, reason: bytes = TOO_LARGE) -> None:
+    def _end(self, child: _Child) -> None:
         """End a child if it has not ended. If its trial has not succeeded, tell the gateway why."""
         del self._children[child.control.fileno()]
         self._selector.unregister(child.control)
@@ -203,9 +203,11 @@ class _Server:
         _, status = os.waitpid(child.pid, 0)
         if child.connection is not None:
             if status:
+                # None of a child's own limits sends SIGKILL.
+                was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
                 child.connection.setblocking(False)
                 with contextlib.suppress(OSError):
-                    child.connection.sendall(reason)
+                    child.connection.sendall(TOO_LATE if was_killed else TOO_LARGE)
             _close(child.connection)
 
     def _run_child(self, control: socket.socket) -> None:

@@ -104,6 +104,29 @@ async def test_a_trial_on_a_busy_host_is_nobody_s_fault(folder: Path) -> None:
         await desk.compiler.close()
 
 
+async def test_a_trial_that_the_system_ends_is_nobody_s_fault(desk: Desk) -> None:
+    pid = desk.compiler.pid
+    assert pid is not None
+    for trials in (1, 2):
+        await until(lambda: not children(pid))
+        trial = asyncio.create_task(desk.make(**object_schema(4000)))
+        await until(lambda: children(pid))
+        (child,) = children(pid)
+        os.kill(child, signal.SIGKILL)  # as the system does if the host's memory is full
+        with pytest.raises(BusyError, match="too busy to compile"):
+            await trial
+        assert desk.compiler.trials == trials  # it is not remembered
+
+
+async def test_a_process_that_hangs_is_started_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = desk.compiler.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    monkeypatch.setattr(compiler, "ANSWER_SECONDS", 1 - desk.compiler._limits.seconds)
+    assert await desk.make(guided_regex="a")
+    assert desk.compiler.pid not in (None, first)
+
+
 async def test_a_wait_for_a_trial_has_an_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(compiler, "MAX_WAITING", 1)
