@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import uuid
@@ -10,11 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
-
 from paceline.services.gateway.batch_api.batch import ENDPOINTS, LineError
 from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.http.bounds import Bounds, count_json
+from paceline.services.gateway.http.reading import read_json
 
 MAX_ID_CHARACTERS = 512
 LIMIT_KINDS = ("requests", "tokens")
@@ -93,8 +91,7 @@ def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int
     except ApiError as error:
         raise invalid("line_too_long", str(error).replace("the body", "the line", 1)) from None
     try:
-        # A byte order mark may be in front of the first line.
-        value = from_json(data.removeprefix(codecs.BOM_UTF8), cache_strings="none")
+        value = read_json(data)
     except ValueError:
         raise invalid("invalid_json_line", "the line is not valid JSON in UTF-8") from None
     if not isinstance(value, dict):

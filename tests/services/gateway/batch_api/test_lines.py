@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.batch_api.lines import InputCheck, InvalidLineError, read_line, split_lines
+from paceline.services.gateway.http.reading import parse
 from tests.services.gateway.batch_api.conftest import line
 
 ENDPOINT = "/v1/completions"
@@ -51,6 +53,15 @@ def test_a_line_that_is_no_request_is_refused(change: dict[str, Any], code: str)
     with pytest.raises(InvalidLineError) as caught:
         read_line(3, json.dumps({**line("a"), **change}).encode(), [ENDPOINT], 10_000)
     assert (caught.value.error.code, caught.value.error.line) == (code, 3)
+
+
+def test_a_line_is_read_as_the_body_of_a_request_is() -> None:
+    texts = {"user": "half of a character \ud83d"}  # clients leave it where they cut a text
+    found = read_line(1, codecs.BOM_UTF8 + json.dumps({**line("a"), "body": texts}).encode(), [ENDPOINT], 10_000)
+    assert found.body == parse(json.dumps(texts).encode()) == texts
+    for value in ("NaN", "Infinity", '"\x00"'):
+        with pytest.raises(InvalidLineError, match="not valid JSON"):
+            read_line(1, f'{{"custom_id": "a", "body": {{"top_p": {value}}}}}'.encode(), [ENDPOINT], 10_000)
 
 
 @given(st.binary(max_size=60))
