@@ -8,7 +8,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
 
+from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.errors import ApiError, to_api_error
 from paceline.services.gateway.generation import Generation
 from paceline.services.gateway.responses_api.builder import Json, ResponseBuilder, encode
@@ -77,6 +79,13 @@ class Run:
         grown.set()
 
 
+class _Tasks(NamedTuple):
+    """The tasks of a run. Only the first one is ever cancelled, so that what there is of a response is written."""
+
+    generating: asyncio.Task[None]
+    keeping: asyncio.Task[None]
+
+
 class BackgroundRuns:
     """The responses that this gateway computes in the background.
 
@@ -87,7 +96,7 @@ class BackgroundRuns:
     def __init__(self, store: ResponseStore, name: str) -> None:
         self._store = store
         self._name = name
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, _Tasks] = {}
         self._runs: OrderedDict[str, Run] = OrderedDict()
         self._keeping_alive: asyncio.Task[None] | None = None
 
@@ -104,13 +113,13 @@ class BackgroundRuns:
         Args:
             also: returns what else is written with the end of the response.
         """
-        run = Run(builder)
         response = {**builder.response, "status": "in_progress"}
         until = time.time() + LEASE_SECONDS
         previous = response["previous_response_id"] or ""
         await self._store.put(Record(builder.id, owner, previous, "in_progress", self._name, until, response, items))
-        self._runs[builder.id] = run
-        self._tasks[builder.id] = asyncio.create_task(self._compute(generation, run, also))
+        run = self._runs[builder.id] = Run(builder)
+        generating = asyncio.create_task(generate(generation, builder, run.tell))
+        self._tasks[builder.id] = _Tasks(generating, asyncio.create_task(self._keep(run, generating, also)))
         if self._keeping_alive is None:
             self._keeping_alive = asyncio.create_task(self._keep_alive())
         return run
@@ -120,30 +129,32 @@ class BackgroundRuns:
         return self._runs.get(response_id)
 
     async def cancel(self, response_id: str) -> None:
-        """End a run because its client wants that, and wait until it has ended. Other ids are left alone."""
-        if (task := self._tasks.get(response_id)) is not None:
+        """End a run because its client wants that, and wait until it is kept. Other ids are left alone."""
+        if (tasks := self._tasks.get(response_id)) is not None:
             self._runs[response_id].is_cancelled = True
-            task.cancel()
-            await asyncio.wait([task])
+            tasks.generating.cancel()
+            await asyncio.wait([tasks.keeping])
 
     async def close(self) -> None:
-        """End all runs. Their responses have failed."""
-        tasks = list(self._tasks.values())
+        """End all runs, and wait until they are kept. The responses of those that were not complete have failed."""
         if self._keeping_alive is not None:
-            tasks.append(self._keeping_alive)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(self._keeping_alive)
+        for tasks in self._tasks.values():
+            tasks.generating.cancel()
+        await asyncio.gather(*(tasks.keeping for tasks in self._tasks.values()), return_exceptions=True)
 
-    async def _compute(self, generation: Generation, run: Run, also: Callable[[Json], Check | None]) -> None:
+    async def _keep(self, run: Run, generating: asyncio.Task[None], also: Callable[[Json], Check | None]) -> None:
+        """Wait for the end of a run, and write its response."""
         builder = run.builder
         try:
-            await generate(generation, builder, run.tell)
+            await generating
         except asyncio.CancelledError:
             restarted = ApiError(503, RESTARTED, type="server_error")
             run.tell(builder.cancel() if run.is_cancelled else builder.fail(restarted))
         except Exception as error:
             run.tell(builder.fail(to_api_error(error)))
+        finally:
+            del generating  # the traceback of its error has this frame
         try:
             await self._store.finish(builder.response, also(builder.response))
         except StoreError as error:

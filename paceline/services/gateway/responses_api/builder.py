@@ -88,7 +88,7 @@ class ResponseBuilder:
             "store": is_stored,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p if request.top_p is None else request.top_p,
-            **_echo(request),
+            **echo_of(request),
             "output": [],
         }
 
@@ -233,7 +233,7 @@ _HEAD: Json = {
 def check_echo(request: ResponsesRequest) -> None:
     """Raise ApiError if a field that the response repeats is not valid Unicode, or if all of them are too long."""
     left = MAX_ECHO_BYTES
-    for name, value in _echo(request).items():
+    for name, value in echo_of(request).items():
         try:
             left -= len(json.dumps(value, ensure_ascii=False).encode())
         except UnicodeEncodeError:
@@ -244,7 +244,7 @@ def check_echo(request: ResponsesRequest) -> None:
             raise ApiError(400, f"{name}: {told}; send less", param=name)
 
 
-def _echo(request: ResponsesRequest) -> Json:
+def echo_of(request: ResponsesRequest) -> Json:
     """Return the fields of a response that repeat those of its request."""
     choice = request.tool_choice
     return {

@@ -41,7 +41,7 @@ from paceline.services.gateway.responses_api.bodies import (
     ResponseBody,
     ResponseEvent,
 )
-from paceline.services.gateway.responses_api.builder import ResponseBuilder, check_echo, encode
+from paceline.services.gateway.responses_api.builder import ResponseBuilder, check_echo, echo_of, encode
 from paceline.services.gateway.responses_api.conversation_store import ConversationStore
 from paceline.services.gateway.responses_api.conversations import add_conversations
 from paceline.services.gateway.responses_api.items import InputItem
@@ -283,9 +283,9 @@ def _again(
     known: Record, body: ResponsesRequest, model: str, items: list[Json], runs: BackgroundRuns | None
 ) -> Response:
     """Answer a request for a response in the background that an earlier try of it has begun. Raises ApiError."""
-    asked = (model, body.instructions, body.previous_response_id)
-    told = tuple(known.response[name] for name in ("model", "instructions", "previous_response_id"))
-    if known.input != items or told != asked:
+    given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
+    asked = {"model": model, **echo_of(body), **given}
+    if known.input != items or any(known.response[name] != value for name, value in asked.items()):
         raise key_was_used(f"the response {known.id!r}")
     if not body.stream:
         return JSONResponse(known.response)

@@ -136,7 +136,8 @@ class TextFormat(EchoedBody):
         """Return the same as a `response_format`."""
         schema = None
         if self.type == "json_schema":
-            schema = JsonSchemaFormat.model_validate({"name": self.name or "answer", "schema": self.schema_})
+            fields = {"name": self.name or "answer", "schema": self.schema_, "strict": self.strict}
+            schema = JsonSchemaFormat.model_validate(fields)
         return AnswerFormat(type=self.type, json_schema=schema)
 
 

@@ -27,6 +27,7 @@ FIND = {
     "strict": False,
 }
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+STRICT = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}, "strict": True}
 
 
 async def stream_of(stack: Stack, **options: Any) -> list[Any]:
@@ -240,6 +241,7 @@ BAD_REQUESTS: list[tuple[Json, str]] = [
     ({"input": "x", "tools": [FIND], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
     ({"input": "x", "tools": [FIND], "tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema"),
+    ({"input": "x", "text": {"format": STRICT}}, "text.format.schema"),
     ({"input": "x", "max_output_tokens": 1 << 20}, "max_output_tokens"),
     ({"input": "x" * (1 << 14)}, "input"),
     ({"input": []}, "input"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from paceline.services.gateway.responses_api.store import ResponseStore
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.responses_api.conftest import SEED, StartAgents, ask, call, prompt_of, recite
 
@@ -176,9 +178,10 @@ async def test_a_request_that_comes_again_with_its_key_begins_nothing_new(agents
     agents.workers["decode-0"].resume.set()
     assert [event.type async for event in events][-1] == "response.completed"
     assert len(agents.workers["decode-0"].outcomes()) == 1
-    for different in ({"input": "y"}, {"input": "x", "instructions": "z"}):
+    others: Any = ({"input": "y"}, {"instructions": "z"}, {"temperature": 0.5}, {"max_output_tokens": 9})
+    for different in others:
         with pytest.raises(openai.UnprocessableEntityError, match="take a new key"):
-            await agents.openai.responses.create(**different, **fields)
+            await agents.openai.responses.create(**{"input": "x", **different}, **fields)
 
 
 async def test_cancelling_ends_the_work(agents: Stack) -> None:
@@ -192,6 +195,27 @@ async def test_cancelling_ends_the_work(agents: Stack) -> None:
     plain = await ask(agents, "x", "ok")
     with pytest.raises(openai.BadRequestError, match="background"):
         await agents.openai.responses.cancel(plain.id)
+
+
+async def test_who_cancels_again_does_not_interrupt_the_writing(agents: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes, goes_on, finish = asyncio.Event(), asyncio.Event(), ResponseStore.finish
+
+    async def slow(store: ResponseStore, *args: Any) -> bool:
+        writes.set()
+        await goes_on.wait()
+        return await finish(store, *args)
+
+    monkeypatch.setattr(ResponseStore, "finish", slow)
+    agents.pause_decode(2)
+    queued = await ask(agents, "x", "abcdef", background=True)
+    await eventually(lambda: bool(agents.workers["decode-0"].calls))
+    first = asyncio.create_task(agents.openai.responses.cancel(queued.id))
+    await writes.wait()
+    second = asyncio.create_task(agents.openai.responses.cancel(queued.id))
+    await asyncio.sleep(0.05)
+    goes_on.set()
+    for cancelled in (await first, await second):
+        assert (cancelled.status, cancelled.output_text) == ("cancelled", "ab")
 
 
 async def test_deleting_ends_the_work(agents: Stack) -> None:
