@@ -28,6 +28,8 @@ class Delta:
     tokens: list[Token] = field(default_factory=list)
     answer_tokens: list[Token] = field(default_factory=list)
     """Tokens without those of reasoning and its markers; empty if the answer is not parsed."""
+    held: bytes = b""
+    """The bytes of the last tokens whose text is in no part yet; only with logprobs."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     has_open_call: bool = False
@@ -57,6 +59,7 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
         reasoning_tokens=sum(delta.reasoning_tokens for delta in deltas),
         tokens=[token for delta in deltas for token in delta.tokens],
         answer_tokens=[token for delta in deltas for token in delta.answer_tokens],
+        held=last.held,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         has_open_call=last.has_open_call,
@@ -150,6 +153,8 @@ class Choice:
             return self._end(REPETITION, delta, self._detokenizer.finish())
         if parser is not None:
             self._count_reasoning(delta, parser)
+        if delta.tokens and delta.tokens[-1].logprobs:
+            delta.held = (parser.held.encode() if parser is not None else b"") + self._detokenizer.held
         return delta
 
     def _parse(self, parser: AnswerParser, token: Token, text: str, delta: Delta) -> list[Part]:

@@ -51,6 +51,11 @@ class Detokenizer:
         self.cut_off = ""
         """The stop string that was left out at the end of the text; "" if there is none."""
 
+    @property
+    def held(self) -> bytes:
+        """The bytes of the last tokens whose text is not certain yet."""
+        return self._held.encode() + self._decoder.getstate()[0]
+
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that is certain now. After a stop, ignore it and return ""."""
         if self.stop_reason is not None:

@@ -62,6 +62,11 @@ class Answer:
             return False  # it is nested too deep to be checked
         return False
 
+    @property
+    def held(self) -> str:
+        """Text that has come and is in no part yet."""
+        return self._space + self.reader.held
+
     def content(self, text: str) -> None:
         """Add content."""
         if text := self._trimmed(text):

@@ -133,6 +133,11 @@ class AnswerParser:
         """Whether the text that comes next is reasoning."""
         return self._answer.is_thinking
 
+    @property
+    def held(self) -> str:
+        """The end of the text that has come, as far as it is in no part yet."""
+        return self._answer.held
+
     def push(self, text: str) -> list[Part]:
         """Take the text of the next token, which may be empty. Return new parts."""
         answer, reader = self._answer, self._answer.reader

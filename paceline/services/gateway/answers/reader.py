@@ -90,6 +90,11 @@ class Reader:
         """Number of characters of the answer that have been read."""
         return self._dropped + self._at
 
+    @property
+    def held(self) -> str:
+        """Text that has come and that no sink has."""
+        return self._text[self._at :] if self._kept is None else "".join([*self._kept, self._text])
+
     def keep(self) -> None:
         """Remember this place, so that `restore` can return to it. Text after it stays in memory."""
         self._kept = None

@@ -70,6 +70,8 @@ class ResponseBuilder:
         as_ids = bool(request.return_tokens_as_token_ids)
         count = request.top_logprobs or 0
         self._logprobs = TextLogprobs(tokenizer.vocabulary, count, as_ids) if request.shows_logprobs else None
+        self._held = b""
+        """What comes after the part that is being added; see `Delta.held`."""
         self._item: OutputItem | None = None
         """The last item, if it has not ended."""
         self._next_number = 0
@@ -109,7 +111,10 @@ class ResponseBuilder:
             self._generated += [token.id for token in delta.tokens]
         if self._logprobs is not None:
             self._logprobs.push(delta.tokens)
-        events = [each for part in parts for each in self._add_part(part)]
+        events = []
+        for number, part in enumerate(parts, 1):
+            self._held = delta.held if number == len(parts) else b""
+            events += self._add_part(part)
         if self._logprobs is not None and parts and not isinstance(parts[-1], Content):
             self._logprobs.drop()
         if delta.finish_reason not in (None, "stop") or delta.has_open_call:
@@ -171,7 +176,7 @@ class ResponseBuilder:
         assert self._item is not None
         logprobs: list[Json] = []
         if self._logprobs is not None and isinstance(self._item, Message):
-            logprobs = self._logprobs.take(text)
+            logprobs = self._logprobs.take(text, self._held)
         return self._item.add(text, logprobs)
 
     def _begin_item(self, kind: Callable[..., OutputItem], name: str, *args: Any) -> list[Json]:

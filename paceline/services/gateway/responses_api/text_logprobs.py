@@ -36,10 +36,14 @@ class TextLogprobs:
         """Forget tokens: their text is no message."""
         self._tokens.clear()
 
-    def take(self, text: str) -> list[Json]:
-        """Return the logprobs of the tokens of a text, which are the latest that have it."""
+    def take(self, text: str, held: bytes = b"") -> list[Json]:
+        """Return the logprobs of the tokens of a text, which are the latest that have it.
+
+        Args:
+            held: the bytes of the last tokens whose text comes later. They may be the same text again.
+        """
         pieces, wanted = [self._vocabulary.token_bytes(token.id) for token in self._tokens], text.encode()
-        begin = b"".join(pieces).rfind(wanted)
+        begin = b"".join(pieces).removesuffix(held).rfind(wanted)
         first, end = 0, len(pieces)
         if begin >= 0:  # else bytes that are no character, for which the text has U+FFFD
             ends = list(itertools.accumulate(map(len, pieces)))
