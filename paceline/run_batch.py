@@ -30,6 +30,7 @@ from typing import Any
 
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
+from paceline.models.durable import rename_durably
 from paceline.services.gateway.batch_api.batch import ENDPOINTS
 from paceline.services.gateway.batch_api.lines import InvalidLineError, error_line, read_line
 
@@ -208,9 +209,7 @@ class Output:
                 if self._status is not None:  # the mode of the beginning, because the file may be gone by now
                     new.chmod(stat.S_IMODE(self._status.st_mode))
                 file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._file)
+            rename_durably(new, self._file)  # the server deletes its answers next
         except BaseException:
             new.unlink(missing_ok=True)
             raise

@@ -124,6 +124,24 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["link", "out.jsonl", "real"]
 
 
+def test_answers_are_on_the_disk_before_the_server_deletes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, synced = os.fsync, list[tuple[Path, bytes]]()
+    target = tmp_path / "out.jsonl"
+
+    def sync(descriptor: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), target.read_bytes()))
+        fsync(descriptor)
+
+    target.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", sync)
+    Output(target).write([b"new"])
+    (new, before), (folder, after) = synced
+    assert (new.parent, folder) == (tmp_path, tmp_path)
+    assert (before, after) == (b"old", b"new\n")
+
+
 def test_only_its_owner_reads_a_new_output(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     Output(target).write([b"secret"])
