@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -181,4 +182,19 @@ def _object(text: str) -> Json:
         value = from_json(text, allow_partial=True, allow_inf_nan=False)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return _finite(value) if isinstance(value, dict) else {}
+
+
+def _finite(value: Any) -> Any:
+    """Return a value from JSON with the largest doubles in place of numbers that are larger, which have no other form.
+
+    The value is not nested deeply, because the library reads no such one.
+    """
+    match value:
+        case float():
+            return max(-sys.float_info.max, min(value, sys.float_info.max))
+        case dict():
+            return {name: _finite(each) for name, each in value.items()}
+        case list():
+            return [_finite(each) for each in value]
+    return value

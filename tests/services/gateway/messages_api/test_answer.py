@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -95,6 +96,13 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
         open_block["input" if name == "partial_json" else name] += event["delta"][name]
     assert open_block is None
     return {**message, **last["delta"], "usage": last["usage"]}
+
+
+def test_numbers_that_no_double_holds_are_the_largest_ones() -> None:
+    call = [CallBegin(0, "id", "f"), CallArguments(0, '{"a": [1E899, 2], "b": {"c": -1e400}}')]
+    (block,) = FORM.whole([Delta(0, parts=call, finish_reason="stop")], USAGE)["content"]
+    assert block["input"] == {"a": [sys.float_info.max, 2], "b": {"c": -sys.float_info.max}}
+    json.dumps(block, allow_nan=False)
 
 
 @given(answers(), st.lists(st.integers(0, 30), max_size=6))
