@@ -198,8 +198,14 @@ async def _results(files: FileStore, batch: Batch) -> AsyncIterator[bytes]:
 
 
 async def _lines(files: FileStore, file_id: str) -> AsyncIterator[Json]:
+    """Yield the lines of a file. Raises MissingFileError at the end if the file was deleted meanwhile.
+
+    Results have no length by which a client could notice that some are missing, but it notices a broken answer.
+    """
     async for _, line in split_lines(files.content(file_id), 1 << 40):
         yield json.loads(line)
+    if await files.get(file_id, None) is None:
+        raise MissingFileError(f"the file {file_id!r} was deleted while it was read", "batch_id")
 
 
 async def _write(files: FileStore, file: File, chunks: list[bytes], file_id: str) -> File:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,7 +15,11 @@ from anthropic.types.messages import MessageBatch
 
 from paceline.services.gateway.batch_api import messages
 from paceline.services.gateway.batch_api.batch import Batch, Status
-from paceline.services.gateway.batch_api.messages import result_of, shown
+from paceline.services.gateway.batch_api.file_store import File, FileStore, MissingFileError
+from paceline.services.gateway.batch_api.lines import Answer, answer_line
+from paceline.services.gateway.batch_api.messages import _results, result_of, shown
+from paceline.services.gateway.store.database import open_database
+from paceline.services.gateway.store.store import Store
 from tests.services.gateway.batch_api.conftest import StartBatches, line, submit
 from tests.services.gateway.conftest import PATIENCE, Stack, eventually
 
@@ -220,3 +227,23 @@ def test_all_are_processing_until_the_end(status: Status) -> None:
 def test_an_answer_that_no_server_gave_is_an_error_of_the_server() -> None:
     told = result_of({"custom_id": "a", "response": None, "error": {"code": "lost", "message": "why"}})
     assert told["result"]["error"]["error"] == {"type": "api_error", "message": "why"}
+
+
+async def test_results_that_are_deleted_while_they_are_read_are_not_whole(tmp_path: Path) -> None:
+    store = Store(open_database(str(tmp_path / "store.db")))
+    files = FileStore(store, entries=9, max_bytes=1 << 20)
+    file = File("file-1", "me", "batch_output", "out.jsonl", 0, 0.0, time.time() + 60)
+    await files.begin(file)
+    for number, name in enumerate("ab"):
+        await files.append(file, number, f"{answer_line(name, Answer(200, 'r', {}))}\n".encode())
+    await files.finish(file)
+    about: Json = {"endpoint": "/v1/messages", "input_file_id": "in", "completion_window": "24h", "created": 0.0}
+    done = Batch(id="b", owner="me", expires=0.0, status="completed", total=2, output_file_id=file.id, **about)
+    told = [json.loads(each)["custom_id"] async for each in _results(files, done)]
+    assert told == ["a", "b"]
+    reading = _results(files, done)
+    await anext(reading)
+    await files.discard(file.id)
+    with pytest.raises(MissingFileError, match="deleted while it was read"):
+        await anext(reading)
+    store.close()
