@@ -43,6 +43,8 @@ _SHORT_SECONDS = 0.2
 """A trial takes long after this time. Nearly all end before."""
 _MOST_IDLE = 4
 """Children that wait for their owners' next trials."""
+_GOES_ON, _ENDS = b"+", b"-"
+"""What a child says at the end of a trial: whether it takes another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class _Child:
     pid: int
     owner: bytes
     control: socket.socket
-    """Takes the sockets of trials to the child, which sends a byte back at the end of each trial."""
+    """Takes the sockets of trials to the child, which says at the end of each trial whether it goes on."""
     connection: socket.socket | None = None
     """The socket of the trial that runs; None if none runs."""
     deadline: float = math.inf
@@ -191,7 +193,7 @@ class _Server:
             _close(child.connection)
             child.connection, child.deadline, child.next_look = None, math.inf, math.inf
             self._children[child.control.fileno()] = self._children.pop(child.control.fileno())
-        if not said or was_slow:  # what has a low priority keeps it
+        if said != _GOES_ON or was_slow:  # what has a low priority keeps it
             self._end(child)
 
     def _end(self, child: _Child) -> None:
@@ -221,15 +223,16 @@ class _Server:
                 if other.connection is not None:
                     other.connection.close()
             prepare_for_trials()
-            most = _address_space() + self._limits.memory // 8
-            while _address_space() <= most:
+            most, goes_on = _address_space() + self._limits.memory // 8, True
+            while goes_on:
                 message, descriptors, *_ = socket.recv_fds(control, 1, 1)
                 if not message:
                     break
                 limit_trial(self._limits)
                 with socket.socket(fileno=descriptors[0]) as connection:
                     _try(self._models[message[0]], connection)
-                control.sendall(b"x")
+                goes_on = _address_space() <= most
+                control.sendall(_GOES_ON if goes_on else _ENDS)  # before its slow end, so that it gets no other trial
             status = 0
         finally:
             os._exit(status)

@@ -73,6 +73,15 @@ async def test_a_process_that_has_grown_ends(desk: Desk) -> None:
     await until(lambda: child not in processes(desk))
 
 
+async def test_a_process_that_ends_gets_no_other_trial(desk: Desk) -> None:
+    desk.compiler._limits = dataclasses.replace(desk.compiler._limits, memory=24 << 20)
+    desk.compiler._forget()  # the next process has the new limits
+    for number in range(10):
+        await desk.make("a", **object_schema(250 + number))  # it has grown, and ends
+        await desk.make("a", guided_regex="a" * (number + 1))
+    assert desk.compiler.trials == 20  # none was done again
+
+
 async def test_a_process_that_was_killed_while_it_waited_is_no_outage(desk: Desk) -> None:
     await desk.make("a", guided_regex="a")
     (child,) = processes(desk)
