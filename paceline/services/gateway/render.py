@@ -56,8 +56,9 @@ def render(request: GenerationRequest, plan: Plan, request_id: str, model: str) 
             "stream": bool(request.stream),
             "stream_options": request.stream_options.model_dump() if request.stream_options else None,
             "cache_salt": request.cache_salt,
-            "priority": request.priority or 0,
             "kv_transfer_params": None,
+            # Without it, the priority of the key counts.
+            **({} if request.priority is None else {"priority": request.priority}),
         }
         for index, prompt in enumerate(plan.prompts)
     ]

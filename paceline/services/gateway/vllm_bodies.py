@@ -107,8 +107,9 @@ class RenderedRequest(AnswerBody):
     stream: bool
     stream_options: Json | None
     cache_salt: str | None
-    priority: int
     kv_transfer_params: None
+    priority: int = 0
+    """Missing if the request did not have it."""
 
 
 class PlainUsage(AnswerBody):

@@ -46,6 +46,9 @@ async def test_a_rendered_chat_has_all_that_generate_needs(stack: Stack) -> None
     params = rendered["sampling_params"]
     assert (params["temperature"], params["top_p"], params["max_tokens"], params["logprobs"]) == (1.0, 0.5, 9, 0)
     assert (params["stop"], params["seed"], params["structured_outputs"]) == (["x"], 5, None)
+    assert "priority" not in rendered  # that of the key is its default
+    urgent = (await stack.post(f"{CHAT}/render", priority=-2, **fields)).json()
+    assert urgent["priority"] == -2
     assert not any(worker.calls for worker in stack.workers.values())
     answer = (await stack.post(GENERATE, **rendered)).json()
     assert len(answer["choices"][0]["token_ids"]) == 9
