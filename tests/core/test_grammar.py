@@ -28,7 +28,7 @@ JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
         (GRAMMAR, 'start: %json {"type": "object"}'),
         (GRAMMAR, 'root ::= "a" | [0-9]+ root'),
         (GRAMMAR, 'start: start "a" | "b"'),
-        (GRAMMAR, 'start: "a ::= b" | %json {"enum": ["c ::= d"]}'),
+        (GRAMMAR, 'start[capture]: "a ::= b" | %json {"enum": ["c ::= d"]}'),
         (GRAMMAR, '# a comment\nroot ::= item-1+\n\nitem-1::= "a"'),
     ],
 )

@@ -123,7 +123,8 @@ async def test_a_process_that_hangs_is_started_again(desk: Desk, monkeypatch: py
     assert first is not None
     os.kill(first, signal.SIGSTOP)
     monkeypatch.setattr(compiler, "ANSWER_SECONDS", 1 - desk.compiler._limits.seconds)
-    assert await desk.make(guided_regex="a")
+    async with asyncio.timeout(60):
+        assert await desk.make(guided_regex="a")
     assert desk.compiler.pid not in (None, first)
 
 

@@ -65,11 +65,11 @@ async def test_a_slow_trial_is_the_last_one_of_its_process(desk: Desk) -> None:
 
 
 async def test_a_process_that_has_grown_ends(desk: Desk) -> None:
-    desk.compiler._limits = dataclasses.replace(desk.compiler._limits, memory=64 << 20)
+    desk.compiler._limits = dataclasses.replace(desk.compiler._limits, memory=24 << 20)
     desk.compiler._forget()  # the next process has the new limits
     await desk.make("a", guided_regex="a")
     (child,) = processes(desk)
-    await desk.make("a", **object_schema(1500))
+    await desk.make("a", **object_schema(250))
     await until(lambda: child not in processes(desk))
 
 
