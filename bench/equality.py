@@ -30,7 +30,7 @@ from bench.systems import ending_on_sigterm
 from bench.thinking import OPTIONS, add_markers, complaints, thinking_requests
 from paceline.core.env import default_cache_dir
 from paceline.models.assets import resolve_model
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 
 def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.services.gateway.media.samples import (
+from tests.services.gateway.planning.media.samples import (
     IMAGE_FORMATS,
     audio_file,
     data_url,

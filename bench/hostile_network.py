@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.hostile_media import DEAD, READABLE, REFUSED, REFUSED_OR_DEAD
-from tests.services.gateway.media.hostile_server import (
+from tests.services.gateway.planning.media.hostile_server import (
     BROKEN,
     SLOW,
     TOO_MUCH,
@@ -31,7 +31,7 @@ from tests.services.gateway.media.hostile_server import (
     response,
     serve,
 )
-from tests.services.gateway.media.samples import image_file
+from tests.services.gateway.planning.media.samples import image_file
 
 PUBLIC = "9.9.9.9"
 """The address of the hostile web server; in its namespace, no other machine has it."""

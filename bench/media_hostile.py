@@ -46,7 +46,7 @@ from bench.hostile_network import URLS, NoNetworkError, enter, servers
 from bench.load import Outcome, Server, new_file, summarize, table
 from bench.services import Process, names_by_pid, serving
 from bench.workloads import FIRST_ID, Request, Workload
-from tests.services.gateway.media.samples import data_url, image_file
+from tests.services.gateway.planning.media.samples import data_url, image_file
 
 STREAMS, STREAM_TOKENS = 4, 200
 REQUEST_SECONDS = 120.0

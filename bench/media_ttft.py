@@ -38,7 +38,7 @@ from bench.load import Outcome, Server, new_file, summarize, table
 from bench.media_model import DTYPE, VISION, VOCAB, write_media_model
 from bench.services import serving
 from bench.workloads import FIRST_ID, Request, Workload
-from tests.services.gateway.media.samples import data_url, image_file
+from tests.services.gateway.planning.media.samples import data_url, image_file
 
 SIZE = (1000, 700)
 """Width and height of images in pixels, which are resized to 20 x 14 squares: 280 soft tokens."""

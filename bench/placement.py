@@ -16,9 +16,9 @@ import time
 from bench.load import percentile, table
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
-from paceline.services.gateway.candidate_table import CandidateTable
-from paceline.services.gateway.candidates import Candidate, Need
-from paceline.services.gateway.router import place
+from paceline.services.gateway.routing.candidate_table import CandidateTable
+from paceline.services.gateway.routing.candidates import Candidate, Need
+from paceline.services.gateway.routing.router import place
 
 WORKERS_PER_HOST = 8
 REPORTS = 5

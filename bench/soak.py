@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from bench.services import role_of
 from bench.soak_calls import CALLS, WEIGHTS, Results, Soaker
 from paceline.services.common.tasks import end_tasks
-from tests.services.gateway.media.samples import audio_file, tone, video_file
+from tests.services.gateway.planning.media.samples import audio_file, tone, video_file
 from tests.stack.media_chats import image_part, images_of, part, write_model
 from tests.stack.processes import Stack, serve
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.mixed import Outcome, Request
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 BUDGETS = (0, 1, 7, 64)
 START, END = "<think>", "</think>"

@@ -20,10 +20,10 @@ from paceline.cli.flags import HIDDEN_OPTIONS, SHORT_FLAGS
 from paceline.cli.services import SERVICES
 from paceline.core.metrics import Family
 from paceline.core.options import Options, flag, group_of, range_of
-from paceline.services.gateway.admission_queue import AdmissionQueue
-from paceline.services.gateway.gateway_metrics import GatewayMetrics
-from paceline.services.gateway.metrics import Metrics
-from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.planning.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
+from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
+from paceline.services.gateway.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "reference"
 PACKAGE = Path(__file__).parents[1] / "paceline"

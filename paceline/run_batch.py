@@ -31,8 +31,8 @@ from typing import Any
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 from paceline.models.durable import rename_durably
-from paceline.services.gateway.batch_api.batch import ENDPOINTS
-from paceline.services.gateway.batch_api.lines import InvalidLineError, error_line, read_line
+from paceline.services.gateway.api.batches.batch import ENDPOINTS
+from paceline.services.gateway.api.batches.lines import InvalidLineError, error_line, read_line
 
 POLL_SECONDS = 0.5
 START_SECONDS = 86400.0

@@ -15,7 +15,7 @@ from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import BusyError
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.step_times import Delay, Profile
-from paceline.services.gateway.candidates import Placement
+from paceline.services.gateway.routing.candidates import Placement
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host

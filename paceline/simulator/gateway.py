@@ -11,12 +11,12 @@ from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import InvalidRequestError
 from paceline.core.request_classes import BACKGROUND, DEFAULT, NO_CLASSES, Classes
 from paceline.core.step_times import Profile
-from paceline.services.gateway.candidates import Candidate, Need
+from paceline.services.gateway.http.refusals import RefusedError
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
 from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.queue_state import HELD, Held
-from paceline.services.gateway.queueing.shedding import RefusedError
-from paceline.services.gateway.router import place
+from paceline.services.gateway.routing.candidates import Candidate, Need
+from paceline.services.gateway.routing.router import place
 from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from paceline.simulator.attempts import Attempts
 from paceline.simulator.events import Events

@@ -13,7 +13,7 @@ from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
 from paceline.core.step_times import Profile
 from paceline.core.types import Key
 from paceline.engine.chunk_planner import GROWTH_TOKENS
-from paceline.services.gateway.members import MEASURED_BYTES
+from paceline.services.gateway.fleet.members import MEASURED_BYTES
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.services.kvtransfer.ledger import Ledger
 from paceline.simulator.sequence import Held, Sequence

@@ -1,6 +1,6 @@
 """Reading traces: files of JSON lines, in Mooncake's format or as `--record-trace` of a gateway writes them.
 
-The second is the first with more fields; see `services/gateway/trace_recorder.py`.
+The second is the first with more fields; see `services/gateway/telemetry/trace_recorder.py`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.services.gateway.admission_queue import IDLE_SECONDS, POLL_SECONDS
+from paceline.services.gateway.http.refusals import Reason, RefusedError
+from paceline.services.gateway.queueing.admission_queue import IDLE_SECONDS, POLL_SECONDS
 from paceline.services.gateway.queueing.claim import Claim
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
-from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError
+from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.simulator.events import Events
 from paceline.simulator.sequence import Sequence
 

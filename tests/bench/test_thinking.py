@@ -7,7 +7,7 @@ import pytest
 
 from bench.mixed import Outcome
 from bench.thinking import BUDGETS, END, START, add_markers, complaint, thinking_requests, thinking_tokens
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import write_toy_model
 
 

@@ -13,7 +13,7 @@ from paceline.core.errors import ModelError
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.engine.loading import Loaded, load
 from paceline.kernels.reference import ReferenceKernels
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import write_toy_model
 from tests.tiny_checkpoints import write_qwen3_vl, write_tiny
 

@@ -28,14 +28,14 @@ from pydantic import ValidationError
 from paceline.core.errors import PacelineError
 from paceline.core.grammar import compile_grammar
 from paceline.core.types import Constraint
-from paceline.services.gateway.answers.registry import choose_forms
-from paceline.services.gateway.constraints.answer import AnswerWriting
-from paceline.services.gateway.constraints.fields import chat_fields
-from paceline.services.gateway.constraints.server import TrialLimits, limit_trial, prepare_for_trials
-from paceline.services.gateway.constraints.trial import read_outcome, try_constraint
-from paceline.services.gateway.errors import ApiError
-from paceline.services.gateway.schemas import ChatRequest
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.planning.answers.registry import choose_forms
+from paceline.services.gateway.planning.constraints.answer import AnswerWriting
+from paceline.services.gateway.planning.constraints.fields import chat_fields
+from paceline.services.gateway.planning.constraints.server import TrialLimits, limit_trial, prepare_for_trials
+from paceline.services.gateway.planning.constraints.trial import read_outcome, try_constraint
+from paceline.services.gateway.planning.schemas import ChatRequest
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.fuzz.hostile import Fields, random_fields
 
 LIMITS = TrialLimits(cpu_seconds=2, memory=256 << 20, seconds=20.0)

@@ -17,7 +17,7 @@ from paceline.models.encoder_config import (
     SampleEmbedderConfig,
     SiglipConfig,
 )
-from paceline.services.gateway.media.processors.families import read_processor
+from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.models.configs import GEMMA, GEMMA4
 
 E2B_VISION = Gemma4VisionConfig(16, 768, 3072, 12, 64, 16, 3, 10_240, 100.0, 1e-6, clipped=True, standardized=False)

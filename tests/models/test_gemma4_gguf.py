@@ -16,7 +16,7 @@ from paceline.models.base import Model
 from paceline.models.config import read_config
 from paceline.models.convert import convert_gguf
 from paceline.models.loader import load_model
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.models.gemma4_gguf import KIND_SIZES, SIZES, TOKENS, write_gemma4_gguf
 from tests.models.test_quantized_models import assert_same
 from tests.tiny_checkpoints import write_tiny

@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from paceline.models.convert import convert_gguf
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.models.gguf_files import write_gguf
 
 VALUE = gguf.GGUFValueType

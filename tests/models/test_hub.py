@@ -20,8 +20,8 @@ from paceline.core.model_folder import read_model_files
 from paceline.models.config import read_facts
 from paceline.models.hub_name import HubName, parse_hub_name
 from paceline.models.identity import model_identity
-from paceline.services.gateway.media.processors.families import read_processor
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.media.processors.families import read_processor
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
 from tests.services.gateway.toy_model import write_toy_model
 from tests.tiny_checkpoints import (

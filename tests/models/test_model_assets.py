@@ -25,7 +25,7 @@ from paceline.models.config import read_config
 from paceline.models.convert import convert_gguf
 from paceline.models.folder import BLOCKS_FILE
 from paceline.models.wheels import BundledModel, fetch_gguf
-from paceline.services.gateway import tokenizer as gateway_tokenizer
+from paceline.services.gateway.planning import tokenizer as gateway_tokenizer
 from tests.models.gguf_files import write_gguf
 
 

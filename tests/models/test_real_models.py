@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from paceline.kernels import select_kernels
 from paceline.models.loader import load_model
-from paceline.services.gateway import tokenizer as gateway
+from paceline.services.gateway.planning import tokenizer as gateway
 
 pytestmark = pytest.mark.model
 

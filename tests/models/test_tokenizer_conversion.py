@@ -13,7 +13,7 @@ from transformers.utils import sentencepiece_model_pb2_new as sentencepiece_mode
 from paceline.core.errors import ModelError
 from paceline.models.assets import resolve_model
 from paceline.models.tokenizer_files import tokenizer_files
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.tiny_checkpoints import write_tiny
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 from paceline.core.media import MediaKind, MediaSpan
-from paceline.services.gateway.media import video_decoder
-from paceline.services.gateway.media.expansion import Expansion, Run
-from paceline.services.gateway.media.processors.base import SAMPLING_RATE, Processor
-from paceline.services.gateway.media.processors.families import read_processor
+from paceline.services.gateway.planning.media import video_decoder
+from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.processors.base import SAMPLING_RATE, Processor
+from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.engine.media_models import MediaModel, Prompt
 from tests.models.test_encoders import reference_of_patches, reference_of_qwen3_vl
-from tests.services.gateway.media.samples import audio_file, data_url, image_file, tone, video_file
+from tests.services.gateway.planning.media.samples import audio_file, data_url, image_file, tone, video_file
 from tests.services.gateway.toy_model import (
     AUDIO,
     END,

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.services.gateway.media.samples import image_file
-from tests.services.gateway.media.samples import picture as drawing
+from tests.services.gateway.planning.media.samples import image_file
+from tests.services.gateway.planning.media.samples import picture as drawing
 from tests.services.gateway.toy_model import write_toy_media_model
 from tests.stack.browser import Browser, browser, is_installed
 from tests.stack.page_checks import CONTRASTS, UNNAMED

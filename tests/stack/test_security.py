@@ -26,7 +26,7 @@ from paceline.services.common.member_signatures import version_of
 from paceline.services.common.registry import Member, beats_key, member_key, names_key
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.secret import Secret
-from paceline.services.gateway.middleware import ID_PREFIXES
+from paceline.services.gateway.http.middleware import ID_PREFIXES
 from tests.fuzz.run import fuzz
 from tests.fuzz.stack import ROLES, FuzzStack, fuzz_stack
 from tests.services.gateway.computed_routes import bodies

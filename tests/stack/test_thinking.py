@@ -12,7 +12,7 @@ import pytest
 
 from bench.mixed import answers
 from bench.thinking import complaints, thinking_requests
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.stack.processes import Stack
 from tests.stack.stacks import Way, on
 

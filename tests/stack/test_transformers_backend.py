@@ -15,7 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from bench.namespaces import ONE_HOST
 from bench.tiny_architectures import save_tiny
 from paceline.core.media import MediaKind, MediaSpan
-from paceline.services.gateway.media.processors.families import read_processor
+from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.engine.media_models import MediaModel, Prompt
 from tests.services.gateway.toy_model import IMAGE, VOCAB_SIZE, write_toy_media_model, write_toy_model
 from tests.stack.cluster import Cluster

@@ -1,7 +1,7 @@
 """The notations in which values are written: JSON, and those that models have for the arguments of calls.
 
 The options of a schema name the notation of its grammar; see `notation_of`. The forms in
-`services/gateway/answers/forms` read what these grammars allow.
+`services/gateway/planning/answers/forms` read what these grammars allow.
 """
 
 from __future__ import annotations

@@ -14,35 +14,41 @@ from paceline.core import env
 from paceline.core.config import GatewayConfig
 from paceline.core.options import listed, parse_bytes
 from paceline.services.common.rpc import is_loopback
-from paceline.services.gateway.access.cors import cors_options
-from paceline.services.gateway.access.decisions import DECISIONS, check_decided
-from paceline.services.gateway.access.guard import Guard, warn_without_admins
-from paceline.services.gateway.api import add_api
-from paceline.services.gateway.api_schema import ERRORS, add_schema
-from paceline.services.gateway.batch_api.routes import add_batches
-from paceline.services.gateway.cache_reset import add_cache_reset
-from paceline.services.gateway.chat_batch import add_chat_batch
-from paceline.services.gateway.console.routes import add_console
-from paceline.services.gateway.errors import install_error_handlers
+from paceline.services.gateway.api.api_schema import ERRORS, ErrorBody, add_schema
+from paceline.services.gateway.api.batches.routes import add_batches
+from paceline.services.gateway.api.console.routes import add_console
+from paceline.services.gateway.api.messages.bodies import MessageError, MessageEvent
+from paceline.services.gateway.api.messages.routes import add_messages
+from paceline.services.gateway.api.openai.bodies import ChatChunk, CompletionChunk
+from paceline.services.gateway.api.openai.chat_batch import add_chat_batch
+from paceline.services.gateway.api.openai.routes import add_api
+from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
+from paceline.services.gateway.api.operators.routes import add_operations
+from paceline.services.gateway.api.operators.scaling import add_scaling
+from paceline.services.gateway.api.operators.step_records import add_step_records
+from paceline.services.gateway.api.responses.bodies import ResponseEvent
+from paceline.services.gateway.api.responses.routes import add_responses
+from paceline.services.gateway.api.tokens.bodies import TokensChunk
+from paceline.services.gateway.api.tokens.render_api import add_render_api
+from paceline.services.gateway.api.tokens.routes import add_token_api
+from paceline.services.gateway.api.tokens.score_api import add_score_api
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.access.cors import cors_options
+from paceline.services.gateway.http.access.decisions import DECISIONS, check_decided
+from paceline.services.gateway.http.access.guard import Guard, warn_without_admins
 from paceline.services.gateway.http.bodies import BodyMiddleware
 from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.errors import install_error_handlers
 from paceline.services.gateway.http.head import HeadMiddleware
 from paceline.services.gateway.http.memory import BodyMemory
+from paceline.services.gateway.http.middleware import CountResponsesMiddleware, RequestIdMiddleware
 from paceline.services.gateway.http.paths import PathMiddleware, check_root_path
 from paceline.services.gateway.http.reading import BodyRoute
-from paceline.services.gateway.messages_api.routes import add_messages
-from paceline.services.gateway.middleware import RequestIdMiddleware
-from paceline.services.gateway.operations import add_operations
-from paceline.services.gateway.render_api import add_render_api
-from paceline.services.gateway.response_count import CountResponsesMiddleware
-from paceline.services.gateway.responses_api.routes import add_responses
-from paceline.services.gateway.scaling import add_scaling
-from paceline.services.gateway.score_api import add_score_api
-from paceline.services.gateway.step_records import add_step_records
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
-from paceline.services.gateway.token_api import add_token_api
+
+_REFERENCED = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent, ErrorBody, MessageError)
+"""Bodies of streamed events and of errors, which `/openapi.json` has by reference."""
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -87,7 +93,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     bounds = app.state.bounds = Bounds.of(config)
     app.state.bodies = gateway.bodies
     app.router.route_class = BodyRoute
-    add_schema(app)
+    add_schema(app, _REFERENCED)
     install_error_handlers(app)
     # Functions `add_…` use the router of the application, because FastAPI makes each route of an included one twice.
     add_api(app.router, gateway)

@@ -20,17 +20,17 @@ from paceline.services.common.credentials import read_credentials
 from paceline.services.common.garbage import collect_when_idle
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.access.book import AccessBook
-from paceline.services.gateway.access.limiter import Gateways, Limiter
-from paceline.services.gateway.constraints.compiler import ConstraintCompiler
-from paceline.services.gateway.errors import ApiError, LeavingError, NoWorkerError
-from paceline.services.gateway.gateway_metrics import GatewayMetrics
+from paceline.services.gateway.http.access.book import AccessBook
+from paceline.services.gateway.http.access.limiter import Gateways, Limiter
+from paceline.services.gateway.http.errors import ApiError, LeavingError, NoWorkerError
 from paceline.services.gateway.http.pool import FairPool
-from paceline.services.gateway.media.items import NO_MEDIA
-from paceline.services.gateway.media.loader import MediaService
-from paceline.services.gateway.media.processors.families import read_processor
 from paceline.services.gateway.model_fleet import ModelFleet, Shared
-from paceline.services.gateway.tokenizer import Tokenizer
+from paceline.services.gateway.planning.constraints.compiler import ConstraintCompiler
+from paceline.services.gateway.planning.media.items import NO_MEDIA
+from paceline.services.gateway.planning.media.loader import MediaService
+from paceline.services.gateway.planning.media.processors.families import read_processor
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 

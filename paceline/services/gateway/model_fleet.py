@@ -25,32 +25,32 @@ from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.secret import Secret
-from paceline.services.gateway.access.sharing import CacheSalts, SharedPrompts, read_shared_prompts
-from paceline.services.gateway.answers.registry import choose_forms
-from paceline.services.gateway.block_feed import BlockFeed
-from paceline.services.gateway.console.feed import Feed
-from paceline.services.gateway.constraints.compiler import ConstraintCompiler
-from paceline.services.gateway.fleet import Fleet
-from paceline.services.gateway.gateway_metrics import GatewayMetrics
+from paceline.services.gateway.fleet.block_feed import BlockFeed
+from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.pool import aside
-from paceline.services.gateway.kinds import KINDS
-from paceline.services.gateway.media.loader import MediaService
-from paceline.services.gateway.media.preparation import MediaPreparer
-from paceline.services.gateway.media.processors.families import read_processor
-from paceline.services.gateway.metrics import Metrics
-from paceline.services.gateway.patience import life_seconds
-from paceline.services.gateway.placements import PlacementLog
-from paceline.services.gateway.plan import Kind, Plan, ServedModel
-from paceline.services.gateway.prefix_index import PrefixIndex
-from paceline.services.gateway.request_headers import is_background, request_class_of, timeout_of
-from paceline.services.gateway.runner import SequenceRunner
-from paceline.services.gateway.running import RunningRequests
-from paceline.services.gateway.sampling import LogprobRules
-from paceline.services.gateway.scoring import Scoring
-from paceline.services.gateway.streaming import until_disconnect
-from paceline.services.gateway.tokenizer import Tokenizer
-from paceline.services.gateway.trace_book import TraceBook
-from paceline.services.gateway.trace_recorder import TraceRecorder
+from paceline.services.gateway.planning.answers.registry import choose_forms
+from paceline.services.gateway.planning.constraints.compiler import ConstraintCompiler
+from paceline.services.gateway.planning.media.loader import MediaService
+from paceline.services.gateway.planning.media.preparation import MediaPreparer
+from paceline.services.gateway.planning.media.processors.families import read_processor
+from paceline.services.gateway.planning.plan import Kind, Plan, ServedModel
+from paceline.services.gateway.planning.request_headers import is_background, request_class_of, timeout_of
+from paceline.services.gateway.planning.sampling import LogprobRules
+from paceline.services.gateway.planning.scoring import Scoring
+from paceline.services.gateway.planning.sharing import CacheSalts, SharedPrompts, read_shared_prompts
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+from paceline.services.gateway.routing.placements import PlacementLog
+from paceline.services.gateway.routing.prefix_index import PrefixIndex
+from paceline.services.gateway.sequences.kinds import KINDS
+from paceline.services.gateway.sequences.patience import life_seconds
+from paceline.services.gateway.sequences.runner import SequenceRunner
+from paceline.services.gateway.sequences.running import RunningRequests
+from paceline.services.gateway.telemetry.feed import Feed
+from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
+from paceline.services.gateway.telemetry.metrics import Metrics
+from paceline.services.gateway.telemetry.trace_book import TraceBook
+from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
 
 
 @dataclass(frozen=True, slots=True)

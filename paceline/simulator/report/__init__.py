@@ -9,7 +9,7 @@ import html
 import re
 from pathlib import Path
 
-from paceline.services.gateway.console.files import STATIC, chart_files
+from paceline.services.gateway.api.console.files import STATIC, chart_files
 from paceline.simulator.report.content import Report
 
 _OWN = Path(__file__).parent

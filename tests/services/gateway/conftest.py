@@ -23,15 +23,15 @@ from paceline.core.model_folder import ModelFiles, model_digest
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
-from paceline.services.gateway import block_feed, fleet
-from paceline.services.gateway.constraints import compiler
-from paceline.services.gateway.fleet import Fleet
+from paceline.services.gateway.fleet import block_feed, fleet
+from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.main import run
-from paceline.services.gateway.media.processors.base import Processor
-from paceline.services.gateway.media.processors.families import read_processor
-from paceline.services.gateway.tokenizer import Tokenizer
-from tests.services.gateway.constraints.zygote import Zygote
+from paceline.services.gateway.planning.constraints import compiler
+from paceline.services.gateway.planning.media.processors.base import Processor
+from paceline.services.gateway.planning.media.processors.families import read_processor
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+from tests.services.gateway.planning.constraints.zygote import Zygote
 from tests.services.gateway.toy_model import write_toy_media_model, write_toy_model
 from tests.services.gateway.toy_workers import ToyWorker
 

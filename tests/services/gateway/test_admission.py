@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from paceline.services.gateway import attempt, worker_call
+from paceline.services.gateway.sequences import attempt, worker_call
 from tests.services.gateway.conftest import StartStack, eventually
 from tests.services.gateway.toy_calls import ADMISSION
 from tests.services.gateway.toy_workers import TEXT

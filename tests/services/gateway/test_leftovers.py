@@ -15,7 +15,7 @@ import pytest
 
 from paceline.services.common.registry import Role
 from tests.services.gateway.conftest import Stack, StartStack, eventually
-from tests.services.gateway.media.samples import data_url, image_file, picture
+from tests.services.gateway.planning.media.samples import data_url, image_file, picture
 from tests.services.gateway.toy_calls import ADMISSION
 
 LARGE = 500_000

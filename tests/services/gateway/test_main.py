@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import connect, read_members
 from paceline.services.gateway import main
-from paceline.services.gateway.listener import listen
+from paceline.services.gateway.http.listener import listen
 from paceline.services.gateway.main import run
 from tests.services.gateway.conftest import PATIENCE, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.core.model_folder import model_digest
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
-from tests.services.gateway.batch_api.conftest import content, ended, line, submit
+from tests.services.gateway.api.batches.conftest import content, ended, line, submit
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_model import write_toy_model
 from tests.services.gateway.toy_workers import ToyWorker

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from paceline.core.numerics import Numerics
-from paceline.services.gateway.candidates import Candidate, Need, Placement
-from paceline.services.gateway.router import place_computing, place_computing_in_turn, place_in_turn
+from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
+from paceline.services.gateway.routing.router import place_computing, place_computing_in_turn, place_in_turn
+from tests.services.gateway.api.operators.test_routes import metrics
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
-from tests.services.gateway.test_kinds import SCORING
-from tests.services.gateway.test_operations import metrics
-from tests.services.gateway.test_router import NEED, member, placed
-from tests.services.gateway.test_traces import ended
+from tests.services.gateway.routing.test_router import NEED, member, placed
+from tests.services.gateway.sequences.test_kinds import SCORING
+from tests.services.gateway.sequences.test_traces import ended
 from tests.services.gateway.toy_workers import TEXT
 
 AVX2 = Numerics("avx2", "bfloat16", "none")

@@ -10,11 +10,11 @@ import pytest
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.types import Constraint, ConstraintKind
-from paceline.services.gateway.answer_format import COMPACT, SPACED
-from paceline.services.gateway.constraints.content import constraint_of
-from paceline.services.gateway.constraints.fields import ConstraintFields
+from paceline.services.gateway.planning.answer_format import COMPACT, SPACED
+from paceline.services.gateway.planning.constraints.content import constraint_of
+from paceline.services.gateway.planning.constraints.fields import ConstraintFields
 from tests.services.gateway.conftest import Stack
-from tests.services.gateway.test_errors import error_of
+from tests.services.gateway.http.test_errors import error_of
 from tests.services.gateway.toy_model import END
 
 ENDS = frozenset({END})

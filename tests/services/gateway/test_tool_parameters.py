@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.answers.registry import choose_forms
-from paceline.services.gateway.schemas import ChatRequest
-from paceline.services.gateway.tokenizer import Tokenizer
-from tests.services.gateway.answers.vocabulary import Vocabulary
-from tests.services.gateway.constraints.making import chat_constraint
+from paceline.services.gateway.planning.answers.registry import choose_forms
+from paceline.services.gateway.planning.schemas import ChatRequest
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+from tests.services.gateway.planning.answers.vocabulary import Vocabulary
+from tests.services.gateway.planning.constraints.making import chat_constraint
 from tests.services.gateway.toy_model import write_toy_model
 
 HERMES = choose_forms("hermes", "none", "", {})

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from paceline.proto import worker_pb2
-from paceline.services.gateway.runner import SequenceRunner
+from paceline.services.gateway.sequences.runner import SequenceRunner
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
 

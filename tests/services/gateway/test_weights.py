@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from openai import APIError
 
-from paceline.services.gateway.candidates import Candidate, Need
-from paceline.services.gateway.router import place_computing, place_computing_in_turn, place_in_turn
+from paceline.services.gateway.routing.candidates import Candidate, Need
+from paceline.services.gateway.routing.router import place_computing, place_computing_in_turn, place_in_turn
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
+from tests.services.gateway.routing.test_router import NEED, member, placed
 from tests.services.gateway.test_numerics import attempts
-from tests.services.gateway.test_router import NEED, member, placed
 from tests.services.gateway.test_worker_states import is_draining
 from tests.services.gateway.toy_workers import TEXT
 

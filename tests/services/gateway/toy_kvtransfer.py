@@ -10,8 +10,8 @@ import grpc.aio
 from paceline.core.context import Context
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.services.common.secret import Secret
-from paceline.services.gateway.access.callers import ANYONE
-from paceline.services.gateway.access.sharing import CacheSalts
+from paceline.services.gateway.http.access.callers import ANYONE
+from paceline.services.gateway.planning.sharing import CacheSalts
 
 
 def salt_of(wanted: str = "") -> str:

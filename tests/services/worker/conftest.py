@@ -18,7 +18,7 @@ from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, work
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, open_channel
 from paceline.services.common.wire import token_to_pb
-from paceline.services.gateway.event_feed import EventFeed, Inbox
+from paceline.services.gateway.fleet.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.text_worker import add_services

@@ -14,7 +14,7 @@ from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
 from paceline.services.common.rpc_errors import unmapped_error
 from paceline.services.common.set_role import set_role
-from paceline.services.gateway.event_feed import EventFeed
+from paceline.services.gateway.fleet.event_feed import EventFeed
 from tests.services.worker.conftest import Host, StartHost, prompts
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, connect, read_members
 from paceline.services.common.rpc import RpcServer, is_serving, open_channel
-from paceline.services.gateway.event_feed import EventFeed
+from paceline.services.gateway.fleet.event_feed import EventFeed
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.text_worker import add_services

@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.http.bounds import PIECE_BYTES, Bounds, JsonCount
+from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.memory import BYTE_COST, OBJECT_COST, VALUE_COST, BodyMemory, RequestMemory
 
 BODY_SECONDS = 60.0

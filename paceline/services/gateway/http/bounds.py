@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core.config.http import HttpOptions
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.errors import ApiError
+from paceline.services.gateway.http.errors import ApiError
 
 Json = dict[str, Any]
 

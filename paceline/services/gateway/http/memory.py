@@ -10,7 +10,7 @@ from collections import Counter
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from paceline.services.gateway.retry_after import retry_after
+from paceline.services.gateway.http.refusals import retry_after
 
 BYTE_COST = 4
 """Bytes of memory for each byte of a body: as it came, as text, what is made of it, and the prompt."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
-from paceline.services.gateway.access.decisions import DECISIONS, decision_for
+from paceline.services.gateway.http.access.decisions import DECISIONS, decision_for
 
 MOST_RUNS = 8
 """The most places of a path at which slashes are doubled."""

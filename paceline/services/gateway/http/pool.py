@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from paceline.services.gateway.access.callers import owner_of
-from paceline.services.gateway.access.turns import OwnerTurns
+from paceline.services.gateway.http.access.callers import owner_of
+from paceline.services.gateway.http.access.turns import OwnerTurns
 
 T = TypeVar("T")
 

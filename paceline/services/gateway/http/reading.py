@@ -15,8 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.http.bounds import Bounds, JsonCount
+from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.pool import aside
 
 SLOW_BYTES = 1 << 20

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 
 from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
-from paceline.services.gateway.candidates import Candidate, Need, Placement
 from paceline.services.gateway.queueing.claim import Demand
 from paceline.services.gateway.queueing.decode_limits import DecodeLimits
 from paceline.services.gateway.queueing.feeding import are_fed, is_fed
 from paceline.services.gateway.queueing.forecast import UsualAnswers
 from paceline.services.gateway.queueing.shedding import LoadShedder
-from paceline.services.gateway.router import PREFILL_TOKENS_PER_SECOND
+from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
+from paceline.services.gateway.routing.router import PREFILL_TOKENS_PER_SECOND
 
 
 class AdmissionControl:

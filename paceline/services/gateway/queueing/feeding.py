@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from paceline.services.gateway.candidates import Candidate, Need, Snapshot
+from paceline.services.gateway.routing.candidates import Candidate, Need, Snapshot
 
 FED_SECONDS = 0.25
 """Time for which the prompts in a worker's own queue keep it busy."""

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from paceline.services.gateway.http.refusals import Reason, RefusedError
 from paceline.services.gateway.queueing.claim import Claim, Demand
 from paceline.services.gateway.queueing.fair_order import Entry, FairOrder
-from paceline.services.gateway.queueing.shedding import LoadShedder, Reason, RefusedError, WaitLimit
+from paceline.services.gateway.queueing.shedding import LoadShedder, WaitLimit
 
 
 class Held(enum.Enum):

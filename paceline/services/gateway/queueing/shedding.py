@@ -6,14 +6,13 @@ All instants are of one clock, in seconds.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
-from paceline.core.errors import BusyError
+from paceline.services.gateway.http.refusals import Reason, RefusedError, retry_after
 from paceline.services.gateway.queueing.claim import Demand
 from paceline.services.gateway.queueing.fair_order import E, FairOrder
 from paceline.services.gateway.queueing.forecast import AdmissionRate, FirstTokens
 from paceline.services.gateway.queueing.promises import Promises
-from paceline.services.gateway.retry_after import retry_after
 
 SPARE = 0.25
 """If those who wait now keep a request waiting for at most this part of its longest time, it is let in."""
@@ -21,25 +20,6 @@ PACE = 0.75
 """Share of the measured rate that is promised to clients that come back. Newcomers get the rest, so none is lost."""
 LONGEST_PROMISE = 300.0
 """A client that would have to come back after more than this many seconds is promised nothing."""
-
-Reason = Literal["queue_full", "priority", "overload", "timeout", "deadline", "background", "limit"]
-"""Why a request is refused. queue_full: --max-waiting requests wait. priority: more urgent ones took its place.
-overload: the objective of its class would be missed. timeout: --queue-seconds. deadline: its client's own. background:
-no worker is idle. limit: a limit of its key."""
-REASONS: tuple[Reason, ...] = get_args(Reason)
-
-
-class RefusedError(BusyError):
-    """A request is refused because the fleet has no room for it in time.
-
-    Args:
-        seconds: after which the client should come back.
-    """
-
-    def __init__(self, message: str, reason: Reason, seconds: int = 1) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.seconds = seconds
 
 
 class WaitLimit(NamedTuple):

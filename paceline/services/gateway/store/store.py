@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.services.gateway.access.callers import current_owner
+from paceline.services.gateway.http.access.callers import current_owner
 from paceline.services.gateway.http.pool import FairPool
 from paceline.services.gateway.store.database import ANSWER_SECONDS, ConflictError, Database, Execute, StoreError
 

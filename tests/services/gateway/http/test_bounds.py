@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from paceline.core.config.http import HttpOptions
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.errors import ApiError
 from paceline.services.gateway.http import reading
 from paceline.services.gateway.http.bounds import (
     FRACTION_VALUES,
@@ -21,6 +20,7 @@ from paceline.services.gateway.http.bounds import (
     JsonCount,
     check_written,
 )
+from paceline.services.gateway.http.errors import ApiError
 from tests.services.gateway.conftest import Stack, StartStack
 
 TEXTS = st.text(st.sampled_from('"\\{[,:é\n\ud83d\ude00a'), max_size=12)

@@ -11,12 +11,12 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from paceline.core.config import GatewayConfig
+from paceline.services.gateway.api.messages.schemas import MessagesRequest
+from paceline.services.gateway.api.responses.schemas import ResponsesRequest
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_models
-from paceline.services.gateway.messages_api.schemas import MessagesRequest
-from paceline.services.gateway.responses_api.schemas import ResponsesRequest
-from paceline.services.gateway.schemas import ChatRequest, CompletionRequest
-from paceline.services.gateway.token_schemas import TokenSampling
+from paceline.services.gateway.planning.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.planning.token_schemas import TokenSampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

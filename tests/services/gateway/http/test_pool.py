@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.services.gateway import render_api
+from paceline.services.gateway.api.tokens import render_api
 from paceline.services.gateway.http import reading
 from paceline.services.gateway.http.pool import FairPool
 from tests.services.gateway.conftest import Stack, eventually

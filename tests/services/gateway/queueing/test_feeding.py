@@ -3,9 +3,9 @@ from __future__ import annotations
 import dataclasses
 
 from paceline.proto.fleet_pb2 import LoadReport
-from paceline.services.gateway.candidates import Candidate, Need
 from paceline.services.gateway.queueing.feeding import are_fed, is_fed
-from tests.services.gateway.test_router import member
+from paceline.services.gateway.routing.candidates import Candidate, Need
+from tests.services.gateway.routing.test_router import member
 
 NEED = Need(100, prompt_tokens=50)
 

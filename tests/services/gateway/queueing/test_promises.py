@@ -5,9 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.services.gateway.http.refusals import MOST_SECONDS, retry_after
 from paceline.services.gateway.queueing.fair_order import Entry, Expected
 from paceline.services.gateway.queueing.promises import Promises
-from paceline.services.gateway.retry_after import MOST_SECONDS, retry_after
 
 
 def test_a_request_is_recognised_once_and_not_before_its_time() -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from paceline.services.gateway.http.refusals import RefusedError
 from paceline.services.gateway.queueing.claim import Demand
 from paceline.services.gateway.queueing.fair_order import Entry, FairOrder
-from paceline.services.gateway.queueing.shedding import LoadShedder, RefusedError
+from paceline.services.gateway.queueing.shedding import LoadShedder
 
 RATE = 1000.0
 """Tokens per second that the world's only worker computes."""

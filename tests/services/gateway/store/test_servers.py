@@ -20,16 +20,16 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.services.gateway.batch_api.batch_store import BatchStore
-from paceline.services.gateway.responses_api.store import ResponseStore
+from paceline.services.gateway.api.batches.batch_store import BatchStore
+from paceline.services.gateway.api.responses.store import ResponseStore
 from paceline.services.gateway.store import database
 from paceline.services.gateway.store.database import DRIVER_OPTIONS, StoreError, open_database
 from paceline.services.gateway.store.store import Store
-from tests.services.gateway.batch_api import test_batch_store, test_routes
-from tests.services.gateway.batch_api.conftest import content, ended, line, submit
-from tests.services.gateway.batch_api.test_batch_store import LATER, allowed, batch
+from tests.services.gateway.api.batches import test_batch_store, test_routes
+from tests.services.gateway.api.batches.conftest import content, ended, line, submit
+from tests.services.gateway.api.batches.test_batch_store import LATER, allowed, batch
+from tests.services.gateway.api.responses import test_store
 from tests.services.gateway.conftest import StartStack
-from tests.services.gateway.responses_api import test_store
 
 START_SECONDS = 60.0
 PLACES = ":".join(["/usr/sbin", *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True))])

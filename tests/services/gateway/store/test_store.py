@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.gateway.access.callers import set_current_owner
+from paceline.services.gateway.http.access.callers import set_current_owner
 from paceline.services.gateway.store import store as store_module
 from paceline.services.gateway.store.database import Execute, Row, StoreError, open_database
 from paceline.services.gateway.store.store import Store, Tables

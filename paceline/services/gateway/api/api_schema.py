@@ -1,0 +1,105 @@
+"""How routes say in `/openapi.json` what they answer.
+
+Errors are the same for most routes: `create_app` adds them. A route names the body of its success, which is a class of
+the module `bodies` of its API:
+
+    @router.get("/version", response_model=None, responses=answers(Version))
+
+The bodies of errors and of streamed events are named by reference. FastAPI would compile a class anew for every route.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+from paceline.services.gateway.http.pool import aside
+
+_REFERENCE = "#/components/schemas/{model}"
+
+Json = dict[str, Any]
+Responses = dict[int | str, Json]
+
+
+class AnswerBody(BaseModel):
+    """A body of an answer, or a part of one.
+
+    Answers are plain JSON, so these classes only describe them. They are compiled when somebody reads the description.
+    To compile them for each route at the start would take longer than to start the rest of the application.
+    """
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class ErrorDetail(AnswerBody):
+    message: str
+    type: str
+    param: str | None
+    """Path of the field that is wrong."""
+    code: str | None
+
+
+class ErrorBody(AnswerBody):
+    error: ErrorDetail
+
+
+def errors_of(body: type[AnswerBody]) -> Responses:
+    """Return the `responses` that every route of an API may give, with the body of its errors."""
+    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
+    return {
+        "4XX": {"description": "The request is wrong, or it may not be served", "content": content},
+        "5XX": {"description": "The server cannot serve the request", "content": content},
+    }
+
+
+ERRORS = errors_of(ErrorBody)
+"""Answers that every route may give."""
+
+TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+"""The `responses` of a route that succeeds with a text."""
+
+
+def answers(body: object, *, chunk: type[AnswerBody] | None = None) -> Responses:
+    """Return the `responses` of a route that succeeds with 200.
+
+    Args:
+        body: the JSON body.
+        chunk: the JSON in the data of each event, if the answer can be streamed; `add_schema` has to get it, too.
+    """
+    described: Json = {"model": body, "description": "Success"}
+    if chunk is not None:
+        described["description"] += ". A stream may end with the body of an error"
+        described["content"] = {"text/event-stream": {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}}
+    return {200: described}
+
+
+def add_schema(app: FastAPI, referenced: Sequence[type[AnswerBody]]) -> None:
+    """Add the route `/openapi.json`. The schema is made and written once: this takes a tenth of a second.
+
+    Args:
+        referenced: the bodies that are named by reference, of which the framework knows nothing: those of streamed
+            events and of errors.
+    """
+    make = app.openapi
+
+    def openapi() -> Json:
+        schema = make()
+        _, described = models_json_schema([(body, "serialization") for body in referenced], ref_template=_REFERENCE)
+        schema["components"]["schemas"] |= described["$defs"]
+        return schema
+
+    @functools.cache
+    def written() -> bytes:
+        return bytes(JSONResponse(openapi()).body)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def describe(request: Request) -> Response:
+        return Response(await aside(request, written), media_type="application/json")
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,179 @@
+"""The lines of an input file: how they are read and checked, and the lines that answer them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.services.gateway.api.batches.batch import ENDPOINTS, LineError
+from paceline.services.gateway.http.bounds import Bounds, count_json
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.reading import read_json
+
+MAX_ID_CHARACTERS = 512
+LIMIT_KINDS = ("requests", "tokens")
+"""Types of the errors that say that a key has used its limit. If workers have no room, the error has another type."""
+MAX_ERRORS = 100
+"""Errors of a file that are reported. The check ends after them."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request in an input file."""
+
+    number: int
+    """From 1."""
+    custom_id: str
+    body: Json
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the application answered to a line."""
+
+    status: int
+    request_id: str
+    body: Any
+    retry_after: float = 0.0
+    """Seconds after which a line that was refused may be tried again; 0 if the answer does not say it."""
+    error_type: str = ""
+    """Type of the error, as OpenAI has it, whatever the form of the body; "" if there is none."""
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether the line was refused because the key of its batch has used its limit."""
+        return self.status == 429 and self.error_type in LIMIT_KINDS
+
+
+class InvalidLineError(Exception):
+    """A line is no request that a batch can have."""
+
+    def __init__(self, error: LineError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+async def split_lines(content: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, with their numbers from 1.
+
+    A line of more than `max_bytes` is cut after one byte more, so that it can be told and memory stays bounded.
+    """
+    number, rest = 1, b""
+    async for piece in content:
+        *whole, last = piece.split(b"\n")
+        for line in whole:
+            if line := (rest + line)[: max_bytes + 1].strip():
+                yield number, line
+            number, rest = number + 1, b""
+        rest = (rest + last)[: max_bytes + 1]
+    if rest := rest.strip():
+        yield number, rest
+
+
+def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int, bounds: Bounds | None = None) -> Line:
+    """Return the request of a line, whose URL must be one of `endpoints`. Raises InvalidLineError."""
+
+    def invalid(code: str, message: str, param: str | None = None) -> InvalidLineError:
+        return InvalidLineError(LineError(code, message, number, param))
+
+    if len(data) > max_bytes:
+        raise invalid("line_too_long", f"the line has more than {max_bytes} bytes, the --max-body-bytes of the gateway")
+    try:
+        if bounds is not None:
+            bounds.check_count(count_json(data), "")
+    except ApiError as error:
+        raise invalid("line_too_long", str(error).replace("the body", "the line", 1)) from None
+    try:
+        value = read_json(data)
+    except ValueError:
+        raise invalid("invalid_json_line", "the line is not valid JSON in UTF-8") from None
+    if not isinstance(value, dict):
+        raise invalid("invalid_json_line", "the line must be a JSON object")
+    custom_id, body = value.get("custom_id"), value.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARACTERS:
+        message = f"custom_id must be a text of 1 to {MAX_ID_CHARACTERS} characters"
+        raise invalid("missing_required_parameter", message, "custom_id")
+    if value.get("method") != "POST":
+        raise invalid("invalid_method", 'method must be "POST"', "method")
+    url = value.get("url")
+    if not isinstance(url, str) or url not in endpoints:
+        code = "mismatched_url" if url in ENDPOINTS else "invalid_url"
+        raise invalid(code, f"url must be {' or '.join(map(repr, endpoints))}", "url")
+    if not isinstance(body, dict):
+        raise invalid("missing_required_parameter", "body must be a JSON object", "body")
+    for field in ("stream", "background"):
+        if body.get(field):
+            raise invalid("invalid_request", f"body.{field}: a line of a batch cannot have it", f"body.{field}")
+    return Line(number, custom_id, body, url)
+
+
+class InputCheck:
+    """The check of an input file, line by line.
+
+    Args:
+        max_lines: most lines that a batch may have.
+        max_bytes: largest size of a line.
+        bounds: what a line may hold; None is no limit.
+    """
+
+    def __init__(self, endpoint: str, max_lines: int, max_bytes: int, bounds: Bounds | None = None) -> None:
+        self.count = 0
+        """Lines that have come."""
+        self.errors: list[LineError] = []
+        self._endpoint = endpoint
+        self._max_lines = max_lines
+        self._max_bytes = max_bytes
+        self._bounds = bounds
+        self._seen: set[bytes] = set()
+        """Digests of ids, because there may be many long ones."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether further lines would tell nothing new."""
+        return len(self.errors) >= MAX_ERRORS or self.count > self._max_lines
+
+    def add(self, number: int, data: bytes) -> None:
+        """Check the next line."""
+        self.count += 1
+        if self.count > self._max_lines:
+            message = f"the file has more than {self._max_lines} lines (--max-batch-lines)"
+            self.errors.append(LineError("too_many_lines", message))
+            return
+        try:
+            line = read_line(number, data, [self._endpoint], self._max_bytes, self._bounds)
+        except InvalidLineError as error:
+            self.errors.append(error.error)
+            return
+        digest = hashlib.blake2b(line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if digest in self._seen:
+            message = f"custom_id {line.custom_id[:80]!r} is that of an earlier line, too"
+            self.errors.append(LineError("duplicate_custom_id", message, number, "custom_id"))
+        self._seen.add(digest)
+
+    def finish(self) -> None:
+        """Note the end of the file."""
+        if self.count == 0:
+            self.errors.append(LineError("empty_file", "the file has no lines"))
+
+
+def answer_line(custom_id: str, answer: Answer) -> str:
+    """Return the line of a file of answers for a line that the application answered."""
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
+    return _line(custom_id, response, None)
+
+
+def error_line(custom_id: str, code: str, message: str) -> str:
+    """Return the line of a file of errors for a line that has no answer."""
+    return _line(custom_id, None, {"code": code, "message": message})
+
+
+def _line(custom_id: str, response: Json | None, error: Json | None) -> str:
+    made = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(made, separators=(",", ":"))

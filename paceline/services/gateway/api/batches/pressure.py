@@ -1,0 +1,153 @@
+"""How many lines of batches may run now, so that they only use what is idle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from math import ceil
+from typing import Any, NamedTuple, TypeVar
+
+from paceline.services.gateway.routing.candidates import Candidate
+
+T = TypeVar("T")
+
+RESERVE = 0.25
+"""Share of the places of workers that batches leave free, so that a client's request finds one at once."""
+FIRST_LINES = 8
+"""Lines that may run before any line has ended."""
+BUSY_SECONDS = 1.0
+"""Seconds between two lines that are opened while requests of clients run."""
+
+
+class Places(NamedTuple):
+    """The places of workers that lines may use."""
+
+    most: int
+    """Places in all, without the reserve."""
+    free: int
+    """Those that no sequence has, as far as is known."""
+
+
+def places_of(fleet: Iterable[Candidate]) -> Places:
+    """Return the places for sequences that need a decode worker, and a prefill worker if there is any."""
+    found: list[Places] = []
+    for role in ("decode", "prefill"):
+        ready = [each for each in fleet if each.member.role == role and each.member.state == "ready"]
+        if ready:
+            places = sum(each.member.max_seqs for each in ready)
+            used = sum(each.member.load.running + each.member.load.waiting + each.unreported for each in ready)
+            most = max(1, places - ceil(RESERVE * places))  # the only place is for both
+            found.append(Places(most, max(0, most - used)))
+        elif role == "decode":
+            return Places(0, 0)
+    return Places(min(each.most for each in found), min(each.free for each in found))
+
+
+class LineGate:
+    """The gate through which each line goes before it runs.
+
+    It opens while there are free places, more slowly while requests of clients run, and not while any of them waits.
+    Its own limit grows with each line that ends, and falls by half if workers have no room after all, for example
+    because their KV memory is full.
+
+    Args:
+        has_workers: returns whether a decode worker is ready.
+        places: returns the places for lines.
+        waiting: returns the number of requests of clients, of all gateways, that wait for a worker.
+        clients: returns the number of requests of clients that run here.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        has_workers: Callable[[], bool],
+        places: Callable[[], Places],
+        waiting: Callable[[], int],
+        clients: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._has_workers = has_workers
+        self._places = places
+        self._waiting = waiting
+        self._clients = clients
+        self._clock = clock
+        self._limit = float(FIRST_LINES)
+        self._running: dict[asyncio.Task[Any], bool] = {}
+        """Lines that run, the newest last, and whether each has been stopped."""
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._entering = 0
+        """Lines that may run and have not begun."""
+        self._opened = -BUSY_SECONDS
+
+    def __len__(self) -> int:
+        """Return the number of lines that run or have just been let in."""
+        return len(self._running) + self._entering
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether no further line can run until a worker is ready."""
+        return not self._has_workers() and len(self) >= self._places().most
+
+    async def run(
+        self, work: Callable[[], Coroutine[Any, Any, T]], *, first: bool, on_enter: Callable[[], object]
+    ) -> T | None:
+        """Wait until a line may run, run it, and return its result; None if it was stopped because clients wait.
+
+        Args:
+            first: whether the line has run before, so that it comes before new lines.
+            on_enter: called when the line begins to run.
+        """
+        await self._enter(first)
+        on_enter()
+        task = asyncio.create_task(work())
+        self._running[task] = False
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            del self._running[task]
+        self._limit += 1
+        self.open()
+        return None if task.cancelled() else task.result()
+
+    def note_busy(self) -> None:
+        """Note that workers had no room for a line."""
+        self._limit = max(1.0, min(self._limit, len(self)) / 2)
+
+    def open(self) -> None:
+        """Let lines run that may, and stop the newest ones if requests of clients wait."""
+        if (waiting := self._waiting()) > 0:
+            wanted = waiting - sum(self._running.values())
+            staying = [task for task, is_stopped in self._running.items() if not is_stopped]
+            for task in staying[len(staying) - max(0, min(wanted, len(staying))) :]:
+                self._running[task] = task.cancel()
+            return
+        while self._queue and len(self) < self._limit:
+            most, free = self._places()
+            now = self._clock()
+            is_slow = self._clients() > 0 and now < self._opened + BUSY_SECONDS
+            # Lines that have just begun may not be known to any worker yet.
+            if len(self) >= most or free <= self._entering or is_slow:
+                return
+            if (turn := self._queue.popleft()).cancelled():
+                continue  # Its line was given up and has not run since.
+            self._opened = now
+            turn.set_result(None)
+            self._entering += 1
+
+    async def _enter(self, first: bool) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if first:
+            self._queue.appendleft(turn)
+        else:
+            self._queue.append(turn)
+        try:
+            self.open()
+            await turn
+        finally:
+            if not turn.cancelled():
+                self._entering -= 1
+            elif turn in self._queue:
+                self._queue.remove(turn)

@@ -1,0 +1,133 @@
+"""The routes of batches, and all that files and batches need."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.types import ASGIApp
+
+from paceline.core.options import parse_bytes
+from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.batches.batch import ENDPOINTS, Batch, window_seconds
+from paceline.services.gateway.api.batches.batch_store import BatchStore
+from paceline.services.gateway.api.batches.bodies import BatchBody, BatchList, CreateBatch, page
+from paceline.services.gateway.api.batches.file_routes import PURPOSE, add_files, file_not_found, found, scope_of
+from paceline.services.gateway.api.batches.file_store import FileStore, MissingFileError
+from paceline.services.gateway.api.batches.messages import add_message_batches
+from paceline.services.gateway.api.batches.runner import BatchRunner
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.access.callers import owner_of
+from paceline.services.gateway.http.access.decisions import DECISIONS
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
+from paceline.services.gateway.store.store import Store
+
+Json = dict[str, Any]
+
+
+def add_batches(router: APIRouter, gateway: Gateway, store: Store | None, app: ASGIApp) -> BatchRunner | None:
+    """Add the routes of files and batches. Return what runs the batches, which the caller starts and closes.
+
+    Args:
+        store: where they are kept; None if nothing is kept. Then all routes answer 501, and nothing runs.
+        app: the application that answers lines.
+    """
+    if store is None:
+        _add_refusals(router)
+        return None
+    config = gateway.config
+    files = FileStore(store, entries=config.stored_files, max_bytes=parse_bytes(config.stored_files_size))
+    batches = BatchStore(store, most=config.max_batches, seconds=config.stored_files_seconds)
+    runner = BatchRunner(gateway, batches, files, app)
+
+    add_files(router, config, files, batches)
+    add_message_batches(router, config, files, batches, runner)
+
+    async def find(batch_id: str, request: Request) -> Batch:
+        batch = await batches.get(batch_id, scope_of(request))
+        if batch is None or batch.endpoint not in ENDPOINTS:
+            raise _not_found(batch_id)
+        return batch
+
+    @router.post("/v1/batches", response_model=None, responses=answers(BatchBody))
+    async def create(body: CreateBatch, request: Request) -> Json:
+        owner, now = owner_of(request), time.time()
+        seconds = _check(body)
+        after = body.output_expires_after
+        batch = Batch(
+            id=f"batch_{id_of_made(request)}",
+            owner=owner,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created=now,
+            expires=now + seconds,
+            metadata=body.metadata or {},
+            output_seconds=None if after is None else after.seconds,
+        )
+        added = await batches.get(batch.id, owner) or await add(batch)
+        if not added.asks_the_same(batch):
+            raise key_was_used(f"the batch {added.id!r}")
+        return added.to_api()
+
+    async def add(batch: Batch) -> Batch:
+        """Add a batch. Raises ApiError or QuotaError if it may not be."""
+        file = found(await files.get(batch.input_file_id, batch.owner), batch.input_file_id, "input_file_id")
+        if file.purpose != PURPOSE:
+            message = f"input_file_id: the file has the purpose {file.purpose!r}, not {PURPOSE!r}"
+            raise ApiError(400, message, param="input_file_id")
+        await files.check_quota(batch.owner)
+        # The file is read until the batch has ended.
+        hold = files.hold(file.id, batch.expires + config.stored_files_seconds)
+        try:
+            added = await batches.add(batch, hold)
+        except MissingFileError:
+            raise file_not_found(file.id, "input_file_id") from None
+        runner.wake()
+        return added
+
+    @router.get("/v1/batches", response_model=None, responses=answers(BatchList))
+    async def list_batches(
+        request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    ) -> Json:
+        first = None if after is None else await find(after, request)
+        listed = await batches.page(scope_of(request), first, limit + 1)
+        return page([batch.to_api() for batch in listed], limit)
+
+    @router.get("/v1/batches/{batch_id}", response_model=None, responses=answers(BatchBody))
+    async def get(batch_id: str, request: Request) -> Json:
+        return (await find(batch_id, request)).to_api()
+
+    @router.post("/v1/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchBody))
+    async def cancel(batch_id: str, request: Request) -> Json:
+        return (await runner.cancel(await find(batch_id, request))).to_api()
+
+    return runner
+
+
+def _check(body: CreateBatch) -> int:
+    """Return the seconds of a new batch's window. Raises ApiError if a field is not valid."""
+    if body.endpoint not in ENDPOINTS:
+        reason = "embeddings are not supported yet" if body.endpoint == "/v1/embeddings" else "not for batches"
+        message = f"endpoint: {reason}; this server takes {', '.join(ENDPOINTS)}"
+        raise ApiError(400, message, param="endpoint", code="invalid_endpoint")
+    seconds = window_seconds(body.completion_window)
+    if seconds is None:
+        message = 'completion_window must be a number of minutes, hours or days up to 30d, such as "24h"'
+        raise ApiError(400, message, param="completion_window")
+    return seconds
+
+
+def _not_found(batch_id: str) -> ApiError:
+    return ApiError(404, f"No batch found with id {batch_id!r}.", param="batch_id")
+
+
+def _add_refusals(router: APIRouter) -> None:
+    async def refuse() -> None:
+        message = "this server keeps no files and batches; start it with --store"
+        raise ApiError(501, message, type="not_implemented")
+
+    for path in (path for path in DECISIONS if path.startswith(("/v1/files", "/v1/batches", "/v1/messages/batches"))):
+        router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)

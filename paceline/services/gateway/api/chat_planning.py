@@ -1,0 +1,87 @@
+"""Plans of conversations, whose media are loaded first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from fastapi import Request
+
+from paceline.services.gateway.api.resume import rendering_time
+from paceline.services.gateway.http.access.callers import owner_of
+from paceline.services.gateway.http.event_streams import until_disconnect
+from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.planning.chat_prompt import media_of, render_chat
+from paceline.services.gateway.planning.media.expansion import Expansions
+from paceline.services.gateway.planning.media_prompt import Prompt
+from paceline.services.gateway.planning.plan import Plan, ServedModel
+from paceline.services.gateway.planning.planning import plan_chat
+from paceline.services.gateway.planning.schemas import ChatFields, ChatRequest
+
+T = TypeVar("T")
+
+
+async def with_media(
+    model: ModelFleet,
+    chats: Sequence[ChatFields],
+    request: Request,
+    make: Callable[[Expansions], T],
+    param: str = "messages",
+    keeps_newest: bool = False,
+) -> T:
+    """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count.
+
+    The media count against `--media-memory` until the generation runs, or the request ends without one.
+    """
+    items = [item for chat in chats for item in media_of(chat.messages, model.tokenizer)]
+    options = chats[0].mm_processor_kwargs
+    budget = request.state.resources.enter_context(model.media.memory.request())
+    owner = owner_of(request)
+    most_tokens = model.fleet.max_model_len() * len(chats) or None
+    work = model.media_preparer.plan(
+        items,
+        make,
+        budget=budget,
+        options=options,
+        owner=owner,
+        param=param,
+        most_tokens=most_tokens,
+        keeps_newest=keeps_newest,
+        run=partial(aside, request),
+    )
+    # If a client leaves, its media no longer occupy memory and a process that decodes.
+    made: T = await until_disconnect(request.receive, work) if items else await work
+    return made
+
+
+async def plan_with_media(
+    model: ModelFleet,
+    chats: Sequence[ChatFields],
+    request: Request,
+    make: Callable[[ServedModel, Expansions], Plan],
+    param: str = "messages",
+    keeps_newest: bool = False,
+) -> Plan:
+    """Return the plan that `make` makes of chats and their media, after a worker is ready."""
+    served = dataclasses.replace(await model.served_model(request), now=rendering_time(request.headers))
+    plan = await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
+    return await model.constrained(plan, owner_of(request))
+
+
+async def plan_conversation(model: ModelFleet, chat: ChatRequest, request: Request) -> Plan:
+    """Return the plan of a chat. Raises the errors of `plan_chat` and `MediaPreparer.plan`."""
+    return await plan_with_media(model, [chat], request, lambda served, media: plan_chat(chat, served, media))
+
+
+async def encode_conversation(
+    model: ModelFleet, chat: ChatFields, request: Request, add_special_tokens: bool = False
+) -> Prompt:
+    """Return the prompt of a conversation. Raises the errors of `render_chat` and `MediaPreparer.plan`."""
+
+    def encode(media: Expansions) -> Prompt:
+        return render_chat(chat, model.tokenizer, model.forms).encode(media, model.tokenizer, add_special_tokens)
+
+    return await with_media(model, [chat], request, encode)

@@ -1,0 +1,301 @@
+"""Runs the choices of one request. The n sequences of each prompt are merged into one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+
+from paceline.core.errors import UnavailableError
+from paceline.core.telemetry import request_span
+from paceline.services.common.cancellation import own_cancellation
+from paceline.services.gateway.api.choice import Choice, Delta, join_deltas
+from paceline.services.gateway.api.resume import StreamIds
+from paceline.services.gateway.fleet.event_feed import Mailbox
+from paceline.services.gateway.http.access.admission import Admission
+from paceline.services.gateway.planning.answer_format import name_client_field
+from paceline.services.gateway.planning.cache_hints import OPEN_CALL, hints_after
+from paceline.services.gateway.planning.media.budget import MemoryBudget
+from paceline.services.gateway.planning.media_prompt import media_tokens
+from paceline.services.gateway.planning.plan import Plan
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+from paceline.services.gateway.sequences.attempt import Event
+from paceline.services.gateway.sequences.runner import SequenceRunner
+from paceline.services.gateway.sequences.running import RunningRequests
+from paceline.services.gateway.sequences.sequence import SequenceRun
+from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
+from paceline.services.gateway.telemetry.metrics import Metrics
+from paceline.services.gateway.telemetry.trace_book import TraceBook
+from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """All choices of one request.
+
+    Args:
+        trace: the request's trace. It is in `traces` from the beginning.
+        requests: where the generation can be found by the request's id while it runs.
+        media_memory: counts the inputs of encoders, which stay in memory until the request ends.
+        resources: what the request holds until the generation runs, such as the memory of its media.
+        admission: counts what the request uses of its key's limits.
+        recorder: records the sequences that end; None if nothing is recorded.
+        ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        trace: RequestTrace,
+        *,
+        runner: SequenceRunner,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        traces: TraceBook,
+        requests: RunningRequests,
+        media_memory: MemoryBudget,
+        resources: contextlib.ExitStack,
+        admission: Admission,
+        recorder: TraceRecorder | None,
+        ids: StreamIds | None = None,
+    ) -> None:
+        self.plan = plan
+        self.ids = ids
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self._trace = trace
+        self._traces = traces
+        self._requests = requests
+        self._media_memory = media_memory
+        self._resources = resources
+        self._admission = admission
+        self._recorder = recorder
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._came: Mailbox[Delta | Exception | None] = Mailbox()
+        """Deltas and errors that the client has not read yet; None marks the end of a choice."""
+        self._left = len(plan.prompts) * plan.n
+        """Choices that have not ended."""
+        self._has_begun = [asyncio.Event() for _ in plan.prompts]
+        self._cached_tokens = [0] * len(plan.prompts)
+        self._media_tokens = media_tokens([span for prompt in plan.prompts for span in prompt.media])
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _cache_creation(self) -> dict[str, int]:
+        """Return the tokens before the last cache breakpoint that were computed; {} if there is no breakpoint."""
+        marked = [max((mark.tokens for mark in prompt.marks), default=0) for prompt in self.plan.prompts]
+        created = sum(max(0, tokens - cached) for tokens, cached in zip(marked, self._cached_tokens))
+        return {"cache_creation_tokens": created} if any(marked) else {}
+
+    def usage(self) -> dict[str, object]:
+        """Return the `usage` object of a response, with the counts up to now."""
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self._prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self._cached_tokens),
+                **self._cache_creation(),
+                **self._media_tokens,
+            },
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run all choices while the context is open. When it closes, cancel choices that have not ended.
+
+        Raises MediaError or BusyError if there is no memory for the plan's media.
+        """
+        inputs = {
+            span.digest: len(own.data)
+            for prompt in self.plan.prompts
+            for span, own in zip(prompt.media, prompt.inputs, strict=True)
+        }
+        self._admission.run()
+        # Nothing runs in between, so no other request gets the memory.
+        self._resources.close()
+        try:
+            with self._admission, self._media_memory.hold(sum(inputs.values())):
+                async with self._running():
+                    yield
+        finally:
+            is_computed = any(record.admitted is not None for record in self._trace.records)
+            self._admission.settle(self._prompt_tokens if is_computed else 0)
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
+        self._traces.open(self._trace)
+        try:
+            with self._requests.running(self._trace.request_id, self._trace.owner, self.abort):
+                yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            try:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+            finally:
+                self._traces.close(self._trace)
+                # A task that has failed or was cancelled knows this object by its traceback. So do errors that nobody
+                # has read. The cycles would stay in memory until the next full garbage collection.
+                self._tasks.clear()
+                self._came.clear()
+
+    def abort(self) -> None:
+        """End all choices with the tokens that have come, and with the finish reason "abort"."""
+        self._trace.is_aborted = True
+        for task in self._tasks:
+            # Later, because a task that is cancelled before its first step would not report its end.
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    async def batch(self) -> list[Delta]:
+        """Wait for new deltas and return them; [] when all choices have ended. Raises errors of SequenceRunner.run."""
+        batch: list[Delta] = []
+        while self._left and not (batch and self._came.is_empty):
+            item = await self._came.get()
+            if isinstance(item, Exception):
+                try:
+                    raise item
+                finally:
+                    del item  # its traceback has this frame
+            if item is None:
+                self._left -= 1
+            else:
+                self.completion_tokens += len(item.tokens)
+                self.reasoning_tokens += item.reasoning_tokens
+                batch.append(item)
+        return batch
+
+    async def whole(self) -> list[Delta]:
+        """Run all choices to their ends, and return each one as a whole, in the order of their indexes."""
+        choices = defaultdict[int, list[Delta]](list)
+        async with self.running():
+            while batch := await self.batch():
+                for delta in batch:
+                    choices[delta.index].append(delta)
+        return [join_deltas(choices[index]) for index in sorted(choices)]
+
+    async def _run_choice(self, index: int) -> None:
+        choice = Choice(index, self.plan, self._tokenizer)
+        try:
+            await self._generate(index, choice)
+        except asyncio.CancelledError:
+            if not self._trace.is_aborted:
+                raise
+            if not choice.has_ended:
+                self._came.put(choice.end("abort"))
+            self._came.put(None)
+
+    async def _generate(self, index: int, choice: Choice) -> None:
+        which, sibling = divmod(index, self.plan.n)
+        prompt = self.plan.prompts[which]
+        if sibling:
+            # Once the first choice has begun, the prompt's blocks are cached, so only one choice computes the prompt.
+            await self._has_begun[which].wait()
+        record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
+        begun = self._has_begun[which]
+
+        def take(event: Event) -> None:
+            before = choice.tokens
+            delta = choice.take(event)
+            self._admission.spend(choice.tokens - before, self._prompt_tokens)
+            if not begun.is_set():
+                self._cached_tokens[which] = record.cached_tokens
+            if delta is not None:
+                self._came.put(delta)
+                begun.set()
+            if choice.ended_by_text:
+                raise _TextEndedError
+
+        sequence_id = self._trace.sequence_id(index)
+        with request_span("request", sequence_id) as span:
+            span.set_attribute("paceline.model", self._trace.model)
+            sequence: SequenceRun | None = None
+            try:
+                sequence = SequenceRun(
+                    request_id=sequence_id,
+                    prompt_ids=prompt.token_ids,
+                    # Each prompt of a list gets the tokens that it would get alone.
+                    sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sibling) % 2**64),
+                    cache_salt=self.plan.cache_salt,
+                    shared_tokens=prompt.shared_tokens,
+                    media=prompt.media,
+                    media_inputs=prompt.inputs,
+                    priority=self.plan.priority,
+                    owner=self.plan.owner,
+                    request_class=self.plan.request_class,
+                    seconds=self.plan.seconds,
+                    waited=self.plan.waited,
+                    ttft_seconds=self.plan.ttft_seconds,
+                    cache_key=self.plan.cache_key,
+                    background=self.plan.background,
+                    # The last token of a prompt is always computed, so another choice begins before it.
+                    dropped_tokens=max(prompt.dropped_tokens, int(self.plan.n > 1)),
+                    kind=self.plan.kind,
+                    follows=index > 0,
+                    trace=record,
+                )
+                with contextlib.suppress(_TextEndedError), own_cancellation(_cancelled):
+                    await self._runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
+                learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
+                length = len(sequence.context)
+                hints = hints_after(prompt.marks, self.plan.retention, learnt, length, self.plan.owner)
+                self._runner.expect(sequence, hints)
+                self._came.put(None)
+            except Exception as error:
+                error = name_client_field(error, prompt.sampling.constraint)
+                choice.outcome, choice.why = "error", str(error)
+                self._came.put(error)
+            finally:
+                record.end_attempt(choice.outcome, choice.why)
+                self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
+                span.add_event("end", {"outcome": choice.outcome})
+                _log(record, choice, self._trace.model)
+                if self._recorder is not None and sequence is not None:
+                    self._recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
+                record.end(choice.outcome, choice.why, choice.tokens)
+
+
+def _cancelled() -> UnavailableError:
+    """Return the error of a choice if something within it was cancelled, although nobody has cancelled the choice."""
+    return UnavailableError("the request was cancelled for an unexpected reason; try again")
+
+
+class _TextEndedError(Exception):
+    """A choice ended for a reason that the worker does not know, so its attempt must be ended."""
+
+
+def _log(record: SequenceTrace, choice: Choice, model: str) -> None:
+    seconds = time.monotonic() - record.arrived
+    times = record.token_times
+    first = times[0] - record.arrived if times else None
+    prefill, decode = record.workers
+    log.info(
+        "%s after %.3f s: %d prompt tokens (%d cached), %d generated",
+        choice.outcome,
+        seconds,
+        record.prompt_tokens,
+        record.cached_tokens,
+        choice.tokens,
+        extra={
+            "model": model,
+            "outcome": choice.outcome,
+            "seconds": round(seconds, 6),
+            "queue_seconds": None if record.admitted is None else round(record.admitted - record.arrived, 6),
+            "first_token_seconds": None if first is None else round(first, 6),
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "generated_tokens": choice.tokens,
+            "prefill_worker": prefill,
+            "decode_worker": decode,
+            "attempts": record.attempts,
+        },
+    )

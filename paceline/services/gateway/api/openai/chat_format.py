@@ -1,0 +1,134 @@
+"""Bodies and stream chunks of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.core.types import Token
+from paceline.services.gateway.api.choice import Delta
+from paceline.services.gateway.api.response_format import Json, ResponseFormat, TextChunk
+from paceline.services.gateway.planning.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
+from paceline.services.gateway.planning.chat_schemas import NamedTool
+from paceline.services.gateway.planning.plan import Plan
+from paceline.services.gateway.planning.schemas import ChatRequest
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+
+
+class ChatFormat(ResponseFormat):
+    """Responses of POST /v1/chat/completions."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__(request, plan, response_id, model, tokenizer)
+        last = request.messages[-1]
+        self._echo = last.text or "" if request.echo and last.role == "assistant" else ""
+        self._shows_reasoning = request.include_reasoning
+        self._is_parsed = any(prompt.answer is not None for prompt in plan.prompts)
+        self._stop_for_calls = "stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls"
+        self._has_calls: set[int] = set()
+        """Choices with tool calls."""
+
+    def whole(self, choices: list[Delta], usage: Json) -> Json:
+        formatted = [self._choice(choice) for choice in choices]
+        head = {**self._head, "object": self.whole_object}
+        return {**head, "choices": formatted, "usage": usage, **self._about_prompt(choices[0])}
+
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
+        return self._chunk([self._delta_choice(index, _text_fields(text, place))])
+
+    def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
+        index = delta.index
+        if self._begins(delta):
+            first = self._chunk([self._delta_choice(index, {"role": "assistant", "content": self._echo})])
+            yield first | ({"prompt_token_ids": self._prompt(delta).token_ids} if self._returns_ids else {})
+        self._sent_tokens += len(delta.tokens)
+        if not self._says_something(delta):
+            return
+        pieces = self._pieces(delta)
+        # A delta with more than text has a last chunk, for the fields that are not text.
+        last = None if self._says_only_text(delta) else pieces.pop() if pieces else {}
+        for piece in pieces:
+            yield piece if isinstance(piece, TextChunk) else self._chunk([self._delta_choice(index, piece)])
+        if last is None:
+            return
+        fields = _text_fields(last.text, last.place) if isinstance(last, TextChunk) else last
+        choice = self._delta_choice(index, fields)
+        if self._format is not None:
+            choice["logprobs"] = self._format.chat(self._shown_tokens(delta))
+        if delta.finish_reason is not None:
+            choice |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
+        if self._returns_ids:
+            choice["token_ids"] = self._token_ids(delta)
+        yield self._chunk([choice])
+
+    def _pieces(self, delta: Delta) -> list[Json | TextChunk]:
+        """Return what clients see of a delta's parts: texts, and `delta` objects with the heads of calls."""
+        if not delta.parts:
+            # A parser holds back what may be a marker. Then an empty text would end a client's view of the reasoning.
+            return [TextChunk(delta.index, delta.text)] if delta.text or not self._is_parsed else []
+        pieces: list[Json | TextChunk] = []
+        for part in delta.parts:
+            if isinstance(part, Content):
+                pieces.append(TextChunk(delta.index, part.text))
+            elif isinstance(part, CallArguments):
+                pieces.append(TextChunk(delta.index, part.text, part.index))
+            elif isinstance(part, CallBegin):
+                self._has_calls.add(delta.index)
+                begun = {"name": part.name, "arguments": ""}
+                pieces.append(
+                    {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": begun}]}
+                )
+            elif self._shows_reasoning:
+                pieces.append(TextChunk(delta.index, part.text, "reasoning"))
+        return pieces
+
+    def _shown_tokens(self, delta: Delta) -> list[Token]:
+        # The tokens of reasoning would show what the client does not want.
+        return delta.tokens if self._shows_reasoning or not self._is_parsed else delta.answer_tokens
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        # A stop string may end an answer within a call, which cannot be carried out then.
+        calls = delta.index in self._has_calls and delta.finish_reason == "stop" and not delta.has_open_call
+        return self._stop_for_calls if calls else delta.finish_reason
+
+    def _message(self, choice: Delta) -> Json:
+        reasoning = "".join(part.text for part in choice.parts if isinstance(part, Reasoning))
+        calls = calls_of(choice.parts)
+        if calls:
+            self._has_calls.add(choice.index)
+        text = self._echo + choice.text
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if not text and (calls or reasoning):
+            message["content"] = None
+        if reasoning and self._shows_reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return message
+
+    def _choice(self, choice: Delta) -> Json:
+        message = self._message(choice)
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._format.chat(self._shown_tokens(choice)) if self._format is not None else None,
+            "finish_reason": self._finish_reason(choice),
+            "stop_reason": choice.stop_reason,
+            "token_ids": self._token_ids(choice),
+        }
+
+    @staticmethod
+    def _delta_choice(index: int, delta: Json) -> Json:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _text_fields(text: str, place: str | int) -> Json:
+    """Return the `delta` object of a `TextChunk`."""
+    if isinstance(place, int):
+        return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
+    return {"content": text} if place == "content" else {"reasoning": text, "reasoning_content": text}

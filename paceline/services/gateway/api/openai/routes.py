@@ -1,0 +1,128 @@
+"""The OpenAI endpoints, and vLLM's `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.chat_planning import encode_conversation, plan_conversation
+from paceline.services.gateway.api.openai.bodies import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    ModelCard,
+    ModelList,
+    Text,
+    TokenizerInfo,
+    Tokens,
+)
+from paceline.services.gateway.api.openai.chat_format import ChatFormat
+from paceline.services.gateway.api.openai.completion_format import CompletionFormat
+from paceline.services.gateway.api.respond import choose_id, respond
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.access.callers import owner_of
+from paceline.services.gateway.http.errors import NoWorkerError
+from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.planning.planning import kind_of, plan_completion
+from paceline.services.gateway.planning.sampling import check_ids
+from paceline.services.gateway.planning.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+LIST_PIECE = 10_000
+"""Values of a long list that are written at once, while no other thread runs."""
+
+
+def write_list(values: Sequence[int] | Sequence[str]) -> str:
+    """Return a list as JSON. It may have millions of values."""
+    pieces = (json.dumps(values[begin : begin + LIST_PIECE])[1:-1] for begin in range(0, len(values), LIST_PIECE))
+    return f"[{', '.join(pieces)}]"
+
+
+def add_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the OpenAI endpoints, `/tokenize` and `/detokenize` to a router."""
+
+    def card(model: ModelFleet) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": gateway.started,
+            "owned_by": "paceline",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.fleet.max_model_len(),
+            "permission": [],
+        }
+
+    @router.get("/v1/models", response_model=None, responses=answers(ModelList))
+    async def list_models() -> dict[str, Any]:
+        # A model is listed once a worker has loaded it. It stays listed, because workers come and go.
+        served = [card(model) for model in gateway.models.values() if model.fleet.has_served.is_set()]
+        return {"object": "list", "data": served}
+
+    @router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))
+    async def get_model(model: str) -> dict[str, Any]:
+        found = gateway.pick(model)
+        if not found.fleet.has_served.is_set():
+            raise NoWorkerError
+        return card(found)
+
+    @router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        response_id = choose_id(body.request_id, request)
+        plan = await model.plan(request, lambda served: plan_completion(body, served), kind_of(body))
+        plan = await model.constrained(plan, owner_of(request))
+        response_format = CompletionFormat(body, plan, response_id, model.name, model.tokenizer)
+        return await respond(model, body, plan, response_format, request)
+
+    @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        response_id = choose_id(body.request_id, request)
+        plan = await plan_conversation(model, body, request)
+        response_format = ChatFormat(body, plan, response_id, model.name, model.tokenizer)
+        return await respond(model, body, plan, response_format, request)
+
+    @router.post("/tokenize", response_model=None, responses=answers(Tokens))
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        tokenizer, special = model.tokenizer, body.add_special_tokens
+        if body.prompt is None:
+            tokens = (await encode_conversation(model, body, request, special is True)).token_ids
+        else:
+            tokens = await aside(request, tokenizer.encode, body.prompt, special is not False)
+
+        def encode() -> bytes:
+            strings = [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
+            count = json.dumps({"count": len(tokens), "max_model_len": model.fleet.max_model_len()})
+            written = "null" if strings is None else write_list(strings)
+            return f'{count[:-1]}, "tokens": {write_list(tokens)}, "token_strs": {written}}}'.encode()
+
+        return Response(await aside(request, encode), media_type="application/json")
+
+    @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
+    async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
+        tokenizer = gateway.find(model).tokenizer
+        template = {"chat_template": tokenizer.chat_template_source} if tokenizer.chat_template_source else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings, **template}
+
+    @router.post("/detokenize", response_model=None, responses=answers(Text))
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+
+        def decode() -> Response:
+            check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
+            return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
+
+        return await aside(request, decode)

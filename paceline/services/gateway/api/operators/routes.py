@@ -1,0 +1,197 @@
+"""Endpoints for operators: health, load, metrics, the fleet, and traces of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+
+import paceline
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import UnavailableError
+from paceline.core.options import secrets_of
+from paceline.proto import kvtransfer_pb2
+from paceline.services.gateway.api.api_schema import TEXT, answers
+from paceline.services.gateway.api.operators.bodies import FleetState, Load, ServerInfo, Trace, Version
+from paceline.services.gateway.fleet.ledgers import rate, read_ledger
+from paceline.services.gateway.fleet.remote_worker import RemoteWorker
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.access.callers import caller_of
+from paceline.services.gateway.http.errors import ApiError, to_api_error
+from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.telemetry.metrics import figures
+from paceline.services.gateway.telemetry.trace_book import KEPT
+from paceline.services.gateway.telemetry.trace_json import describe
+
+LEASES = 100
+"""Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
+MOST_LEASES = 5000
+
+
+def add_operations(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes for health, metrics, the fleet and traces to a router."""
+
+    # One route for each method, because each operation needs an id of its own in /openapi.json.
+    @router.get("/health", response_class=Response)
+    async def health(model: str | None = None) -> Response:
+        try:
+            gateway.check_ready(model)
+        except UnavailableError as error:
+            return to_api_error(error).silent_response()
+        return Response()
+
+    @router.get("/ping", response_class=Response)
+    @router.post("/ping", response_class=Response)
+    async def ping() -> Response:
+        return Response()
+
+    @router.get("/version", response_model=None, responses=answers(Version))
+    async def version() -> dict[str, str]:
+        return {"version": paceline.__version__}
+
+    @router.get("/server_info", response_model=None, responses=answers(ServerInfo))
+    async def server_info(model: str | None = None) -> dict[str, Any]:
+        found = gateway.find(model)
+        roles = Counter(worker.member.role for worker in found.fleet.workers() if worker.available)
+        return {
+            "version": paceline.__version__,
+            "model": found.name,
+            "max_model_len": found.fleet.max_model_len(),
+            "started": gateway.started,
+            "members": dict(roles),
+            "options": found.config.model_dump(exclude=secrets_of(GatewayConfig)),
+        }
+
+    @router.get("/load", response_model=None, responses=answers(Load))
+    async def load() -> dict[str, int]:
+        return {"server_load": gateway.running_sequences()}
+
+    @router.get("/metrics", response_class=Response, responses=TEXT)
+    async def metrics() -> Response:
+        await asyncio.gather(*(_read_kv_usage(model) for model in gateway.models.values()))
+        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @router.get("/fleet", response_model=None, responses=answers(FleetState))
+    async def fleet(
+        leases: Annotated[int, Query(ge=1, le=MOST_LEASES)] = LEASES,
+        holds: Annotated[int | None, Query(ge=1, le=MOST_LEASES, deprecated=True)] = None,
+        model: str | None = None,
+    ) -> dict[str, Any]:
+        """Return the fleets of all models, or of the one that the parameter names."""
+        models = gateway.named(model)
+        leases = holds or leases  # `holds` was the name in earlier releases
+        fleets = await asyncio.gather(*(_describe_fleet(each, leases) for each in models))
+        return {
+            **{part: [entry for fleet in fleets for entry in fleet[part]] for part in ("workers", "hosts", "planners")},
+            "waiting": sum(each.runner.waiting for each in models),
+        }
+
+    @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
+    async def trace(request_id: str, request: Request) -> dict[str, Any]:
+        may_see = caller_of(request).may_see
+        known = gateway.traces.find(request_id, may_see)
+        if known is None:
+            message = (
+                f"this gateway does not know the request {request_id[:128]!r}: ask the one that served it; or it was "
+                f"refused before it began, {KEPT} newer ones have ended since, or another key sent it"
+            )
+            raise ApiError(404, message, code="unknown_request")
+        return describe(known, gateway.traces.earlier(known, may_see), time.monotonic())
+
+
+async def _read_kv_usage(model: ModelFleet) -> None:
+    """Ask the hosts of a model how many of their blocks are in use now."""
+    hosts = [host for host in model.fleet.hosts() if host.available]
+    ledgers = await asyncio.gather(*(_ledger(host, 1) for host in hosts))
+    kv_usage = {
+        host.member.worker_id: (ledger["held"] + ledger["in_flight"]) / ledger["total"]
+        for host, ledger in zip(hosts, ledgers)
+        if ledger.get("total")
+    }
+    model.metrics.set_kv_usage(kv_usage)
+
+
+async def _describe_fleet(model: ModelFleet, most_leases: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the workers, hosts and planners of a model. Each entry has the model's name."""
+    workers, hosts = model.fleet.workers(), model.fleet.hosts()
+    ledgers = await asyncio.gather(*(_ledger(host, most_leases) for host in hosts))
+    name = {"model_name": model.name}
+    return {
+        "workers": [name | _describe(worker) for worker in workers],
+        "hosts": [
+            name | {"worker_id": host.member.worker_id, "address": host.member.address, **ledger}
+            for host, ledger in zip(hosts, ledgers)
+        ],
+        "planners": [name | _plan(worker) for worker in workers if worker.member.role == "planner"],
+    }
+
+
+def _describe(worker: RemoteWorker) -> dict[str, Any]:
+    member = worker.member
+    return {
+        "worker_id": member.worker_id,
+        "role": member.role,
+        "epoch": member.epoch,
+        "address": member.address,
+        "host_id": member.host_id,
+        "state": worker.state,
+        "model": member.model,
+        "max_model_len": member.max_model_len,
+        "max_seqs": member.max_seqs,
+        "numerics": member.numerics and str(member.numerics),
+        "release": member.release,
+        "wire": str(member.wire),
+        "running": member.load.running,
+        "waiting": member.load.waiting,
+        "in_flight": worker.in_flight,
+        "stats": figures(member.metrics),
+    }
+
+
+def _plan(worker: RemoteWorker) -> dict[str, Any]:
+    """Return what a planner has decided, the newest decision last. Ages are as of its last report."""
+    plan = worker.member.plan
+    return {
+        "worker_id": worker.member.worker_id,
+        "leads": plan.leads,
+        "advisory": plan.advisory,
+        "pinned": dict(plan.pinned),
+        "decisions": [
+            {"age_seconds": round(each.age_seconds, 1), "decision": each.line, "acted": each.acted}
+            for each in plan.decisions
+        ],
+    }
+
+
+async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
+    """Ask a host for its block ledger and return it, or return the error if the host does not answer."""
+    try:
+        reply = await read_ledger(host, kvtransfer_pb2.LedgerRequest(with_leases=True, max_leases=most_leases))
+    except UnavailableError as error:
+        return {"host_id": host.member.host_id, "error": str(error)}
+    owned = sum(lease.blocks - lease.shared_blocks for lease in reply.leases) + reply.blocks_left_out
+    return {
+        "host_id": reply.host_id,
+        "hit_rate": rate(reply.prefix_hits_tokens, reply.prefix_queries_tokens),
+        "encoding_hit_rate": rate(reply.encoding_hits_rows, reply.encoding_queries_rows),
+        **{field.name: getattr(reply, field.name) for field in reply.DESCRIPTOR.fields if not field.is_repeated},
+        "used_by_group": dict(reply.used_by_group),
+        "cached_by_group": dict(reply.cached_by_group),
+        # Every block is free, cached or owned by a lease. These sums check `balanced` without trusting the host.
+        "blocks_of_leases": owned,
+        "adds_up": reply.total == reply.free + reply.cached + owned and owned == reply.held + reply.in_flight,
+        "owners": [{"owner": each.owner, "state": each.state, "blocks": each.blocks} for each in reply.owners],
+        "leases": [_lease(lease) for lease in reply.leases],
+    }
+
+
+def _lease(lease: kvtransfer_pb2.LeaseInfo) -> dict[str, Any]:
+    fields = MessageToDict(lease, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    # Protobuf's JSON format writes 64-bit numbers as strings.
+    return {**fields, "age_ms": lease.age_ms, "expires_in_ms": lease.expires_in_ms}

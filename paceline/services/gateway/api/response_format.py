@@ -1,0 +1,148 @@
+"""What the formats of the OpenAI API have in common: turning deltas into a body or into stream chunks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from paceline.core.types import Token
+from paceline.services.gateway.api.choice import Delta, join_deltas
+from paceline.services.gateway.api.logprobs import LogprobFormat
+from paceline.services.gateway.planning.plan import Plan, PromptPlan
+from paceline.services.gateway.planning.schemas import GenerationRequest
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class TextChunk(NamedTuple):
+    """A stream chunk with nothing but text. `ResponseFormat.text_chunk` makes its body."""
+
+    choice: int
+    text: str
+    place: str | int = "content"
+    """The text is "content", "reasoning", or arguments of the call with this index."""
+
+
+class ResponseFormat(ABC):
+    """The format of one kind of response: turns deltas into its body or its stream chunks."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        plan: Plan,
+        response_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        sampling, vocabulary, as_ids = plan.prompts[0].sampling, tokenizer.vocabulary, plan.logprobs_as_ids
+        names_tokens = bool(sampling.logprob_token_ids)
+        own = None if sampling.logprobs is None else LogprobFormat(vocabulary, sampling.logprobs, as_ids, names_tokens)
+        self._format = own
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self._prompt_format = LogprobFormat(vocabulary, sampling.prompt_logprobs or 0, as_ids)
+        self._returns_ids = bool(request.return_token_ids)
+        self._head = {
+            "id": response_id,
+            "object": "",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
+        self._begun: set[int] = set()
+        self._sent_tokens = 0
+        self._counts = Counter[int]()
+        self._held: dict[int, list[Delta]] = {}
+
+    @abstractmethod
+    def whole(self, choices: list[Delta], usage: Json) -> Json:
+        """Return the body of a response that is not streamed."""
+
+    @abstractmethod
+    def text_chunk(self, index: int, text: str, place: str | int) -> Json:
+        """Return the body of a `TextChunk`."""
+
+    def chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
+        """Return the stream chunks of a delta; none if the delta changes nothing for the client yet."""
+        if (complete := self._with_end(delta)) is not None:
+            yield from self._chunks(complete)
+
+    @abstractmethod
+    def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]: ...
+
+    def _with_end(self, delta: Delta) -> Delta | None:
+        """Keep a choice's last tokens until its end comes, which is soon, because clients expect both in one chunk.
+
+        Returns the delta to send, joined with the kept one if there is one; None if the delta is kept.
+        """
+        self._counts[delta.index] += len(delta.tokens)
+        held = self._held.setdefault(delta.index, [])
+        held.append(delta)
+        sampling = self._prompt(delta).sampling
+        count = self._counts[delta.index]
+        last = next((each.tokens[-1] for each in reversed(held) if each.tokens), None)
+        ends = last is not None and sampling.ends(last.id, count)
+        if delta.finish_reason is None and (ends or count >= sampling.max_tokens):
+            return None
+        # Joined only here, because a derendered stream may hold very many tokens that end an answer.
+        return join_deltas(self._held.pop(delta.index))
+
+    def held_tokens(self, index: int) -> list[Token]:
+        """Return the tokens of a choice that no chunk has shown, because its end may come."""
+        return [token for held in self._held.get(index, ()) for token in (*held.answer_tokens, *held.tokens)]
+
+    def empty_chunk(self) -> Json:
+        """Return a chunk that tells nothing new."""
+        return self._chunk([])
+
+    def usage_so_far(self, usage: Json) -> Json:
+        """Return the `usage` of the latest chunk, from that of all generated tokens; some may not be sent yet."""
+        sent = self._sent_tokens
+        return usage | {"completion_tokens": sent, "total_tokens": usage["prompt_tokens"] + sent}
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """Return the last chunk of a stream with `include_usage`."""
+        return self._chunk([]) | {"usage": usage}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return {**self._head, "object": self.chunk_object, "choices": choices}
+
+    def _prompt(self, delta: Delta) -> PromptPlan:
+        return self._plan.prompts[delta.index // self._plan.n]
+
+    def _begins(self, delta: Delta) -> bool:
+        """Return whether this is the choice's first delta."""
+        first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        return first
+
+    def _about_prompt(self, delta: Delta) -> Json:
+        """Return vLLM's fields about the prompt in a whole response. Fields that were not requested are null."""
+        scores = delta.prompt_scores if self._wants_prompt_logprobs else None
+        return {
+            "prompt_logprobs": self._prompt_format.prompt(scores) if scores is not None else None,
+            "prompt_token_ids": self._prompt(delta).token_ids if self._returns_ids else None,
+        }
+
+    def _token_ids(self, delta: Delta) -> list[int] | None:
+        return [token.id for token in self._shown_tokens(delta)] if self._returns_ids else None
+
+    def _shown_tokens(self, delta: Delta) -> list[Token]:
+        """Return the tokens that a response may list."""
+        return delta.tokens
+
+    def _says_only_text(self, delta: Delta) -> bool:
+        return self._format is None and delta.finish_reason is None and not self._returns_ids
+
+    def _says_something(self, delta: Delta) -> bool:
+        # A token may have no text yet: half a character, or the possible start of a stop string. As in vLLM, it gets a
+        # chunk, so that the client sees progress.
+        return bool(delta.text or delta.tokens or delta.finish_reason)

@@ -1,0 +1,182 @@
+"""Responses that this gateway computes while nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
+
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.api.generation import Generation
+from paceline.services.gateway.api.responses.builder import Json, ResponseBuilder, encode
+from paceline.services.gateway.api.responses.store import Record, ResponseStore
+from paceline.services.gateway.http.errors import ApiError, to_api_error
+from paceline.services.gateway.store.database import StoreError
+from paceline.services.gateway.store.store import Check
+
+LEASE_SECONDS = 60.0
+"""A gateway that has not said for this long that it lives has ended, and its responses have failed."""
+_KEEP_ALIVE_SECONDS = 5.0
+_ENDED_KEPT = 32
+"""Ended responses whose events are kept, for clients that read them late."""
+
+log = logging.getLogger(__name__)
+
+RESTARTED = "the gateway that computed this response has ended; send the request again"
+
+
+async def generate(generation: Generation, builder: ResponseBuilder, tell: Callable[[list[Json]], None]) -> None:
+    """Run a generation to its end, and tell the events of its response. Raises errors of the generation."""
+    tell(builder.begin())
+    async with generation.running():
+        while batch := await generation.batch():
+            for delta in batch:
+                tell(builder.add(delta))
+    tell(builder.end())
+
+
+class Run:
+    """One response that is being computed, and its events so far.
+
+    The event with sequence number i is the one at index i.
+    """
+
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self.builder = builder
+        self.is_cancelled = False
+        """Whether a client has cancelled it."""
+        self.has_ended = False
+        self._events: list[bytes] = []
+        self._grown = asyncio.Event()
+
+    def tell(self, events: list[Json]) -> None:
+        """Add events."""
+        self._events += encode(events)
+        self._wake()
+
+    def end(self) -> None:
+        """Say that no more events come."""
+        self.has_ended = True
+        self._wake()
+
+    async def read(self, first: int) -> AsyncGenerator[bytes]:
+        """Yield the events from an index on, until the end. Events that are there together are joined."""
+        while True:
+            if events := self._events[first:]:
+                first += len(events)
+                yield b"".join(events)
+            elif self.has_ended:
+                return
+            else:
+                await self._grown.wait()
+
+    def _wake(self) -> None:
+        grown, self._grown = self._grown, asyncio.Event()
+        grown.set()
+
+
+class _Tasks(NamedTuple):
+    """The tasks of a run. Only the first one is ever cancelled, so that what there is of a response is written."""
+
+    generating: asyncio.Task[None]
+    keeping: asyncio.Task[None]
+
+
+class BackgroundRuns:
+    """The responses that this gateway computes in the background.
+
+    Args:
+        name: unique name of this gateway.
+    """
+
+    def __init__(self, store: ResponseStore, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._tasks: dict[str, _Tasks] = {}
+        self._runs: OrderedDict[str, Run] = OrderedDict()
+        self._keeping_alive: asyncio.Task[None] | None = None
+
+    async def start(
+        self,
+        generation: Generation,
+        builder: ResponseBuilder,
+        owner: str,
+        items: list[Json],
+        also: Callable[[Json], Check | None],
+    ) -> Run:
+        """Begin to compute a response, and return it. Raises StoreError if it cannot be kept.
+
+        Args:
+            also: returns what else is written with the end of the response.
+        """
+        response = {**builder.response, "status": "in_progress"}
+        until = time.time() + LEASE_SECONDS
+        previous = response["previous_response_id"] or ""
+        await self._store.put(Record(builder.id, owner, previous, "in_progress", self._name, until, response, items))
+        run = self._runs[builder.id] = Run(builder)
+        generating = asyncio.create_task(generate(generation, builder, run.tell))
+        self._tasks[builder.id] = _Tasks(generating, asyncio.create_task(self._keep(run, generating, also)))
+        if self._keeping_alive is None:
+            self._keeping_alive = asyncio.create_task(self._keep_alive())
+        return run
+
+    def find(self, response_id: str) -> Run | None:
+        """Return a run of this gateway, if its events are still kept."""
+        return self._runs.get(response_id)
+
+    async def cancel(self, response_id: str) -> None:
+        """End a run because its client wants that, and wait until it is kept. Other ids are left alone."""
+        if (tasks := self._tasks.get(response_id)) is not None:
+            self._runs[response_id].is_cancelled = True
+            tasks.generating.cancel()
+            await asyncio.wait([tasks.keeping])
+
+    async def close(self) -> None:
+        """End all runs, and wait until they are kept. The responses of those that were not complete have failed."""
+        if self._keeping_alive is not None:
+            await end_tasks(self._keeping_alive)
+        for tasks in self._tasks.values():
+            tasks.generating.cancel()
+        await asyncio.gather(*(tasks.keeping for tasks in self._tasks.values()), return_exceptions=True)
+
+    async def _keep(self, run: Run, generating: asyncio.Task[None], also: Callable[[Json], Check | None]) -> None:
+        """Wait for the end of a run, and write its response."""
+        builder = run.builder
+        try:
+            await generating
+        except asyncio.CancelledError:
+            restarted = ApiError(503, RESTARTED, type="server_error")
+            run.tell(builder.cancel() if run.is_cancelled else builder.fail(restarted))
+        except Exception as error:
+            run.tell(builder.fail(to_api_error(error)))
+        finally:
+            del generating  # the traceback of its error has this frame
+        try:
+            await self._store.finish(builder.response, also(builder.response))
+        except StoreError as error:
+            log.error("a response in the background is lost: %s", error)
+        finally:
+            run.end()
+            del self._tasks[builder.id]
+            self._forget()
+
+    def _forget(self) -> None:
+        ended = [response_id for response_id, run in self._runs.items() if run.has_ended]
+        for response_id in ended[:-_ENDED_KEPT]:
+            del self._runs[response_id]
+
+    async def _keep_alive(self) -> None:
+        """Tell other gateways that this one lives, and end runs that they have cancelled."""
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_SECONDS)
+            if not self._tasks:
+                continue
+            running = set(self._tasks)
+            with contextlib.suppress(StoreError):
+                wanted = await self._store.keep_alive(self._name, time.time() + LEASE_SECONDS, running)
+                for response_id in running - wanted:
+                    await self.cancel(response_id)

@@ -1,0 +1,166 @@
+"""The routes of OpenAI's Conversations API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from paceline.core.errors import InvalidRequestError
+from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.responses.bodies import ConversationBody, DeletedConversation, InputItems, Item
+from paceline.services.gateway.api.responses.conversation_store import (
+    MAX_ID_CHARACTERS,
+    Conversation,
+    ConversationStore,
+)
+from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem
+from paceline.services.gateway.api.responses.schemas import Metadata
+from paceline.services.gateway.http.access.callers import owner_of
+from paceline.services.gateway.http.access.decisions import DECISIONS
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.planning.answer_format import Body
+from paceline.services.gateway.planning.media.parts import name_places
+
+MAX_NEW_ITEMS = 20
+"""The most items that a client adds at once."""
+PATH = "/v1/conversations"
+
+Json = dict[str, Any]
+NewItems = Annotated[list[InputItem], Field(max_length=MAX_NEW_ITEMS)]
+
+
+class CreateConversation(Body):
+    """The body of POST /v1/conversations."""
+
+    items: NewItems | None = None
+    metadata: Metadata | None = None
+
+
+class UpdateConversation(Body):
+    """The body of POST /v1/conversations/{conversation_id}."""
+
+    metadata: Metadata | None
+
+
+class AddItems(Body):
+    """The body of POST /v1/conversations/{conversation_id}/items."""
+
+    items: Annotated[NewItems, Field(min_length=1)]
+
+
+def add_conversations(router: APIRouter, store: ConversationStore | None) -> None:
+    """Add the routes to a router.
+
+    Args:
+        store: None if nothing is kept. Then all routes answer 501.
+    """
+    if store is None:
+        _add_refusals(router)
+        return
+
+    async def find(conversation_id: str, request: Request) -> Conversation:
+        return found(await store.get(conversation_id, owner_of(request)), conversation_id)
+
+    @router.post(PATH, response_model=None, responses=answers(ConversationBody))
+    async def create(request: Request, body: CreateConversation | None = None) -> Json:
+        body = body or CreateConversation()
+        made = Conversation(f"conv_{uuid.uuid4().hex}", owner_of(request), time.time(), body.metadata or {})
+        items = await aside(request, stored_items, body.items or [])
+        store.check_room(made, items)
+        await store.add(made, items)
+        return made.to_api()
+
+    @router.get(PATH + "/{conversation_id}", response_model=None, responses=answers(ConversationBody))
+    async def get(conversation_id: str, request: Request) -> Json:
+        return (await find(conversation_id, request)).to_api()
+
+    @router.post(PATH + "/{conversation_id}", response_model=None, responses=answers(ConversationBody))
+    async def update(conversation_id: str, body: UpdateConversation, request: Request) -> Json:
+        await find(conversation_id, request)
+        await store.update(conversation_id, owner_of(request), body.metadata or {})
+        return (await find(conversation_id, request)).to_api()
+
+    @router.delete(PATH + "/{conversation_id}", response_model=None, responses=answers(DeletedConversation))
+    async def delete(conversation_id: str, request: Request) -> Json:
+        await find(conversation_id, request)
+        await store.delete(conversation_id, owner_of(request))
+        return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+    @router.get(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))
+    async def list_items(
+        conversation_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        await find(conversation_id, request)
+        items = await store.page(conversation_id, after, limit + 1, order)
+        return await aside(request, lambda: JSONResponse(_page(items[:limit], len(items) > limit)))
+
+    @router.post(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))
+    async def add_items(conversation_id: str, body: AddItems, request: Request) -> Response:
+        await find(conversation_id, request)
+        items = await aside(request, stored_items, body.items)
+        await store.append(conversation_id, owner_of(request), items)
+        return await aside(request, lambda: JSONResponse(_page(items, has_more=False)))
+
+    @router.get(PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(Item))
+    async def get_item(conversation_id: str, item_id: str, request: Request) -> Response:
+        await find(conversation_id, request)
+        if (item := await store.item(conversation_id, item_id)) is None:
+            raise _no_item(item_id)
+        return await aside(request, JSONResponse, item)
+
+    @router.delete(
+        PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(ConversationBody)
+    )
+    async def delete_item(conversation_id: str, item_id: str, request: Request) -> Json:
+        conversation = await find(conversation_id, request)
+        if not await store.delete_item(conversation_id, item_id):
+            raise _no_item(item_id)
+        return conversation.to_api()
+
+
+def found(conversation: Conversation | None, conversation_id: str, param: str = "conversation_id") -> Conversation:
+    """Return a conversation. Raises ApiError 404 if there is none."""
+    if conversation is None:
+        message = f"Conversation with id {conversation_id[:80]!r} not found."
+        raise ApiError(404, message, param=param, code="conversation_not_found")
+    return conversation
+
+
+def stored_items(items: list[InputItem]) -> list[Json]:
+    """Return new items as they are kept. Raises InvalidRequestError if one cannot be."""
+    name_places(items, "items")
+    for index, item in enumerate(items):
+        place = f"items[{index}]"
+        if isinstance(item, ReferenceItem):
+            raise InvalidRequestError(f"{place}: send the item itself, not a reference to it", place)
+        if len(item.id or "") > MAX_ID_CHARACTERS:
+            raise InvalidRequestError(f"{place}.id must have at most {MAX_ID_CHARACTERS} characters", f"{place}.id")
+    return [item.stored(uuid.uuid4().hex) for item in items]
+
+
+def _page(items: list[Json], has_more: bool) -> Json:
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": items, **ends, "has_more": has_more}
+
+
+def _no_item(item_id: str) -> ApiError:
+    return ApiError(404, f"Item with id {item_id[:80]!r} not found.", param="item_id")
+
+
+def _add_refusals(router: APIRouter) -> None:
+    async def refuse() -> None:
+        message = "this server keeps no conversations; start it with --store"
+        raise ApiError(501, message, type="not_implemented")
+
+    for path in (path for path in DECISIONS if path.startswith(PATH)):
+        router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)

@@ -1,0 +1,1 @@
+"""vLLM's routes around tokens: tokenize, render, derender, generate, and scores of documents."""

@@ -1,0 +1,102 @@
+"""The steps before and after inference alone: render turns a request into token ids, derender turns ids into an answer.
+
+A router renders a request, sends the result to /inference/v1/generate, and derenders what comes back.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.respond import choose_id
+from paceline.services.gateway.api.tokens.bodies import (
+    DerenderedChat,
+    DerenderedChatEvent,
+    DerenderedCompletion,
+    DerenderedCompletionEvent,
+    RenderedRequest,
+)
+from paceline.services.gateway.api.tokens.derender import (
+    derender_chat,
+    derender_chat_event,
+    derender_completion,
+    derender_completion_event,
+)
+from paceline.services.gateway.api.tokens.render import render
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.access.callers import owner_of
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.planning.chat_prompt import media_of
+from paceline.services.gateway.planning.media.expansion import NOTHING
+from paceline.services.gateway.planning.planning import plan_chat, plan_completion
+from paceline.services.gateway.planning.schemas import ChatRequest, CompletionRequest
+from paceline.services.gateway.planning.token_schemas import (
+    DerenderChat,
+    DerenderChatStream,
+    DerenderCompletion,
+    DerenderCompletionStream,
+)
+
+
+def check_no_media(chat: ChatRequest, model: ModelFleet) -> None:
+    """Raise ApiError if a chat that shall be rendered has media."""
+    if media_of(chat.messages, model.tokenizer):
+        message = "messages: a rendered request is token ids, which cannot have images, videos or audio"
+        raise ApiError(400, f"{message}; send them to the route that answers", param="messages")
+
+
+def add_render_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes that render requests and derender answers to a router."""
+
+    @router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))
+    async def render_completion(body: CompletionRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        request_id = choose_id(body.request_id, request)
+        if body.max_tokens == 0:
+            raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
+        plan = await model.plan(request, lambda served: plan_completion(body, served))
+        plan = await model.constrained(plan, owner_of(request))
+        return await aside(request, lambda: JSONResponse(render(body, plan, request_id, model.name)))
+
+    @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
+    async def render_chat(body: ChatRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        request_id = choose_id(body.request_id, request)
+        check_no_media(body, model)
+        plan = await model.plan(request, lambda served: plan_chat(body, served))
+        plan = await model.constrained(plan, owner_of(request))
+        return await aside(request, lambda: JSONResponse(render(body, plan, request_id, model.name)[0]))
+
+    @router.post(
+        "/v1/completions/derender",
+        response_model=None,
+        responses=answers(DerenderedCompletion | DerenderedCompletionEvent),
+    )
+    async def completion(body: DerenderCompletion, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        await aside(request, body.check, model.tokenizer.vocab_size, model.fleet.max_model_len())
+        plan = None
+        if (completion_request := body.completion_request) is not None:
+            plan = await model.plan(request, lambda served: plan_completion(completion_request, served))
+        about = plan, body.answer_id or request.state.request_id, model.name, model.tokenizer
+        if isinstance(body, DerenderCompletionStream):
+            return await aside(request, lambda: JSONResponse(derender_completion_event(body, *about)))
+        return await aside(request, lambda: JSONResponse(derender_completion(body, *about)))
+
+    @router.post(
+        "/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat | DerenderedChatEvent)
+    )
+    async def chat(body: DerenderChat, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        await aside(request, body.check, model.tokenizer.vocab_size, model.fleet.max_model_len())
+        plan = None
+        if (chat_request := body.chat_request) is not None:
+            # Only how answers are read matters here, not the prompt.
+            plan = await model.plan(request, lambda served: plan_chat(chat_request, served, NOTHING))
+        about = plan, body.answer_id or request.state.request_id, model.name, model.tokenizer
+        if isinstance(body, DerenderChatStream):
+            return await aside(request, lambda: JSONResponse(derender_chat_event(body, *about)))
+        return await aside(request, lambda: JSONResponse(derender_chat(body, *about)))

@@ -1,0 +1,90 @@
+"""Token ids in, token ids out: vLLM's routes for reinforcement learning and for routers that tokenize themselves."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.respond import choose_id, respond
+from paceline.services.gateway.api.tokens.bodies import GeneratedTokens, TokensChunk
+from paceline.services.gateway.api.tokens.token_format import TokensFormat
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.access.callers import caller_of, owner_of
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.reading import parse
+from paceline.services.gateway.planning.planning import in_sampling_params, plan_tokens
+from paceline.services.gateway.planning.token_schemas import AbortRequest, TokensRequest
+
+_INVOKED: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("/v1/chat/completions", (("messages",),)),
+    ("/v1/completions", (("prompt",),)),
+    ("/v1/responses", (("input",),)),
+    ("/inference/v1/generate", (("token_ids",),)),
+    ("/generative_scoring", (("label_token_ids",),)),
+    ("/rerank", (("query", "documents"),)),
+    ("/score", (("queries",), ("text_1",), ("data_1",))),
+)
+"""The routes that /invocations stands for, with the fields by which their bodies are known."""
+
+
+def add_token_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes POST /inference/v1/generate, /invocations and /abort_requests to a router."""
+
+    @router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))
+    async def generate(body: TokensRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        request_id = choose_id(body.request_id, request)
+        plan = await model.plan(request, lambda served: plan_tokens(body, served))
+        with in_sampling_params():
+            plan = await model.constrained(plan, owner_of(request))
+        tokens_format = TokensFormat(body, plan, request_id, model.name, model.tokenizer)
+        return await respond(model, body, plan, tokens_format, request)
+
+    @router.post("/invocations", response_class=Response)
+    async def invoke(request: Request) -> Response:
+        """Answer as the route does that takes such a body, as Amazon SageMaker asks all models at one path."""
+        body = await request.body()
+        return OtherRoute(router, await aside(request, _route_of, body), body)
+
+    @router.post("/abort_requests", response_class=Response)
+    async def abort(body: AbortRequest, request: Request) -> Response:
+        # An id may be unknown here because the request has ended just now, so this is no error.
+        for request_id in body.request_ids:
+            gateway.requests.abort(request_id, caller_of(request).may_see)
+        return Response()
+
+
+class OtherRoute(Response):
+    """The answer of another route of a router to the same body."""
+
+    def __init__(self, router: APIRouter, path: str, body: bytes) -> None:
+        super().__init__()
+        self._router = router
+        self._path = path
+        self._asked: Message = {"type": "http.request", "body": body, "more_body": False}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread = [self._asked]
+
+        async def again() -> Message:
+            return unread.pop() if unread else await receive()
+
+        await self._router({**scope, "path": self._path, "raw_path": self._path.encode()}, again, send)
+
+
+def _route_of(body: bytes) -> str:
+    """Return the route that takes a body. Raises ApiError if none does."""
+    try:
+        fields = parse(body)
+    except (RequestValidationError, ApiError):
+        fields = None
+    fields = fields if isinstance(fields, dict) else {}
+    for path, names in _INVOKED:
+        if any(fields.keys() >= {*each} for each in names):
+            return path
+    message = "the body must be that of a chat, a completion, a response, a score or a reranking"
+    raise ApiError(400, f"{message}, as a JSON object", param="messages")

@@ -1,0 +1,262 @@
+"""Scores of documents for queries by a causal reranker, with the routes and shapes of vLLM, Jina and Cohere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field, model_validator
+
+from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.choice import Delta
+from paceline.services.gateway.api.respond import choose_id, start, whole
+from paceline.services.gateway.api.tokens.bodies import LabelScores, Ranking, Scores
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.planning.answer_format import Body
+from paceline.services.gateway.planning.named_request import NamedRequest
+from paceline.services.gateway.planning.plan import Plan, ServedModel
+from paceline.services.gateway.planning.planning import plan_scores
+from paceline.services.gateway.planning.sampling import check_ids, check_no_media
+from paceline.services.gateway.planning.schemas import MAX_LOGPROB_TOKENS, TokenId
+from paceline.services.gateway.planning.scoring import Cut, label_probabilities, probability
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+MAX_PAIRS = 1000
+"""Largest number of pairs of a query and a document in one request."""
+
+_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""Names that clients use for queries and documents."""
+
+
+class Document(Body):
+    """A document as an object."""
+
+    text: str
+
+
+AnyText = str | Document
+Texts = Annotated[list[AnyText], Field(min_length=1, max_length=MAX_PAIRS)]
+
+
+class ScoringRequest(NamedRequest):
+    """The fields that all routes share."""
+
+    request_id: str | None = None
+    instruction: str | None = None
+    """What a document has to do for a query. Default: it answers a web search."""
+    use_activation: bool | None = None
+    """If false, a score is the difference of the two logprobs instead of a probability."""
+
+    max_tokens_per_doc: int | None = Field(None, ge=0)
+    """Tokens to which documents are cut; 0 is no limit."""
+    max_tokens_per_query: int | None = Field(None, ge=0)
+    """The same for queries."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Tokens that a prompt may have, or -1 for all that fit. Documents of longer ones are cut."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_chunks(cls, data: Any) -> Any:
+        name = "max_chunks_per_doc"
+        if isinstance(data, dict) and data.get(name) is not None:
+            raise ApiError(400, f"{name} is not supported; cut documents with max_tokens_per_doc", param=name)
+        return data
+
+    def score(self, margin: float) -> float:
+        return margin if self.use_activation is False else probability(margin)
+
+
+class ScoreRequest(ScoringRequest):
+    """The body of POST /score. One query may have many documents; otherwise there are as many as queries.
+
+    Queries and documents have one of the pairs of names in `_NAMES`.
+    """
+
+    text_1: AnyText | Texts | None = None
+    text_2: AnyText | Texts | None = None
+    queries: AnyText | Texts | None = None
+    documents: AnyText | Texts | None = None
+    items: AnyText | Texts | None = None
+    data_1: AnyText | Texts | None = None
+    data_2: AnyText | Texts | None = None
+
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """Return each query with its document, by the field of the document. Raises ApiError if they do not match."""
+        for query_name, document_name in _NAMES:
+            queries, documents = _texts(getattr(self, query_name)), _texts(getattr(self, document_name))
+            if queries and documents:
+                break
+        else:
+            raise ApiError(400, "send text_1 and text_2, or queries and documents", param="text_1")
+        if len(queries) not in (1, len(documents)):
+            message = (
+                f"{query_name} must be one text, or as many as {document_name}, which has {len(documents)}; "
+                f"it has {len(queries)}"
+            )
+            raise ApiError(400, message, param=query_name)
+        queries = queries * len(documents) if len(queries) == 1 else queries
+        return {f"{document_name}[{index}]": pair for index, pair in enumerate(zip(queries, documents))}
+
+
+class RerankRequest(ScoringRequest):
+    """The body of POST /rerank."""
+
+    query: AnyText
+    documents: Texts
+    top_n: int | None = Field(None, ge=0)
+    """Number of documents to return, the best ones; 0 returns all."""
+    return_documents: bool = True
+
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """Return the query with each document, by the field of the document."""
+        (query,) = _texts(self.query)
+        return {f"documents[{index}]": (query, text) for index, text in enumerate(_texts(self.documents))}
+
+
+class LabelsRequest(NamedRequest):
+    """The body of POST /generative_scoring: how likely are some tokens after each item?"""
+
+    request_id: str | None = None
+    query: str | list[TokenId]
+    items: Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=MAX_PAIRS)]
+    label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)]
+    apply_softmax: bool = True
+    """Whether the probabilities of the labels sum to 1. Otherwise those of all tokens do."""
+    item_first: bool = False
+    """Whether an item comes before the query."""
+    add_special_tokens: bool = True
+
+    def prompts(self, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+        """Yield the prompt of each item, by the item's field. Raises InvalidRequestError if ids are not valid."""
+        for index, item in enumerate(self.items):
+            parts: list[tuple[str | list[int], str]] = [(self.query, "query"), (item, f"items[{index}]")]
+            ids: list[int] = []
+            for part, place in reversed(parts) if self.item_first else parts:
+                if isinstance(part, str):
+                    ids += tokenizer.encode(part, self.add_special_tokens and not ids, place)
+                else:
+                    check_ids(part, tokenizer.vocab_size, place)
+                    check_no_media(part, tokenizer, place)
+                    ids += part
+            yield f"items[{index}]", ids
+
+
+def add_score_api(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes that score and rerank to a router."""
+
+    @router.post("/score", response_model=None, responses=answers(Scores))
+    @router.post("/v1/score", response_model=None, responses=answers(Scores))
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+
+        def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
+            entries = [
+                {"index": index, "object": "score", "score": body.score(margin)} for index, margin in enumerate(margins)
+            ]
+            head = {"id": response_id, "object": "list", "created": int(time.time()), "model": model.name}
+            return {**head, "data": entries, "usage": usage}
+
+        return await _respond(model, body, body.pairs(), request, answer)
+
+    @router.post("/rerank", response_model=None, responses=answers(Ranking))
+    @router.post("/v1/rerank", response_model=None, responses=answers(Ranking))
+    @router.post("/v2/rerank", response_model=None, responses=answers(Ranking))
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        pairs = body.pairs()
+
+        def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
+            documents = [document for _, document in pairs.values()]
+            best = sorted(range(len(margins)), key=lambda index: -margins[index])[: body.top_n or len(margins)]
+            results = [
+                {"index": index, "relevance_score": body.score(margins[index])}
+                | ({"document": {"text": documents[index]}} if body.return_documents else {})
+                for index in best
+            ]
+            return {"id": response_id, "model": model.name, "results": results, "usage": usage}
+
+        return await _respond(model, body, pairs, request, answer)
+
+    @router.post("/generative_scoring", response_model=None, responses=answers(LabelScores))
+    async def score_labels(body: LabelsRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        response_id = choose_id(body.request_id, request)
+        labels = list(dict.fromkeys(body.label_token_ids))
+
+        def plan(served: ServedModel) -> Plan:
+            check_ids(labels, served.tokenizer.vocab_size, "label_token_ids")
+            return plan_scores(body.prompts(served.tokenizer), labels, served)
+
+        generation = await start(model, await model.plan(request, plan), request, is_streamed=False)
+
+        def finish(choices: Sequence[Delta], usage: Json) -> Json:
+            results = [
+                {"index": index, "token_probs": label_probabilities(choice.tokens[0], labels, body.apply_softmax)}
+                for index, choice in enumerate(choices)
+            ]
+            head = {"id": response_id, "object": "generative_score", "created": int(time.time()), "model": model.name}
+            return {**head, "results": results, "usage": _read_alone(usage)}
+
+        return await whole(generation, request, finish)
+
+
+async def _respond(
+    model: ModelFleet,
+    body: ScoringRequest,
+    pairs: Mapping[str, tuple[str, str]],
+    request: Request,
+    answer: Callable[[Sequence[float], Json, str], Json],
+) -> Response:
+    """Compute the margins of all pairs (see `Scoring.margin`) and return the response.
+
+    Args:
+        pairs: each query with its document, by the field of the document.
+        answer: returns the body for the margins, the usage and the response's id.
+    """
+    response_id = choose_id(body.request_id, request)
+    scoring = model.scoring
+
+    def plan(served: ServedModel) -> Plan:
+        token_ids = scoring.token_ids
+        # Each query once: all documents may have the same one, and it may be as large as a body.
+        queries = {
+            query: scoring.cut(query, body.max_tokens_per_query) for query in {pair[0] for pair in pairs.values()}
+        }
+        cut = Cut(body.max_tokens_per_doc, _limit(body, served))
+        # One after another, because all texts together may be a thousand times as long as the request.
+        prompts = (
+            (place, cut.prompt(scoring, queries[query], document, body.instruction, place))
+            for place, (query, document) in pairs.items()
+        )
+        return plan_scores(prompts, token_ids, served)
+
+    generation = await start(model, await model.plan(request, plan), request, is_streamed=False)
+
+    def finish(choices: Sequence[Delta], usage: Json) -> Json:
+        margins = [scoring.margin(choice.tokens[0]) for choice in choices]
+        return answer(margins, _read_alone(usage), response_id)
+
+    return await whole(generation, request, finish)
+
+
+def _read_alone(usage: Json) -> Json:
+    """Return a usage without the token that was generated for each prompt, because it is no part of the answer."""
+    return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+
+
+def _limit(body: ScoringRequest, model: ServedModel) -> int | None:
+    """Return the most tokens that a prompt shall have; None if nothing is cut. One more token is generated."""
+    limit = body.truncate_prompt_tokens
+    return None if limit is None else model.max_model_len - 1 if limit == -1 else limit
+
+
+def _texts(given: AnyText | Sequence[AnyText] | None) -> list[str]:
+    listed = [] if given is None else [given] if isinstance(given, AnyText) else given
+    return [each if isinstance(each, str) else each.text for each in listed]

@@ -1,0 +1,272 @@
+"""The gateway's view of the fleet: read from Redis, and checked by gRPC health checks if Redis leaves doubt.
+
+A new member is found in Redis. A member is dropped only after it fails health checks itself, so a flushed, failing or
+restarting Redis removes no worker that still answers. Work in the background is as much as there is news of members;
+requests do not look at all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Set
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from paceline.core.model_folder import ModelFiles
+from paceline.services.common.avoid import Avoided
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.member_signatures import MemberSignatures
+from paceline.services.common.registry import Member, reason
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.fleet.fleet_summary import FleetSummary
+from paceline.services.gateway.fleet.members import Ends, Members
+from paceline.services.gateway.fleet.remote_worker import RemoteWorker
+from paceline.services.gateway.fleet.worker_calls import RECENT_SECONDS
+from paceline.services.gateway.routing.candidate_table import CandidateTable
+from paceline.services.gateway.routing.candidates import Link
+
+REFRESH_SECONDS = 0.5
+LINK_SECONDS = (10.0, 20.0)
+"""The shortest and longest time before a failed link between hosts is used again, in seconds."""
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """The members of one cluster, kept up to date from `start` to `close`.
+
+    Args:
+        model: this gateway's model. Workers with another model are shown, but get no requests.
+        credentials: what this gateway shows to the members, and wants to see of them.
+    """
+
+    def __init__(self, redis: Redis, cluster: str, model: ModelFiles, credentials: Credentials) -> None:
+        self.model = model.digest
+        self.signatures = MemberSignatures(credentials.secret, cluster)
+        """Checks the members in Redis."""
+        self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
+        self._members = Members(
+            redis,
+            cluster,
+            model,
+            credentials,
+            self.signatures,
+            on_figures=self._note_change,
+            on_standing=self._note_standing,
+            on_failure=lambda worker: self.ends.note(worker.member.worker_id),
+        )
+        self._workers = self._members.workers
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._table = CandidateTable(RECENT_SECONDS, time.monotonic)
+        self._changed: set[RemoteWorker] = set()
+        """Workers of which the table does not know the newest figures."""
+        self._summary: FleetSummary | None = None
+        """None if it has to be made again."""
+        self.ends = Ends()
+        self.redis_answers = True
+        """Whether Redis has answered the last time."""
+        self.on_refresh: Callable[[], object] = lambda: None
+        """A function that is called after each refresh."""
+        self.has_served = asyncio.Event()
+        """Set when a worker is ready for the first time, because the model is then known to load."""
+        self._refreshed = asyncio.Event()
+        self._longest = 0
+        """The longest context of workers that were ready, for a time when none is."""
+
+    async def start(self) -> None:
+        """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
+        await self._refresh()
+        _spawn(self._run(), self._tasks)
+
+    async def close(self) -> None:
+        await end_tasks(*self._tasks)
+        await self._members.close()
+        await asyncio.gather(*self._closing, *(worker.close() for worker in self._workers.values()))
+
+    def workers(self) -> list[RemoteWorker]:
+        """Return all members that are not known to be gone, sorted by name."""
+        return [self._workers[name] for name in sorted(self._workers)]
+
+    def worker_ids(self) -> Set[str]:
+        """Return the names of all members that are not known to be gone."""
+        return self._workers.keys()
+
+    @property
+    def gateways(self) -> list[Member]:
+        """The gateways of the cluster that were heard lately, this one included."""
+        return list(self._members.gateways.values())
+
+    def snapshot(self) -> CandidateTable:
+        """Return the members of this gateway's model that may get new work, as they are now."""
+        changed, self._changed = self._changed, set()
+        for worker in changed:
+            if not worker.gone and worker.available and worker.member.model == self.model:
+                self._table.put(worker.candidate(self._members.fetch_speed(worker.member.host_id)))
+            elif self._workers.get(worker.member.worker_id) in (worker, None):
+                self._table.remove(worker.member.worker_id)
+        return self._table
+
+    def hosts(self) -> list[RemoteWorker]:
+        """Return the kvtransfer services that this gateway understands, sorted by name."""
+        return [host for _, host in sorted(self._members.hosts.items()) if host.is_compatible]
+
+    def host(self, host_id: str) -> RemoteWorker | None:
+        """Return the kvtransfer service of a host; None if it is not known."""
+        if not host_id:
+            return None
+        hosts = (host for host in self._members.hosts.values() if host.member.host_id == host_id)
+        return next((host for host in hosts if host.is_compatible), None)
+
+    def layouts_of(self, worker_ids: Iterable[str]) -> dict[str, str]:
+        """Return the fingerprints of workers' KV layouts by the ids of their hosts. Unknown workers are left out."""
+        known = (self._workers.get(worker_id) for worker_id in worker_ids)
+        return {worker.member.host_id: worker.member.layout for worker in known if worker is not None}
+
+    def find(self, worker_id: str) -> RemoteWorker | None:
+        """Return a worker; None if it is not known."""
+        return self._workers.get(worker_id)
+
+    def worker(self, worker_id: str) -> RemoteWorker:
+        return self._workers[worker_id]
+
+    @property
+    def summary(self) -> FleetSummary:
+        """Facts about the whole fleet."""
+        if self._summary is None:
+            self._summary = FleetSummary.of(self._workers.values(), self.model)
+        return self._summary
+
+    def max_model_len(self, decodes: bool = True) -> int:
+        """Return the longest context that a worker takes; 0 if no worker was ever ready.
+
+        Workers set aside count, too. If none is left, the last known length is returned, because others may come.
+
+        Args:
+            decodes: whether the work needs a decode worker. If no prefill worker is ready, all work does.
+        """
+        found = self.summary.max_model_len if decodes else self.summary.max_computing_len
+        return found or self._longest
+
+    def has_worker(self, decodes: bool) -> bool:
+        """Return whether a worker is ready for some work.
+
+        Args:
+            decodes: see `max_model_len`.
+        """
+        return self.summary.has_decode_worker or (not decodes and self.summary.has_prefill_worker)
+
+    @property
+    def has_decode_worker(self) -> bool:
+        """Whether a decode worker is ready."""
+        return self.summary.has_decode_worker
+
+    @property
+    def has_planner(self) -> bool:
+        """Whether a planner scales this fleet, or shows how it would."""
+        return self.summary.has_planner
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a planner scales this fleet that starts decode workers when requests come, and may leave none."""
+        return self.summary.may_be_empty
+
+    async def refreshed(self) -> None:
+        """Wait until the members have been read again."""
+        await self._refreshed.wait()
+
+    def set_aside(self, worker: RemoteWorker) -> None:
+        """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
+        self._members.set_aside(worker)
+
+    def avoid_link(self, link: Link) -> None:
+        """Send no blocks over a link between hosts for a while."""
+        self._failed_links.add(link)
+        log.warning("KV blocks cannot be moved from host %s to host %s; routing avoids this link for a while", *link)
+
+    def failed_links(self) -> frozenset[Link]:
+        """Return the links between hosts over which a transfer of blocks failed recently."""
+        return self._failed_links.now()
+
+    @contextlib.contextmanager
+    def call(self, worker: RemoteWorker, tokens: int = 0) -> Iterator[Callable[[], None]]:
+        """Count a call, and keep the worker's channel open until the call ends, even if the member goes meanwhile.
+
+        Yields a function to call when the worker has computed the tokens; the end of the call does so in any case.
+
+        Args:
+            tokens: the number of prompt tokens that the worker has to compute.
+        """
+        worker.begin_call(tokens)
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._close_when_idle, worker)
+            ending.callback(worker.end_call)
+            computing = ending.enter_context(contextlib.ExitStack())
+            computing.callback(worker.computed, tokens)
+            yield computing.close
+
+    @contextlib.contextmanager
+    def encode_call(self, worker: RemoteWorker) -> Iterator[None]:
+        """Count a call for an encoding, and keep the worker's channel open until the call ends."""
+        worker.begin_encoding()
+        try:
+            yield
+        finally:
+            worker.end_encoding()
+            self._close_when_idle(worker)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS * random.uniform(0.8, 1.2))
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        try:
+            await self._members.read(self._see)
+            if not self.redis_answers:
+                log.info("Redis answers again")
+            self.redis_answers = True
+        except (RedisError, OSError, TimeoutError) as error:
+            if self.redis_answers:
+                log.warning("Redis does not answer (%s); routing uses the last known state", reason(error))
+            self.redis_answers = False
+        self._members.look()
+        self.snapshot().settle()  # so that the next request need not do it
+        self.on_refresh()
+        refreshed, self._refreshed = self._refreshed, asyncio.Event()
+        refreshed.set()
+
+    def _see(self) -> None:
+        """Take up what a part of the news has changed."""
+        self.snapshot()
+        if longest := self.summary.max_model_len or self.summary.max_computing_len:
+            self._longest = longest
+            self.has_served.set()
+
+    def _note_change(self, worker: RemoteWorker) -> None:
+        self._changed.add(worker)
+        if worker.member.state == "draining":  # it may have told this itself
+            self._summary = None
+
+    def _note_standing(self, worker: RemoteWorker) -> None:
+        """Note that what the whole fleet can do may have changed with a worker, or that the worker has gone."""
+        self._changed.add(worker)
+        self._summary = None
+        self._close_when_idle(worker)
+
+    def _close_when_idle(self, worker: RemoteWorker) -> None:
+        if worker.gone and not worker.is_called:
+            _spawn(worker.close(), self._closing)
+
+
+def _spawn(coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    task = asyncio.create_task(coroutine)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

@@ -1,0 +1,190 @@
+"""The members of a cluster as one gateway knows them: found in Redis, and checked if Redis leaves doubt."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+
+from redis.asyncio import Redis
+
+from paceline.core.model_folder import ModelFiles
+from paceline.proto.fleet_pb2 import HostReport
+from paceline.services.common.credentials import Credentials
+from paceline.services.common.member_feed import MemberFeed, News
+from paceline.services.common.member_signatures import MemberSignatures
+from paceline.services.common.registry import Member
+from paceline.services.common.wire_version import mismatch
+from paceline.services.gateway.fleet.fleet_summary import facts_of
+from paceline.services.gateway.fleet.health_checks import HealthChecks
+from paceline.services.gateway.fleet.remote_worker import RemoteWorker
+
+MEASURED_BYTES = 16 << 20
+"""Bytes that a host must have fetched before its rate counts as measured."""
+
+log = logging.getLogger(__name__)
+
+
+class Members:
+    """All members that are not known to be gone.
+
+    Args:
+        model: the gateway's model, for the log.
+        on_figures: called if the figures of a worker for placements may have changed.
+        on_standing: called if what a worker can be used for may have changed, and when it has gone.
+        on_failure: called before a worker that was in use is set aside or replaced.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        cluster: str,
+        model: ModelFiles,
+        credentials: Credentials,
+        signatures: MemberSignatures,
+        *,
+        on_figures: Callable[[RemoteWorker], object],
+        on_standing: Callable[[RemoteWorker], object],
+        on_failure: Callable[[RemoteWorker], object],
+    ) -> None:
+        self.workers: dict[str, RemoteWorker] = {}
+        """All members but gateways, by name."""
+        self.hosts: dict[str, RemoteWorker] = {}
+        """The kvtransfer services among them, by name."""
+        self.gateways: dict[str, Member] = {}
+        self._model = model
+        self._credentials = credentials
+        self._on_figures, self._on_standing, self._on_failure = on_figures, on_standing, on_failure
+        self._feed = MemberFeed(redis, cluster, signatures)
+        self._checks = HealthChecks(on_failure, on_standing, self._remove)
+        self._fetch_speeds: dict[str, float] = {}
+        self._with_new_speed: set[str] = set()
+        """Ids of hosts whose speed has changed since the last look."""
+
+    async def close(self) -> None:
+        await self._checks.close()
+
+    async def read(self, then: Callable[[], object]) -> None:
+        """Read what is new in Redis. Call `then` after each part of it.
+
+        Raises RedisError, OSError or TimeoutError if Redis does not answer.
+        """
+
+        def take(news: News) -> None:
+            self._take(news)
+            then()
+
+        await self._feed.read(take)
+
+    def look(self) -> None:
+        """Notice what changes with time alone, and send health checks to members that are in doubt."""
+        moved, self._with_new_speed = self._with_new_speed, set()
+        for worker in self.workers.values():
+            worker.look()
+            if worker.member.host_id in moved:
+                self._on_figures(worker)
+            self._checks.look(worker)
+
+    def set_aside(self, worker: RemoteWorker) -> None:
+        """Give a worker no new work until a health check succeeds."""
+        self._checks.set_aside(worker)
+
+    def fetch_speed(self, host_id: str) -> float:
+        """Return the tokens per second that a host fetches from other hosts; 0 if it has not measured this."""
+        return self._fetch_speeds.get(host_id, 0.0)
+
+    def _take(self, news: News) -> None:
+        for member in news.changed:
+            if member.role == "gateway":
+                self.gateways[member.worker_id] = member
+            else:
+                self._note(member)
+        for name in news.heard:
+            if (worker := self.workers.get(name)) is not None:
+                worker.note_listed(True)
+        for name in news.unlisted:
+            if (worker := self.workers.get(name)) is not None:
+                worker.note_listed(False)
+            elif self.gateways.pop(name, None) is not None:
+                self._feed.forget(name)
+
+    def _note(self, member: Member) -> None:
+        """Take what a member says of itself. It may be new, or a new process with the name of an earlier one."""
+        worker = self.workers.get(member.worker_id)
+        if worker is None:
+            self._join(member)
+        elif (member.epoch, member.address) == (worker.member.epoch, worker.member.address):
+            before = facts_of(worker.member)
+            worker.update(member)
+            if facts_of(worker.member) != before:
+                if worker.member.state == "draining":
+                    log.info("%s %s drains", member.role, member.worker_id)
+                self._on_standing(worker)
+        elif member.epoch >= worker.member.epoch:
+            if worker.member.state != "draining" and not worker.set_aside:
+                self._on_failure(worker)
+            self._drop(worker)
+            self._join(member)
+        else:
+            return  # a late heartbeat of a process that has ended
+        if member.role == "kvtransfer" and (speed := _fetch_speed(member.host)) != self.fetch_speed(member.host_id):
+            self._fetch_speeds[member.host_id] = speed
+            self._with_new_speed.add(member.host_id)
+
+    def _join(self, member: Member) -> None:
+        self.workers[member.worker_id] = worker = RemoteWorker(member, self._credentials)
+        worker.on_change = lambda: self._on_figures(worker)
+        if member.role == "kvtransfer":
+            self.hosts[member.worker_id] = worker
+        log.info("%s %s joined at %s", member.role, member.worker_id, member.address)
+        if problem := mismatch(str(worker), member.wire):
+            log.error("%s gets no calls: %s", worker, problem)
+        elif member.role in ("prefill", "decode", "encode") and member.model != self._model.digest:
+            why = f"{self._model.difference(member.files)} of its model differ from this gateway's"
+            log.warning("%s %s gets no requests: %s", member.role, member.worker_id, why)
+        self._on_standing(worker)
+        self._checks.begin(worker)
+
+    def _remove(self, worker: RemoteWorker) -> None:
+        """Remove a member that has ended."""
+        self._feed.forget(worker.member.worker_id)
+        del self.workers[worker.member.worker_id]
+        self._drop(worker)
+
+    def _drop(self, worker: RemoteWorker) -> None:
+        name, host_id = worker.member.worker_id, worker.member.host_id
+        if self.hosts.get(name) is worker:
+            del self.hosts[name]
+            self._fetch_speeds.pop(host_id, None)
+            self._with_new_speed.add(host_id)
+        worker.gone = True
+        self._on_standing(worker)
+
+
+def _fetch_speed(report: HostReport) -> float:
+    """Return the tokens per second that a host fetches from other hosts; 0 if it has fetched too little to measure."""
+    moved, seconds, token = report.fetched_bytes, report.fetch_seconds, report.token_bytes
+    return moved / token / seconds if moved >= MEASURED_BYTES and seconds > 0 and token > 0 else 0.0
+
+
+MEMBERS_KEPT = 1000
+"""Members whose last end is remembered."""
+
+
+class Ends:
+    """The last time that each member ended or stopped answering. Instants are of time.monotonic()."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, float] = {}
+        """By id, the oldest first."""
+
+    def note(self, worker_id: str) -> None:
+        """Record that a member has ended, or does not answer."""
+        self._ended.pop(worker_id, None)
+        self._ended[worker_id] = time.monotonic()
+        if len(self._ended) > MEMBERS_KEPT:
+            del self._ended[next(iter(self._ended))]
+
+    def any_since(self, instant: float, others_than: Collection[str]) -> bool:
+        """Return whether a member has ended after an instant. Members in `others_than` do not count."""
+        return any(at > instant and worker_id not in others_than for worker_id, at in self._ended.items())

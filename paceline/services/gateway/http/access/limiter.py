@@ -1,0 +1,146 @@
+"""The limits of all keys at this gateway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import Request
+
+from paceline.core.request_classes import BACKGROUND
+from paceline.proto.fleet_pb2 import KeyUse
+from paceline.services.gateway.http.access.admission import Admission
+from paceline.services.gateway.http.access.book import AccessBook
+from paceline.services.gateway.http.access.keys import Limits
+from paceline.services.gateway.http.access.meter import Meter
+from paceline.services.gateway.http.access.minute_limit import MINUTE, MinuteLimit, Part
+from paceline.services.gateway.http.access.shares import Use, parts_of
+from paceline.services.gateway.http.refusals import Reason
+
+NEGLIGIBLE = 0.01
+"""Requests per minute that count as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gateways:
+    """What all gateways of the cluster tell about keys."""
+
+    own: str
+    """Name of this gateway."""
+    uses: Mapping[str, Sequence[Use]]
+    """What each gateway tells, by its name. This gateway's own entry may be missing."""
+    is_current: bool
+    """Whether they have told it lately, which needs Redis."""
+
+
+class Limiter:
+    """What all keys use of their limits at this gateway.
+
+    Args:
+        gateways: returns what the gateways of the cluster tell now.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self, book: AccessBook, gateways: Callable[[], Gateways], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._book = book
+        self._gateways = gateways
+        self._clock = clock
+        self._meters: dict[str, Meter] = {}
+        """What clients use, by owner."""
+        self._line_meters: dict[str, Meter] = {}
+        """What lines of batches use, by owner. Clients never wait for them."""
+        self.on_refused: Callable[[str, Reason], object] = lambda request_class, reason: None
+        """Called with the class of a request that is refused, and the reason."""
+
+    def begin(self, owner: str, *, is_line: bool = False) -> Admission:
+        """Count a request of a key, by its digest, and return its admission. Raises ApiError if it is one too many.
+
+        Args:
+            is_line: whether it is a line of a batch, which may only use what the clients of its key leave.
+        """
+        meter = self._line_meter(owner) if is_line else self._meter(owner)
+        if meter is not None:
+            meter.begin(self._clock())
+        return Admission(meter, self._clock)
+
+    def headers(self, owner: str) -> dict[str, str]:
+        """Return the headers that tell a client its limits, as in OpenAI's API."""
+        meter, now = self._meter(owner), self._clock()
+        if meter is None:
+            return {}
+        requests = _headers("requests", meter.requests, meter.parts.requests, now)
+        return requests | _headers("tokens", meter.tokens, meter.parts.tokens, now)
+
+    def report(self) -> list[KeyUse]:
+        """Return what to tell the other gateways, and forget keys that nobody uses."""
+        now, reports = self._clock(), []
+        for owner, meter in list(self._meters.items()):
+            requests, tokens = (limit.used(now) if limit else 0 for limit in (meter.requests, meter.tokens))
+            wanted = meter.wanted_requests.now(now) * MINUTE
+            if meter.is_used(now) or wanted > NEGLIGIBLE:
+                reports.append(
+                    KeyUse(
+                        name=meter.name,
+                        requests=requests,
+                        tokens=max(0, tokens),
+                        running=meter.running,
+                        wanted_requests=wanted,
+                        wanted_tokens=meter.wanted_tokens.now(now) * MINUTE,
+                        wanted_running=meter.running + meter.refused_places.now(now),
+                    )
+                )
+            else:
+                del self._meters[owner]
+        for owner, meter in list(self._line_meters.items()):
+            if not meter.is_used(now):
+                del self._line_meters[owner]
+        return reports
+
+    def _meter(self, owner: str) -> Meter | None:
+        """Return the meter of a key; None if it has no limits."""
+        key = self._book.key(owner)
+        if key is None or key.limits == Limits():
+            return None
+        meter = self._meters.get(owner)
+        if meter is None:
+            meter = self._meters[owner] = Meter(key.name, key.limits, self._clock())
+        meter.set_limits(key.limits, self._clock())
+        meter.on_refused = partial(self.on_refused, key.request_class, "limit")
+        gateways = self._gateways()
+        uses = {name: next((use for use in told if use.name == key.name), None) for name, told in gateways.uses.items()}
+        meter.parts = parts_of(key.limits, gateways.own, uses, gateways.is_current)
+        return meter
+
+    def _line_meter(self, owner: str) -> Meter | None:
+        """Return the meter of a key for the lines of its batches; None if the key has no limits."""
+        clients = self._meter(owner)
+        if clients is None:
+            return None
+        now = self._clock()
+        meter = self._line_meters.get(owner)
+        if meter is None:
+            meter = self._line_meters[owner] = Meter(clients.name, clients.limits, now)
+        meter.set_limits(clients.limits, now)
+        meter.on_refused = partial(self.on_refused, BACKGROUND, "limit")
+        meter.parts = clients.left(now)
+        return meter
+
+
+def admission_of(request: Request) -> Admission:
+    """Return the admission of a request."""
+    admission: Admission = request.state.admission
+    return admission
+
+
+def _headers(kind: str, limit: MinuteLimit | None, part: Part, now: float) -> dict[str, str]:
+    if limit is None:
+        return {}
+    return {
+        f"x-ratelimit-limit-{kind}": str(limit.per_minute),
+        f"x-ratelimit-remaining-{kind}": str(limit.remaining(now, part)),
+        f"x-ratelimit-reset-{kind}": f"{limit.reset(now):.3g}s",
+    }

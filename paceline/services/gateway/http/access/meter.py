@@ -1,0 +1,144 @@
+"""What one key uses of its limits at this gateway. The lines of its batches have a meter of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from paceline.services.gateway.http.access.keys import Limits
+from paceline.services.gateway.http.access.minute_limit import Charge, MinuteLimit, Part
+from paceline.services.gateway.http.access.shares import KeyParts
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.refusals import retry_after
+
+LATELY_SECONDS = 5.0
+"""Time over which wishes are averaged, in seconds."""
+_USUAL_OF = 16
+"""Number of the latest answers whose mean length is the usual one."""
+BUSY_SECONDS = 1
+"""Time after which a client may find that another request of its key has ended, in seconds."""
+
+
+class Rate:
+    """An amount per second, averaged over the last seconds. Instants are in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._rate, self._at = 0.0, now
+
+    def add(self, amount: float, now: float) -> None:
+        self._rate = self.now(now) + amount / LATELY_SECONDS
+
+    def now(self, now: float) -> float:
+        """Return the amount per second."""
+        self._rate *= math.exp((self._at - now) / LATELY_SECONDS)
+        self._at = now
+        return self._rate
+
+
+class Meter:
+    """The limits of one key, and what is used of them. All instants are those of one clock, in seconds."""
+
+    def __init__(self, name: str, limits: Limits, now: float) -> None:
+        self.name = name
+        self.on_refused: Callable[[], object] = lambda: None
+        """Called when a request is refused."""
+        self.running = 0
+        self.requests: MinuteLimit | None = None
+        self.tokens: MinuteLimit | None = None
+        self.parts = KeyParts()
+        """The parts of the limits that this gateway may use."""
+        self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
+        self.limits = Limits()
+        self._usual: float | None = None
+        """Mean number of tokens in the latest answers; None if there was none."""
+        self.set_limits(limits, now)
+
+    def set_limits(self, limits: Limits, now: float) -> None:
+        """Change the limits; what was used of them counts on."""
+        if limits != self.limits:
+            self.requests = _changed(self.requests, limits.requests_per_minute, now)
+            self.tokens = _changed(self.tokens, limits.tokens_per_minute, now)
+            self.limits = limits
+
+    def is_used(self, now: float) -> bool:
+        """Return whether a request runs, or anything was used in the last minute."""
+        return self.running > 0 or any(limit is not None and limit.used(now) for limit in (self.requests, self.tokens))
+
+    def left(self, now: float) -> KeyParts:
+        """Return the parts of the limits that are left beside what this meter has counted."""
+        return KeyParts(
+            _left(self.requests, self.parts.requests, now),
+            _left(self.tokens, self.parts.tokens, now),
+            None if self.parts.places is None else self.parts.places - self.running,
+        )
+
+    def begin(self, now: float) -> None:
+        """Count a request. Raises ApiError if it is one too many."""
+        self.wanted_requests.add(1, now)
+        if self.parts.places is not None and self.running >= self.parts.places:
+            self.refused_places.add(1, now)
+            told = f"only {self.limits.max_concurrent} requests of the key {self.name!r} may run at a time"
+            raise self._too_many("requests", told, BUSY_SECONDS)
+        if self.requests is not None:
+            self._take(self.requests, 1, now, self.parts.requests, "requests")
+
+    def charge(self, prompt_tokens: int, max_tokens: int, now: float) -> tuple[Charge, int] | None:
+        """Charge what a request will probably use: its prompt, and an answer of the usual length.
+
+        The usual length makes the sum of all charges right. Without it, a client that sets no max_tokens would be
+        charged a whole context for each answer, and could use a small part of its limit only.
+
+        Returns:
+            The charge and its amount; None if tokens have no limit.
+
+        Raises ApiError if the tokens have to wait, or if the prompt alone is above the limit.
+        """
+        limit = self.tokens
+        if limit is None:
+            return None
+        if prompt_tokens > limit.per_minute:
+            message = (
+                f"the prompt has {prompt_tokens} tokens, and the key {self.name!r} may use {limit.per_minute} per "
+                "minute, so it can never be served: shorten it"
+            )
+            raise ApiError(400, message, type="tokens", code="rate_limit_exceeded")
+        usual = max_tokens if self._usual is None else min(max_tokens, math.ceil(self._usual))
+        amount = min(prompt_tokens + usual, limit.per_minute)
+        self.wanted_tokens.add(amount, now)
+        return self._take(limit, amount, now, self.parts.tokens, "tokens"), amount
+
+    def correct(self, charge: Charge, more: int, now: float) -> Charge:
+        """Add tokens to a charge, or take some back. Returns the charge for the next correction."""
+        return charge if self.tokens is None else self.tokens.correct(charge, more, now)
+
+    def note_answer(self, tokens: int) -> None:
+        """Remember the length of an answer that has ended."""
+        self._usual = tokens if self._usual is None else self._usual + (tokens - self._usual) / _USUAL_OF
+
+    def _take(self, limit: MinuteLimit, amount: int, now: float, part: Part, kind: str) -> Charge:
+        if (wait := limit.wait(amount, now, part)) > 0:
+            told = f"the key {self.name!r} may use {limit.per_minute} {kind} per minute"
+            raise self._too_many(kind, told, wait)
+        return limit.take(amount, now)
+
+    def _too_many(self, kind: str, message: str, wait: float) -> ApiError:
+        self.on_refused()
+        seconds = retry_after(wait)
+        error = ApiError(429, f"{message}; try again in {seconds} s", type=kind, code="rate_limit_exceeded")
+        error.headers["Retry-After"] = str(seconds)
+        return error
+
+
+def _changed(limit: MinuteLimit | None, per_minute: int | None, now: float) -> MinuteLimit | None:
+    if limit is None or per_minute is None:
+        return None if per_minute is None else MinuteLimit(per_minute, now)
+    limit.per_minute = per_minute
+    return limit
+
+
+def _left(limit: MinuteLimit | None, part: Part, now: float) -> Part:
+    """Return what is left of a part: what was used of it counts as used by another gateway."""
+    if limit is None:
+        return part
+    others = limit.per_minute - part.ceiling(limit.per_minute)
+    return Part(part.share, math.ceil(others) + limit.used(now))

@@ -1,0 +1,5 @@
+"""From a request's body to its plan. It needs no worker.
+
+In: a body of any API. Out: a `Plan`: prompts as token ids, media, sampling parameters, wanted constraints. `planning`
+makes it, `tokenizer` and `chat_template` belong to the model, `media` and `constraints` use processes of their own.
+"""

@@ -1,0 +1,143 @@
+"""The parts of one answer, while its text is being read."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.core.json_grammar.parameters import ArgumentTypes
+from paceline.services.gateway.planning.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.services.gateway.planning.answers.reader import Reader, Steps
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call, as OpenAI's look."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class Answer:
+    """What a form's parser reads from, and the parts that it has found.
+
+    White space around the parts is no part of them: after reasoning and calls and before them, it is dropped. The end
+    of an answer that is nothing but content keeps its white space.
+    """
+
+    def __init__(self, new_call_id: Callable[[], str]) -> None:
+        self.reader = Reader()
+        self.tools: Mapping[str, ArgumentTypes] = {}
+        """The tools that may be called, by name, with the types of their arguments."""
+        self.parts: list[Part] = []
+        """Parts that nobody has taken."""
+        self.is_thinking = False
+        """Whether the text that comes next is reasoning."""
+        self.reasoning_length = 0
+        """Characters of reasoning that have been read, with the white space around them."""
+        self.failed_place = -1
+        """Place up to which text has been read that is no call after all; see `Reader.place`."""
+        self._new_call_id = new_call_id
+        self._calls = 0
+        self._arguments: list[str] = []
+        """The pieces of the last call's arguments."""
+        self._space = ""
+        """White space that belongs to the text only if more text follows."""
+        self._drops_space = False
+        """Whether white space is dropped before the next text."""
+
+    @property
+    def call_count(self) -> int:
+        """Number of calls that have begun."""
+        return self._calls
+
+    @property
+    def ends_within_arguments(self) -> bool:
+        """Whether the last call's arguments are the beginning of JSON text, and not all of it."""
+        if not self._calls:
+            return False
+        try:
+            json.loads("".join(self._arguments), strict=False)
+        except ValueError:
+            return True
+        except RecursionError:
+            return False  # it is nested too deep to be checked
+        return False
+
+    @property
+    def held(self) -> str:
+        """Text that has come and is in no part yet."""
+        return self._space + self.reader.held
+
+    def content(self, text: str) -> None:
+        """Add content."""
+        if text := self._trimmed(text):
+            self.parts.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        """Add reasoning."""
+        self.reasoning_length += len(text)
+        if text := self._trimmed(text):
+            self.parts.append(Reasoning(text))
+
+    def read_reasoning(self, ends: Sequence[str]) -> Steps[str | None]:
+        """Read reasoning up to one of these texts, which is read, too. Return it; None if the answer ends first."""
+        self.end_text()
+        self.is_thinking = True
+        end = yield from self.reader.pass_until(ends, self.reasoning, self.reasoning)
+        if end is not None:
+            self.is_thinking = False
+            self.end_text()
+        return end
+
+    def read_content(self, ends: Sequence[str]) -> Steps[str | None]:
+        """Read content up to one of these texts, which is read, too. Return it; None if the answer ends first."""
+        return self.reader.pass_until(ends, self.content, self._half_marker)
+
+    def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
+        """Begin a tool call. Return the function that adds to its arguments, which must be JSON text in the end.
+
+        Args:
+            call_id: the id that the model chose, if it did.
+        """
+        self.end_text()
+        self.reader.forget()  # the text of a call that has begun will not be read again
+        index = self._calls
+        self._calls += 1
+        arguments: list[str] = []
+        self._arguments = arguments
+        self.parts.append(CallBegin(index, call_id or self._new_call_id(), name))
+
+        def add(text: str) -> None:
+            if text:
+                arguments.append(text)
+                self.parts.append(CallArguments(index, text))
+
+        return add
+
+    def end_text(self) -> None:
+        """End the reasoning or content: other parts follow, so white space between them is dropped."""
+        self._space = ""
+        self._drops_space = True
+
+    def close(self) -> None:
+        """Add the white space at the end, if the answer ends with content."""
+        if self._space and not self.is_thinking:
+            self.parts.append(Content(self._space))
+        self._space = ""
+
+    def _half_marker(self, text: str) -> None:
+        """Add the beginning of a marker, with which the answer ends, to the content; after a call it is none."""
+        if not (self._calls and self._drops_space):
+            self.content(text)
+
+    def _trimmed(self, text: str) -> str:
+        if self._drops_space:
+            text = text.lstrip()
+            if not text:
+                return ""
+            self._drops_space = False
+        kept = text.rstrip()
+        if not kept:
+            self._space += text
+            return ""
+        text, self._space = self._space + kept, text[len(kept) :]
+        return text

@@ -1,0 +1,54 @@
+"""Opens files of videos and audio with FFmpeg's libraries, as safely as they can."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+
+import av
+import av.logging
+from av.container import InputContainer
+
+from paceline.services.gateway.planning.media.decoded import BrokenItemError, check_not_text
+from paceline.services.gateway.planning.media.items import JPEG
+
+_FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,wav,flac,mp3,aac,aiff,caf,gif"
+"""Containers that are read. Playlists (hls, dash, concat) are not among them, because FFmpeg would open their files."""
+_JPEG_FRAMES_FORMAT, _JPEG_FRAMES_PER_SECOND = "mjpeg", "1"
+"""How JPEG files that follow each other are read, if they are a video. vLLM takes the same rate."""
+
+
+@contextlib.contextmanager
+def open_container(data: memoryview, kind: str) -> Iterator[InputContainer]:
+    """Yield a container that reads from `data`. FFmpeg may open nothing else.
+
+    Args:
+        kind: what the file should be, with its article, for errors.
+
+    Raises BrokenItemError if it cannot be opened, or FFmpeg finds an error in the block.
+    """
+    check_not_text(data, kind)
+    av.logging.set_level(None)
+    # Only the bytes reach the process that decodes.
+    are_frames = bytes(data[: len(JPEG)]) == JPEG
+    options = {"framerate": _JPEG_FRAMES_PER_SECOND} if are_frames else {"format_whitelist": _FORMATS}
+    try:
+        with av.open(
+            io.BytesIO(data),
+            "r",
+            format=_JPEG_FRAMES_FORMAT if are_frames else None,
+            options=options,
+            metadata_errors="replace",
+            io_open=_refuse,
+        ) as container:
+            yield container
+    except av.error.FFmpegError as error:
+        if isinstance(error, av.error.MemoryError):
+            raise MemoryError from None
+        raise BrokenItemError(f"the file is broken, or is not {kind} ({error.strerror})") from None
+
+
+def _refuse(url: str, flags: int, options: object) -> None:
+    """Refuse a file or an address to which a container refers."""
+    raise BrokenItemError("the file refers to other files, which are not read; send one complete file")

@@ -1,0 +1,194 @@
+"""Loads the items of requests: fetches their bytes, and has them decoded in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError, ConfigError
+from paceline.core.options import parse_bytes
+from paceline.services.gateway.http.errors import MediaError
+from paceline.services.gateway.planning.media.answer import Facts
+from paceline.services.gateway.planning.media.body import Take
+from paceline.services.gateway.planning.media.budget import MemoryBudget, RequestBudget
+from paceline.services.gateway.planning.media.fetch import Fetcher, Resolver, SystemResolver
+from paceline.services.gateway.planning.media.guard import Guard
+from paceline.services.gateway.planning.media.items import SAMPLING_RATE, Fit, FrameSampling, ItemKind
+from paceline.services.gateway.planning.media.metrics import MediaMetrics
+from paceline.services.gateway.planning.media.pool import DecodePool
+from paceline.services.gateway.planning.media.source import Sources
+
+T = TypeVar("T")
+
+_MAX_READING = 256
+"""Items of all requests that are read at the same time. Each may need a connection."""
+_MAX_READING_OF_REQUEST = 8
+"""Items of one request that are read at the same time."""
+_THREADS = 16
+"""Names that are resolved and files that are read at the same time, because both calls block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Sampled frames of a video."""
+
+    frames: NDArray[np.uint8]
+    """RGB, [frames, height, width, 3]."""
+    timestamps: NDArray[np.float64]
+    """When each frame is shown, in seconds from the first frame that is shown; [frames]."""
+
+
+class MediaService:
+    """The gateway's part that loads media.
+
+    Args:
+        resolve: how names of servers become addresses; the system's way unless a test needs another.
+        metrics: counts the items.
+
+    Raises ConfigError if `--allowed-local-media-path` is not a folder.
+    """
+
+    def __init__(
+        self, config: GatewayConfig, resolve: Resolver | None = None, metrics: MediaMetrics | None = None
+    ) -> None:
+        self.config = config
+        self.metrics = metrics or MediaMetrics()
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "media")
+        self._processing = concurrent.futures.ThreadPoolExecutor(config.media_processes, "preprocess")
+        self._reading = 0
+        folder = config.allowed_local_media_path
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(f"--allowed-local-media-path {folder} is not a folder")
+        guard = Guard(config.allowed_media_domains, config.allow_private_media)
+        self._fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
+        self._sources = Sources(self._fetcher, self._threads, folder)
+        self.memory = MemoryBudget(parse_bytes(config.media_memory), config.media_processes)
+        self.pool = DecodePool(config, self.memory)
+
+    async def read(self, kind: ItemKind, source: str, take: Take) -> bytes | bytearray:
+        """Return the bytes of an item after `take` has counted them.
+
+        Raises MediaError, BusyError if too many items are being read, and whatever `take` raises.
+        """
+        if self._reading >= _MAX_READING:
+            raise BusyError("too many images, videos and audio clips are being fetched; try again later")
+        seconds = {
+            "image": self.config.image_fetch_seconds,
+            "video": self.config.video_fetch_seconds,
+            "audio": self.config.audio_fetch_seconds,
+        }[kind]
+        self._reading += 1
+        try:
+            return await self._sources.read(source, seconds, take)
+        finally:
+            self._reading -= 1
+
+    async def preprocess(self, compute: Callable[..., T], *arguments: object) -> T:
+        """Return compute(*arguments), in one of as many threads as processes decode.
+
+        So pixels of many requests neither take all cores, nor the threads that plan other requests.
+
+        Raises BusyError if this takes longer than `--media-decode-seconds`, because others wait for the threads, too.
+        """
+        try:
+            async with asyncio.timeout(self.config.media_decode_seconds):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._processing, compute, *arguments)
+        except TimeoutError:
+            raise BusyError("other images, videos and audio clips are being prepared; try again later") from None
+
+    async def close(self) -> None:
+        """End the processes that decode. Items that are being loaded fail."""
+        await self.pool.close()
+        self._processing.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class MediaLoader:
+    """Loads the items of one request.
+
+    Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's name in errors, such as
+    "image 2". Each may be called many times at once. If the call
+    is cancelled, the download stops and the process that decodes the item is killed.
+
+    Args:
+        budget: counts the files until they are decoded, and the arrays. The caller gives back the bytes of an array.
+
+    Every method raises:
+        MediaError: the item was refused, is broken or too large (status 400), or its URL is dead (status 422).
+        BusyError: too many items are being loaded; the same request may succeed later.
+        UnavailableError: the process that decodes cannot be started.
+    """
+
+    def __init__(self, service: MediaService, budget: RequestBudget) -> None:
+        self._service = service
+        self._budget = budget
+        self._reading = asyncio.Semaphore(_MAX_READING_OF_REQUEST)
+        # The items of one request leave a process free for others.
+        self._decoding = asyncio.Semaphore(max(1, service.config.media_processes - 1))
+
+    async def image(self, source: str, place: str, fit: Fit | None = None) -> NDArray[np.uint8]:
+        """Return an image as RGB, [height, width, 3].
+
+        The image is turned as its EXIF orientation says, transparent parts are white, and only the first frame of an
+        animation is read.
+
+        Args:
+            fit: says to which size the image is resized, in the process that decodes it. Called in a thread. Its
+                InvalidRequestError is raised here.
+        """
+        options = {"max_pixels": self._service.config.max_image_pixels}
+        _, pixels = await self._load("image", source, place, options, fit)
+        return pixels
+
+    async def video(self, source: str, place: str, sampling: FrameSampling) -> Video:
+        """Return frames of a video, which are turned as the file says."""
+        config = self._service.config
+        options = {
+            "max_pixels": config.max_image_pixels,
+            "max_seconds": config.max_video_seconds,
+            "sampling": asdict(sampling),
+        }
+        facts, frames = await self._load("video", source, place, options)
+        return Video(frames, facts["timestamps"])
+
+    async def audio(self, source: str, place: str, model_seconds: float = math.inf) -> NDArray[np.float32]:
+        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1.
+
+        Args:
+            model_seconds: the longest clip that the model takes; a longer one is refused before all of it is decoded.
+        """
+        seconds, because = min(
+            (self._service.config.max_audio_seconds, "--max-audio-seconds"),
+            (model_seconds, "the most that this model takes"),
+        )
+        options = {"max_seconds": seconds, "because": because, "sample_rate": SAMPLING_RATE}
+        _, samples = await self._load("audio", source, place, options)
+        return samples
+
+    async def _load(
+        self, kind: ItemKind, source: str, place: str, options: dict[str, Any], fit: Fit | None = None
+    ) -> tuple[Facts, NDArray[Any]]:
+        """Return the facts about a decoded item and its array."""
+        metrics = self._service.metrics
+        try:
+            with self._budget.temporary() as take:
+                async with self._reading:
+                    with metrics.counted(kind, "fetch"):
+                        data = await self._service.read(kind, source, take)
+                    metrics.count_bytes(kind, len(data))
+                async with self._decoding:
+                    with metrics.counted(kind, "decode"):
+                        return await self._service.pool.decode(kind, data, options, self._budget, fit)
+        except MediaError as error:
+            raise type(error)(f"{place}: {error}", place) from None

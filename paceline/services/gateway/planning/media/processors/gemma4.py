@@ -1,0 +1,218 @@
+"""Gemma 4: images and frames of any shape within a budget of tokens, and audio."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from paceline.core.errors import InvalidRequestError, ModelError
+from paceline.core.media import MediaInput, MediaKind
+from paceline.services.gateway.planning.media.expansion import Expansion, Piece, Run
+from paceline.services.gateway.planning.media.items import (
+    SAMPLING_RATE,
+    FrameSampling,
+    ImageSize,
+    ItemKind,
+    MediaTokens,
+)
+from paceline.services.gateway.planning.media.processors.base import (
+    MAX_FRAME_PIXELS,
+    MAX_INPUT_BYTES,
+    Pixels,
+    Processor,
+    Samples,
+    check_names,
+    fitted_clip,
+    media_input,
+    nested_options,
+    resized,
+    wrong_option,
+)
+from paceline.services.gateway.planning.media.processors.mel import frame_count, log_mel
+
+Json = Mapping[str, Any]
+
+BUDGETS = (70, 140, 280, 560, 1120)
+"""Numbers of tokens that an image may have at most."""
+FRAME_BUDGET = 70
+FRAMES = 32
+MEL_SECONDS = 30
+"""Longest audio of models that hear log-mel features."""
+RAW_SECONDS = MAX_INPUT_BYTES // np.dtype(np.float32).itemsize // SAMPLING_RATE
+"""Longest audio of models that hear samples. More samples do not fit into a message to a worker."""
+_FRAMES_PER_TOKEN = 4
+"""Frames of log-mel features for each token of audio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Processor(Processor):
+    """The preprocessing of `Gemma4ForConditionalGeneration` and `Gemma4UnifiedForConditionalGeneration`."""
+
+    tokens: MediaTokens
+    token_ids: Mapping[str, int] = dataclasses.field(hash=False)
+    """The ids of the media tokens by their names in config.json, without `_token_id`."""
+    hears_samples: bool
+    """Whether audio is raw samples, as in the unified models, and not log-mel features."""
+    side: int = 48
+    """Pixels on each side of the square that one token stands for."""
+    samples_per_token: int = 640
+    budget: int = 280
+    frame_budget: int = FRAME_BUDGET
+    video_frames: int = FRAMES
+
+    def with_options(self, given: Json) -> Gemma4Processor:
+        """Return a processor with other options, by vLLM's names.
+
+        `max_soft_tokens` is the budget of an image, also inside `images_kwargs`. `videos_kwargs` may have
+        `max_soft_tokens`, the budget of a frame, and `num_frames`, the most frames of a video.
+        """
+        check_names(given, ("max_soft_tokens", "images_kwargs", "videos_kwargs"))
+        images, videos = (nested_options(given, name, known) for name, known in _NESTED.items())
+        budget = images.get("max_soft_tokens", given.get("max_soft_tokens", self.budget))
+        frame_budget = videos.get("max_soft_tokens", self.frame_budget)
+        if any(type(each) is not int or each not in BUDGETS for each in (budget, frame_budget)):
+            raise wrong_option(f"max_soft_tokens must be one of {', '.join(map(str, BUDGETS))}")
+        frames = videos.get("num_frames", self.video_frames)
+        if type(frames) is not int or not 1 <= frames <= FRAMES:
+            raise wrong_option(f"num_frames must be from 1 to {FRAMES}")
+        return dataclasses.replace(self, budget=budget, frame_budget=frame_budget, video_frames=frames)
+
+    def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
+        if kind == "audio":
+            samples = min(shape[0], self.audio_seconds * SAMPLING_RATE)
+            return samples // self.samples_per_token if self.hears_samples else _mel_tokens(samples)
+        count, budget = (1, self.budget) if kind == "image" else (shape[0], self.frame_budget)
+        height, width = shape[-3:-1]
+        size = self._fitted(height, width, budget)
+        return count * (size.height * size.width // self.side**2)
+
+    @property
+    def audio_seconds(self) -> int:
+        return RAW_SECONDS if self.hears_samples else MEL_SECONDS
+
+    def fit(self, height: int, width: int) -> ImageSize | None:
+        return self._fitted(height, width, self.budget)
+
+    def _fitted(self, height: int, width: int, budget: int) -> ImageSize:
+        return ImageSize(*fitted_size(height, width, budget, self.side), Image.Resampling.BICUBIC)
+
+    def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
+        height, width = size or pixels.shape[:2]
+        shown = resized(pixels, self._fitted(height, width, self.budget))
+        return Expansion(self._picture(shown, MediaKind.IMAGE))
+
+    @property
+    def sampling(self) -> FrameSampling:
+        return FrameSampling(self.video_frames, max_pixels=MAX_FRAME_PIXELS)
+
+    def video(self, frames: Sequence[Pixels], seconds: Sequence[float]) -> Expansion:
+        pieces: list[Piece] = []
+        for index, (frame, second) in enumerate(zip(frames, seconds, strict=True)):
+            stamp = f"{int(second // 60):02d}:{int(second % 60):02d} "
+            shown = resized(frame, self._fitted(frame.shape[0], frame.shape[1], self.frame_budget))
+            pieces += [f" {stamp}" if index else stamp, *self._picture(shown, MediaKind.VIDEO_FRAME)]
+        return Expansion(tuple(pieces))
+
+    def audio(self, samples: Samples) -> Expansion:
+        own = _raw_audio(samples, self.samples_per_token) if self.hears_samples else _mel_audio(samples)
+        ids = self.token_ids
+        return Expansion((ids["boa"], Run.of(ids["audio"], own), ids["eoa"]))
+
+    def _picture(self, shown: Pixels, kind: MediaKind) -> tuple[Piece, ...]:
+        own = media_input(kind, shown.shape[0] * shown.shape[1] // self.side**2, shown)
+        ids = self.token_ids
+        placeholder = ids["image"] if kind is MediaKind.IMAGE else ids["video"]
+        return ids["boi"], Run.of(placeholder, own), ids["eoi"]
+
+
+_NESTED = {"images_kwargs": ("max_soft_tokens",), "videos_kwargs": ("max_soft_tokens", "num_frames")}
+
+
+def fitted_size(height: int, width: int, budget: int, side: int = 48) -> tuple[int, int]:
+    """Return the height and width, multiples of `side`, of an image of about the same shape within a budget of tokens.
+
+    If the image is so long that one size would vanish, that size is `side`. Then the other one has as many multiples as
+    the longer size of the image has shorter ones.
+    """
+    factor = math.sqrt(budget * side**2 / (height * width))
+    rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
+    if rows == 0:
+        rows, columns = 1, min(width // height, budget)
+    elif columns == 0:
+        rows, columns = min(height // width, budget), 1
+    return rows * side, columns * side
+
+
+def _mel_audio(samples: Samples) -> MediaInput:
+    samples = fitted_clip(samples, MEL_SECONDS)
+    if frame_count(len(samples)) == 0:
+        raise InvalidRequestError("an audio clip is shorter than a hundredth of a second; send a longer one")
+    return media_input(MediaKind.AUDIO, _mel_tokens(len(samples)), log_mel(samples))
+
+
+def _mel_tokens(samples: int) -> int:
+    return -(-frame_count(samples) // _FRAMES_PER_TOKEN)
+
+
+def _raw_audio(samples: Samples, per_token: int) -> MediaInput:
+    if len(samples) == 0:
+        raise InvalidRequestError("an audio clip has no samples; send a longer one")
+    samples = fitted_clip(samples, RAW_SECONDS)
+    length = -(-len(samples) // per_token)
+    padded = np.pad(samples, (0, length * per_token - len(samples)))
+    return media_input(MediaKind.AUDIO, length, padded.astype(np.float32))
+
+
+_TOKENS: dict[str, tuple[Sequence[str], int]] = {
+    "image": (("image_token_id",), 258880),
+    "boi": (("boi_token_id",), 255999),
+    "eoi": (("eoi_token_id",), 258882),
+    "video": (("video_token_id",), 258884),
+    "audio": (("audio_token_id",), 258881),
+    "boa": (("boa_token_id",), 256000),
+    # The name that released models have, and the one that transformers writes.
+    "eoa": (("eoa_token_id", "eoa_token_index"), 258883),
+}
+"""Names of the media tokens in config.json, and the ids that hold if a config leaves them out."""
+
+
+def read_gemma4(config: Json, settings: Json) -> Gemma4Processor | None:
+    """Return the processor of a model; None if the model has no encoders.
+
+    Args:
+        config: the values of config.json.
+        settings: the values of processor_config.json or preprocessor_config.json.
+
+    Raises:
+        ModelError: the model's own budget of an image is none that Gemma 4 knows.
+    """
+    ids = {own: _token_id(config, names, default) for own, (names, default) in _TOKENS.items()}
+    markers: dict[ItemKind, tuple[int, ...]] = {}
+    if config.get("vision_config") is not None:
+        markers |= {"image": (ids["image"],), "video": (ids["video"],)}
+    if config.get("audio_config") is not None:
+        markers["audio"] = (ids["audio"],)
+    if not markers:
+        return None
+    budget = settings.get("image_processor", settings).get("max_soft_tokens", 280)
+    if budget not in BUDGETS:
+        raise ModelError(f"the model's max_soft_tokens is {budget!r}, but must be one of {BUDGETS}; correct its config")
+    vision, audio = config.get("vision_config") or {}, config.get("audio_config") or {}
+    return Gemma4Processor(
+        MediaTokens(markers, frozenset(ids.values())),
+        ids,
+        hears_samples=config.get("model_type") == "gemma4_unified",
+        side=vision.get("patch_size", 16) * vision.get("pooling_kernel_size", 3),
+        samples_per_token=audio.get("audio_embed_dim", 640),
+        budget=budget,
+    )
+
+
+def _token_id(config: Json, names: Sequence[str], default: int) -> int:
+    return next((int(config[name]) for name in names if config.get(name) is not None), default)

@@ -1,0 +1,106 @@
+"""The base class of bodies that clients may send, which checks the names of their fields.
+
+Known fields that are not supported are refused by name, because a client that sends `tools` prefers an error to an
+answer without them. Unknown fields are ignored with a warning, as clients of other servers expect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ConfigDict, model_validator
+
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.planning.answer_format import Body
+
+log = logging.getLogger(__name__)
+
+_SERVED_ANYWAY = frozenset({"metadata", "prediction", "safety_identifier", "service_tier", "store"})
+"""Known fields that are accepted and have no effect here."""
+
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "adapter_id": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "content_parts": ([],),
+    "custom_logit_processor": ("",),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "ebnf": (),
+    "ec_transfer_params": ({},),
+    "features": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "grammar": ("",),
+    "json_schema": (),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logit_processors": ([],),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
+    "mcp_servers": ([],),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "nvext": ({},),
+    "prompt_embeds": ([],),
+    "prompt_token_ids": (),
+    "reasoning_effort": ("none",),
+    "regex": (),
+    "repetition_detection": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+"""Fields that change answers and that a body refuses if it does not have them. Each has the values that are accepted
+because they ask for nothing."""
+
+
+class NamedRequest(Body):
+    """Base class of all bodies: the name of the model, and the check for unsupported and unknown fields."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema: _allow_null(schema))
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        # As in the OpenAI API, null means that the field is not given.
+        said = {name: value for name, value in data.items() if value is not None}
+        for name, value in said.items():
+            refused = (name in _REFUSED or name.startswith("guided_")) and name not in cls.model_fields
+            if refused and value not in _REFUSED.get(name, ()):
+                raise ApiError(400, f"{name} is not supported by this server; leave it out", param=name)
+        known = _REFUSED.keys() | cls.model_fields.keys() | _SERVED_ANYWAY
+        if unknown := [name for name in said if name not in known]:
+            log.warning("a request holds unknown fields, which are ignored: %.300s", ", ".join(map(repr, unknown)))
+        return said
+
+
+def warn_of_hosted_tools(kinds: Iterable[str]) -> None:
+    """Log the tools of a request that only OpenAI's or Anthropic's servers have."""
+    if listed := ", ".join(map(repr, kinds)):
+        log.warning("a request holds tools that this server cannot run; the model is not told of them: %.300s", listed)
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Say in a JSON schema that fields which are not required may be null."""
+    null = {"type": "null"}
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
+            about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            schema["properties"][name] = {"anyOf": [field, null], **about}

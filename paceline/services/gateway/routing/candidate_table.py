@@ -1,0 +1,173 @@
+"""A snapshot of a large fleet that finds in less than a millisecond the few workers among which `place` chooses.
+
+The search itself is in `nominee_search.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.services.gateway.routing.candidates import Candidate, Need, Snapshot
+from paceline.services.gateway.routing.nominee_search import NomineeSearch
+from paceline.services.gateway.routing.router import PREFILL_TOKENS_PER_SECOND
+from paceline.services.gateway.routing.worker_columns import Figures, Kind, KindColumns, WorkerClass
+
+
+class CandidateTable(Snapshot):
+    """The candidates of a fleet, in columns. It is kept up to date by `put` and `remove`.
+
+    Args:
+        half_life: seconds in which the recently sent tokens of a candidate count half as much.
+        clock: the time in seconds, of the clock that `recent_tokens` decay by.
+    """
+
+    def __init__(self, half_life: float, clock: Callable[[], float]) -> None:
+        self._half_life = half_life
+        self._clock = clock
+        self._kinds: dict[Kind, KindColumns] = {}
+        self._places: dict[str, tuple[Kind, int]] = {}
+        self._hosts: dict[str, int] = {}
+        self._is_sorted = True
+        self._usual: float | None = None
+
+    # ---- keeping it up to date
+
+    def put(self, candidate: Candidate) -> None:
+        """Add a worker, or replace what is known of it. Its `recent_tokens` are those of now."""
+        member = candidate.member
+        kind = member.role, member.layout, member.numerics, member.weights
+        known, index = self._places.get(member.worker_id, (None, 0))
+        if known != kind:
+            self.remove(member.worker_id)
+            index = len(self._kinds.setdefault(kind, KindColumns()))
+            self._places[member.worker_id] = kind, index
+            self._is_sorted = False
+        host = self._hosts.setdefault(member.host_id, len(self._hosts))
+        rows = self._kinds[kind]
+        if known != kind or rows.candidates[index].tokens_per_second != candidate.tokens_per_second:
+            self._usual = None
+        rows.put(index, candidate, host, self._clock())
+
+    def settle(self) -> None:
+        """Do now what the next search would do first after changes, because it may take longer than the search."""
+        if not self._is_sorted:
+            for rows in self._kinds.values():
+                rows.sort()
+            self._is_sorted = True
+        self.usual_rate()
+
+    def remove(self, worker_id: str) -> None:
+        """Remove a worker, if it is here."""
+        kind, index = self._places.pop(worker_id, (None, 0))
+        if kind is not None:
+            rows = self._kinds[kind]
+            if moved := rows.drop(index):
+                self._places[moved] = kind, index
+            if not len(rows):
+                del self._kinds[kind]
+            self._is_sorted, self._usual = False, None
+
+    # ---- the snapshot
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Yield all workers, in the order of their ids."""
+        now = self._clock()
+        for worker_id in sorted(self._places):
+            kind, index = self._places[worker_id]
+            yield self._kinds[kind].candidate(index, now, self._half_life)
+
+    def usual_rate(self) -> float:
+        """Return the average rate of prefill that the workers have measured, in tokens per second."""
+        if self._usual is None:
+            speeds = (rows.figures().speed for rows in self._kinds.values())
+            rates = [rate for speed in speeds for rate in speed[speed > 0].tolist()]
+            self._usual = statistics.fmean(rates) if rates else PREFILL_TOKENS_PER_SECOND
+        return self._usual
+
+    def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
+        """See `Snapshot.hungriest`."""
+        for role in ("prefill", "decode"):
+            found: Candidate | None = None
+            least = math.inf
+            for kind, rows in self._kinds.items():
+                if kind[0] != role:
+                    continue
+                every = rows.figures()
+                fitting = every.take(np.flatnonzero(every.longest >= need.context_tokens))
+                filled = fitting.queued / np.where(fitting.speed > 0, seconds * fitting.speed, tokens)
+                if filled.size and filled.min() < least:
+                    least, found = float(filled.min()), rows.candidates[fitting.index[filled.argmin()]]
+            if found is not None:
+                return found
+        return None
+
+    def on_host(self, host_id: str) -> list[Candidate]:
+        """Return the workers of one host."""
+        if (host := self._hosts.get(host_id)) is None:
+            return []
+        now = self._clock()
+        return [
+            rows.candidate(int(index), now, self._half_life)
+            for rows in self._kinds.values()
+            for index in np.flatnonzero(rows.figures().host == host)
+        ]
+
+    def nominees(self, need: Need) -> list[Candidate]:
+        """Return some workers, among which are those that `place` would choose among all."""
+        self.settle()
+        now = self._clock()
+        search = NomineeSearch(need, self._hosts, self.usual_rate(), now, self._half_life)
+        prefills = [(own, search.computing(own, own.open)) for own in self._classes("prefill", need)]
+        chosen: set[tuple[Kind, int]] = set()
+        for decode in self._classes("decode", need):
+            decoding = search.decoding(decode.open)
+            partners = [(own, ways) for own, ways in prefills if search.can_hand_over(own, decode)]
+            for own, ways in partners:
+                computing, decodes = search.pairs(ways, decoding)
+                # One that fits stays in any case, so that no decode worker seems to be without a partner.
+                chosen.update((own.kind, index) for index in (own.fitting, *computing))
+                chosen.update((decode.kind, index) for index in decodes)
+            chosen.update((decode.kind, index) for index in search.local(decode, decoding, alone=not partners))
+        return [self._kinds[kind].candidate(index, now, self._half_life) for kind, index in chosen]
+
+    def _classes(self, role: str, need: Need) -> Iterator[WorkerClass]:
+        """Divide the workers of a role into classes whose members differ only in costs. Empty classes are left out."""
+        for kind, rows in self._kinds.items():
+            if kind[0] != role or not need.may_go_on_with(kind[3]):
+                continue
+            every = rows.figures()
+            fits = every.longest >= need.context_tokens
+            is_open = fits & (every.has_room > 0) if role == "prefill" else fits.copy()
+            is_open[self._indices(kind, need.refused)] = False
+            for host, members in self._parts(kind, every, need):
+                fitting = fits & members
+                if fitting[first := int(fitting.argmax())]:
+                    yield WorkerClass(kind, host, first, every.take(np.flatnonzero(is_open & members)))
+
+    def _parts(self, kind: Kind, every: Figures, need: Need) -> Iterator[tuple[str, NDArray[np.bool_] | np.bool_]]:
+        """Yield masks of the workers of a kind that are alike apart from costs, with the host of all of them if it is
+        at the end of a cut link. Workers that failed are apart."""
+        cut_hosts = {host for host in itertools.chain.from_iterable(need.cut) if host in self._hosts}
+        at_links = [(host, every.host == self._hosts[host]) for host in cut_hosts]
+        others = ~np.any([members for _, members in at_links], axis=0) if at_links else np.True_
+        failed = self._indices(kind, need.failed)
+        for host, members in (("", others), *at_links):
+            if failed:
+                has_failed = np.zeros(len(every), dtype=bool)
+                has_failed[failed] = True
+                yield host, members & has_failed
+                members = members & ~has_failed
+            yield host, members
+
+    def _indices(self, kind: Kind, names: Iterable[str]) -> list[int]:
+        places = (self._places[name] for name in names if name in self._places)
+        return [index for own, index in places if own == kind]

@@ -1,0 +1,217 @@
+"""The search for the few workers among which `place` chooses.
+
+The cost of a way is a sum. With v = a prefill worker and perhaps a host to fetch from, and d = a decode worker:
+
+    near (one host)    ready(v) + compute(v)                + handoff + load(d)        ready = queue + fetch
+    far (two hosts)    ready(v) + max(compute(v), move(d))  + handoff + load(d) + link
+
+So a worker cannot win if another one of its kind is no worse in each term, and comes first where all are equal. What
+remains is the best pair of a host, the best decode worker that computes the prompt itself, and, for two hosts, the
+Pareto front of (ready, compute) beside that of (load, move). Floating-point addition is monotonic, so this is exact:
+`place` returns the same from the nominees as from all workers, which a property test checks.
+
+Each operation here is on all workers of a class at once. Few operations matter more than small ones: with a thousand
+workers, numpy's cost for a call is as large as the computation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.services.gateway.routing.candidates import Need
+from paceline.services.gateway.routing.router import HANDOFF_SECONDS, LATELY, LINK_SECONDS, LOAD_SECONDS
+from paceline.services.gateway.routing.worker_columns import Figures, Floats, Indices, WorkerClass, decayed
+
+_SLACK = 1e-9
+"""Seconds by which a way must be worse than another one to be left out because of it. Rounding errors are far below it,
+if a cost is less than a day."""
+
+Pair = tuple[list[int], list[int]]
+"""Indices of prefill workers and of decode workers."""
+
+
+class Computing(NamedTuple):
+    """Workers that can compute a prompt, with the terms of their costs."""
+
+    worker: Indices
+    host: Indices
+    ready: Floats
+    """Seconds until the worker can begin: its queue, and fetching."""
+    compute: Floats
+    total: Floats
+    """ready + compute."""
+    load: Floats
+    rank: Floats
+
+
+class Decoding(NamedTuple):
+    """Workers that can decode, with the terms of their costs."""
+
+    worker: Indices
+    host: Indices
+    load: Floats
+    rank: Floats
+    lacking: Floats
+    """Tokens of the prompt that are not cached on the worker's host."""
+    move: Floats
+    """Seconds in which the host fetches them."""
+    least_load: Floats
+    """By the number of a host: the least load of a worker there; infinite if there is no worker."""
+
+
+class NomineeSearch:
+    """The search for the nominees of one request.
+
+    Args:
+        hosts: the number of each host.
+        usual: prefill rate of workers that have not measured it, in tokens per second.
+        now: the instant to which `half_life` decays the recent tokens.
+    """
+
+    def __init__(self, need: Need, hosts: Mapping[str, int], usual: float, now: float, half_life: float) -> None:
+        self._need, self._usual, self._now, self._half_life = need, usual, now, half_life
+        # By the number of a host. The last place takes all hosts that have no number.
+        self._cached = np.zeros(len(hosts) + 1)
+        numbers = np.fromiter(map(hosts.get, need.cached, itertools.repeat(-1)), np.intp, len(need.cached))
+        self._cached[numbers] = np.fromiter(need.cached.values(), np.float64, len(need.cached))
+
+    def can_hand_over(self, prefill: WorkerClass, decode: WorkerClass) -> bool:
+        """Return whether workers of the first class can hand over to those of the second."""
+        return prefill.kind[1] == decode.kind[1] and (prefill.cut_host, decode.cut_host) not in self._need.cut
+
+    def computing(self, own: WorkerClass, workers: Figures) -> list[Computing]:
+        """Return the ways in which workers of a class can compute the prompt: as they are, and, if another host has
+        more of the prompt than some of theirs, after they have fetched it."""
+        speed = np.where(workers.speed > 0, workers.speed, self._usual)
+        slower = 1 + workers.running if own.kind[0] == "decode" else 1.0  # each running request waits as long
+        recent = decayed(workers.recent, self._now - workers.at, self._half_life)
+        ready = (workers.queued + LATELY * recent) / speed
+        here = self._cached[workers.host]
+        compute = (self._need.prompt_tokens - here) / speed * slower
+        ways = [Computing(workers.index, workers.host, ready, compute, ready + compute, workers.load, workers.rank)]
+        if tokens := self._fetchable(own):
+            fetch = np.where(here < tokens, LINK_SECONDS + (tokens - here) / workers.fetch, np.inf)
+            ready, compute = ready + fetch, (self._need.prompt_tokens - tokens) / speed * slower
+            ways.append(ways[0]._replace(ready=ready, compute=compute, total=ready + compute))
+        return ways
+
+    def decoding(self, workers: Figures) -> Decoding:
+        """Return workers that can decode, with their costs."""
+        lacking = self._need.prompt_tokens - self._cached[workers.host]
+        least_load = np.full(self._cached.size, np.inf)
+        np.minimum.at(least_load, workers.host, workers.load)
+        move = lacking / workers.fetch
+        return Decoding(workers.index, workers.host, workers.load, workers.rank, lacking, move, least_load)
+
+    def pairs(self, computing: list[Computing], decoding: Decoding) -> Pair:
+        """Return the prefill workers and the decode workers of the pairs that may be the best."""
+        ways, *fetching = computing
+        if not ways.worker.size or not decoding.worker.size:
+            return [], []
+        handoff = HANDOFF_SECONDS + LOAD_SECONDS * float(decoding.load.min())
+        near, seconds = _near(ways, decoding)
+        for more in fetching:
+            if more.total.min() + handoff <= seconds + _SLACK:
+                columns: Any = map(np.concatenate, zip(ways, more))  # their types differ
+                ways = Computing(*columns)
+                near, seconds = _near(ways, decoding)
+        if ways.total.min() + handoff + LINK_SECONDS > seconds + _SLACK:
+            return near
+        far = _far(ways, decoding, seconds)
+        return near[0] + far[0], near[1] + far[1]
+
+    def local(self, own: WorkerClass, decoding: Decoding, alone: bool) -> list[int]:
+        """Return the decode worker that computes the prompt itself at the least cost, if one may.
+
+        Args:
+            alone: whether no prefill worker can hand over to the workers of this class.
+        """
+        workers = own.open
+        if not alone:
+            workers = workers.take(np.flatnonzero(decoding.lacking + workers.queued <= self._need.local_tokens))
+        if not len(workers):
+            return []
+        ways = Computing(*map(np.concatenate, zip(*self.computing(own, workers))))
+        seconds = ways.total + LOAD_SECONDS * ways.load
+        return [int(ways.worker[_least(seconds, ways.total, ways.ready, ways.compute, ways.load, ways.rank)])]
+
+    def _fetchable(self, own: WorkerClass) -> int:
+        """Return the most tokens that a host has cached which can send them to workers of a class."""
+        need, layout = self._need, own.kind[1]
+        for most in sorted(set(need.cached.values()), reverse=True):
+            hosts = (host for host, tokens in need.cached.items() if tokens == most)
+            if any((each, own.cut_host) not in need.cut and need.layouts.get(each, layout) == layout for each in hosts):
+                return most
+        return 0
+
+
+def _near(ways: Computing, decoding: Decoding) -> tuple[Pair, float]:
+    """Return the best pair of workers on one host, and its cost in seconds: infinite if there is no such pair."""
+    load = decoding.least_load[ways.host]
+    cost = ways.total + HANDOFF_SECONDS + LOAD_SECONDS * load
+    best = float(cost.min())
+    if best == np.inf:
+        return ([], []), best
+    tied = np.flatnonzero(cost == best)
+    for key in (ways.total, ways.ready, ways.compute, ways.load, load):
+        tied = _ties(tied, key)
+    is_there = np.zeros(decoding.least_load.size, dtype=bool)
+    is_there[ways.host[tied]] = True
+    decode = _first(np.flatnonzero(is_there[decoding.host] & (decoding.load == load[tied[0]])), decoding.rank)
+    prefill = _first(tied[ways.host[tied] == decoding.host[decode]], ways.rank)
+    return ([int(ways.worker[prefill])], [int(decoding.worker[decode])]), best
+
+
+def _far(ways: Computing, decoding: Decoding, near_seconds: float) -> Pair:
+    """Return the workers of the pairs on two hosts that may cost no more than the best pair on one host."""
+    load, move, total = LOAD_SECONDS * decoding.load, decoding.move, ways.total
+    first = _least(total, ways.ready, ways.compute, ways.load, ways.rank)
+    begin = _least(load, move, decoding.rank)
+    ready, compute, least = ways.ready[first], ways.compute[first], load[begin]
+    seconds = ready + max(compute, move[begin]) + LINK_SECONDS + HANDOFF_SECONDS + least
+    most = min(near_seconds, float(seconds)) + _SLACK - LINK_SECONDS - HANDOFF_SECONDS
+
+    some = np.flatnonzero(total <= most - least)
+    some = some[(ways.ready[some] < ready) | (ways.compute[some] < compute) | (some == first)]
+    computing = _front(some, ways.ready, ways.compute, ways.load, ways.rank)
+    some = np.flatnonzero(load <= most - total[first])
+    some = some[(move[some] < move[begin]) | (some == begin)]
+    others = _front(some, load, move, decoding.rank)
+    return ways.worker[computing].tolist(), decoding.worker[others].tolist()
+
+
+def _ties(indices: Indices, key: Floats) -> Indices:
+    """Return the indices with the least value."""
+    if indices.size == 1:
+        return indices
+    values = key[indices]
+    least: Indices = indices[values == values.min()]
+    return least
+
+
+def _first(indices: Indices, *keys: Floats) -> int:
+    """Return the index that is the least by the first key; later keys break ties."""
+    for key in keys:
+        indices = _ties(indices, key)
+    return int(indices[0])
+
+
+def _least(key: Floats, *others: Floats) -> int:
+    """Return the index of the least value; other keys break ties."""
+    return _first(np.flatnonzero(key == key.min()), *others)
+
+
+def _front(indices: Indices, first: Floats, second: Floats, *others: Floats) -> Indices:
+    """Return the indices to which no other one is equal or better by the first and by the second key. If both are
+    equal, other keys choose one."""
+    if indices.size <= 1:
+        return indices
+    keys = (*reversed(others), second, first)
+    indices = indices[np.lexsort([key[indices] for key in keys])]
+    values = second[indices]
+    before = np.minimum.accumulate(np.concatenate([[np.inf], values[:-1]]))
+    return indices[values < before]

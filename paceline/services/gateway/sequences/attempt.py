@@ -1,0 +1,285 @@
+"""One attempt to generate: a call to a decode worker, a call to a prefill worker, and their events in order.
+
+    decode:   Admit ─▶ Admitted ───────────────(Handoff | PrefillHere)─▶ Tokens… ─▶ Finished
+    prefill:                    Run ─▶ Opened ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
+
+If the two workers are on different hosts, the gateway sends Fetch to the decode worker after Opened, so that blocks are
+moved while the prompt is computed. A worker sends Alive regularly while a request waits there, so only a longer silence
+is a failure. When one call fails, the other one is cancelled at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.core.errors import PacelineError
+from paceline.core.telemetry import trace_headers
+from paceline.core.types import FinishReason, Token
+from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.wire import reason_from_pb, token_from_pb
+from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.fleet.remote_worker import RemoteWorker
+from paceline.services.gateway.routing.candidates import Link, Placement
+from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.encode_calls import AttemptMedia, EncodeCalls
+from paceline.services.gateway.sequences.worker_call import (
+    ADMIT_SECONDS,
+    DecodeCall,
+    WorkerCall,
+    WorkerFailedError,
+    answer,
+    out_of_turn,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Logprobs of the prompt tokens at positions [first, first + len(tokens))."""
+
+    first: int
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One or more tokens that arrived together."""
+
+    tokens: list[Token]
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The prefill worker has filled the blocks, and the decode worker has been told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The sequence has ended. This is the last event."""
+
+    reason: FinishReason
+
+
+Event = PromptScores | Generated | HandedOver | Ended
+
+
+class NotCachedError(PacelineError):
+    """A decode worker has too few tokens of the prompt cached to compute the rest itself."""
+
+    def __init__(self, worker: RemoteWorker, cached_tokens: int) -> None:
+        super().__init__(f"{worker} has only {cached_tokens} tokens cached")
+        self.worker = worker
+        self.cached_tokens = cached_tokens
+
+
+class Attempt:
+    """One attempt. `admit` begins it, `run` follows; `close` must always be called.
+
+    Args:
+        placement: the workers, and the host from which the computing worker first brings over a prefix.
+        seconds: the longest time that the calls may take.
+        stall_seconds: the longest silence before a worker counts as failed, in seconds.
+        record: a trace that takes the workers' reports.
+        media: the encoder's inputs, if the context has spans of media.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        placement: Placement,
+        work: common_pb2.Work,
+        *,
+        seconds: float,
+        stall_seconds: float,
+        record: AttemptTrace | None = None,
+        media: AttemptMedia | None = None,
+    ) -> None:
+        assert placement.decode is not None
+        decode = fleet.worker(placement.decode.worker_id)
+        prefill = None if placement.prefill is None else fleet.worker(placement.prefill.worker_id)
+        self.decode = decode
+        self.prefill = prefill
+        self.record = record or AttemptTrace()
+        self.record.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
+        self._work = work
+        self._seconds = seconds
+        self._stall_seconds = stall_seconds
+        self._fleet = fleet
+        self._source = fleet.host(placement.source)
+        self._least_cached_tokens = placement.least_cached_tokens
+        self._resources = contextlib.ExitStack()
+        self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
+        """Open until the prefill worker is done with the request; then the worker has room for another one."""
+        self._decode_call = DecodeCall(decode, self._link, stall_seconds)
+        self._resources.callback(self._decode_call.close)
+        self._encoding: EncodeCalls | None = None
+        if media is not None:
+            patience = {"seconds": seconds, "stall_seconds": stall_seconds}
+            self._encoding = EncodeCalls(fleet, media, work, **patience, record=self.record)
+            self._resources.callback(self._encoding.close)
+        self._prefill_call: WorkerCall | None = None
+        """The call to the prefill worker; None before `admit` starts it and after the handoff."""
+        self._first: worker_pb2.FirstToken | None = None
+        left = len(work.token_ids) - placement.cached_tokens
+        self._prompt_computed = self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
+        if prefill is not None:
+            self._prefill_work.enter_context(fleet.call(prefill, left))
+
+    async def admit(self) -> None:
+        """Reserve room on the decode worker, and start the prefill.
+
+        Raises:
+            WorkerBusyError: a worker has no room.
+            WorkerFailedError: a worker failed.
+            InvalidRequestError: a worker can never serve this request.
+            NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the prompt.
+        """
+        asking = self._decode_call.admit(self._work_for(self.decode, computes=self._link is None), self._seconds)
+        admitted = await answer(asking, self.decode)
+        if admitted.cached_tokens < self._least_cached_tokens:
+            raise NotCachedError(self.decode, admitted.cached_tokens)
+        self.record.reserve(admitted)
+        self._note_prefix(self.decode, admitted.prefix_failed)
+        if self.prefill is None:
+            await self._decode_call.tell(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
+            if self._encoding is not None:
+                self._encoding.start(self.decode, admitted.cached_tokens, self._decode_call.fail)
+        else:
+            await self._start_prefill(self.prefill, admitted.key)
+
+    async def _start_prefill(self, worker: RemoteWorker, key: common_pb2.Key) -> None:
+        work = self._work_for(worker, computes=self._link is not None)
+        work.key.CopyFrom(key)
+        call = worker_pb2_grpc.PrefillStub(worker.channel).Run(
+            worker_pb2.PrefillRequest(work=work, host_id=self.decode.member.host_id),
+            timeout=self._seconds,
+            metadata=trace_headers(),
+        )
+        self._prefill_call = WorkerCall(call, worker, self._link)
+        self._resources.callback(call.cancel)
+        self._decode_call.when_ended(call.cancel)
+        event = await answer(self._read_prefill(self._prefill_call, ADMIT_SECONDS), worker)
+        if not event.HasField("opened"):
+            raise out_of_turn(worker)
+        self.record.cached_tokens = event.opened.cached_tokens
+        self._note_prefix(worker, event.opened.prefix_failed)
+        if self._link is not None:
+            fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
+            await self._decode_call.tell(worker_pb2.DecodeCommand(fetch=fetch))
+        if self._encoding is not None:
+            self._encoding.start(worker, event.opened.cached_tokens, lambda _: call.cancel())
+
+    def _work_for(self, worker: RemoteWorker, computes: bool) -> common_pb2.Work:
+        """Return the work for one worker. If `computes`, it names the host from which to fetch a prefix.
+
+        `computes` says that the prompt is computed into the arena of the worker's host.
+        """
+        work = common_pb2.Work()
+        work.CopyFrom(self._work)
+        work.worker_epoch = worker.member.epoch
+        if computes and self._source is not None:
+            work.prefix_source = self._source.member.address
+        return work
+
+    def _note_prefix(self, worker: RemoteWorker, failed: bool) -> None:
+        if failed and self._source is not None:
+            self._fleet.avoid_link((self._source.member.host_id, worker.member.host_id))
+
+    async def run(self, take: Callable[[Event], object]) -> None:
+        """Give events to `take`, Ended last.
+
+        Raises the errors of `admit`, WorkerDrainingError after `leave`, and the errors of `take`.
+        """
+        event: Event | None = None
+        while (prefill := self._prefill_call) is not None and not isinstance(event, Ended):
+            if (event := await self._next_of_prefill(prefill)) is not None:
+                take(event)
+        if isinstance(event, Ended):
+            return
+
+        def deliver(event: Event) -> None:
+            self._prompt_computed()
+            take(event)
+
+        self._decode_call.divert(lambda tokens: deliver(Generated(tokens)))
+        while not isinstance(event, Ended):
+            if (event := await self._next_of_decode()) is not None:
+                deliver(event)
+        await self._decode_call.wait_until_ended()  # to close at once would make the worker count an abort
+
+    def leave(self) -> None:
+        """Make `run` raise WorkerDrainingError after the events that have come, but not before the handoff."""
+        self._decode_call.leave()
+
+    def close(self) -> None:
+        """End both calls, if they still run."""
+        self._resources.close()
+
+    async def _next_of_prefill(self, call: WorkerCall) -> Event | None:
+        if self._first is not None and (reason := reason_from_pb(self._first.finish_reason)):
+            self._prefill_work.close()
+            return Ended(reason)
+        event = await self._read_prefill(call, self._stall_seconds)
+        match event.WhichOneof("event"):
+            case "alive":
+                return None
+            case "prompt_logprobs":
+                return scores_of(event.prompt_logprobs)
+            case "first_token" if self._first is None:
+                self._first = event.first_token
+                return Generated([token_from_pb(event.first_token.token)])
+            case "filled" if self._first is not None:
+                self.record.filled = time.monotonic()
+                self._prefill_work.close()
+                handoff = worker_pb2.Handoff(key=event.filled.key, first_token_id=self._first.token.id)
+                await self._decode_call.tell(worker_pb2.DecodeCommand(handoff=handoff))
+                self._prefill_call = None
+                return HandedOver()
+        raise out_of_turn(call.worker)
+
+    async def _next_of_decode(self) -> Event | None:
+        event = await self._decode_call.next()
+        if isinstance(event, list):
+            return Generated(event)
+        if event.HasField("report"):
+            self.record.take(event.report, self.decode.member.worker_id)
+        match event.WhichOneof("event"):
+            case "tokens" if event.tokens.tokens:
+                return Generated([token_from_pb(token) for token in event.tokens.tokens])
+            case "alive":
+                return None
+            case "prompt_logprobs":
+                return scores_of(event.prompt_logprobs)
+            case "finished" if reason := reason_from_pb(event.finished.reason):
+                return Ended(reason)
+            case None:
+                raise await self._decode_call.error()
+        raise out_of_turn(self.decode)
+
+    async def _read_prefill(self, call: WorkerCall, seconds: float) -> worker_pb2.PrefillEvent:
+        try:
+            event: worker_pb2.PrefillEvent = await call.read(seconds)
+        except WorkerFailedError:
+            if self._encoding is not None and self._encoding.error is not None:
+                raise self._encoding.error from None  # it has cancelled this call
+            if self._decode_call.has_ended:
+                # The decode call failed first and cancelled this one, so its error is the cause.
+                raise await self._decode_call.error() from None
+            raise
+        if event.HasField("report"):
+            self.record.take(event.report, call.worker.member.worker_id)
+        return event
+
+    @property
+    def _link(self) -> Link | None:
+        """The hosts from and to which blocks have to be moved; None if the workers share a host."""
+        if self.prefill is None or self.prefill.member.host_id == self.decode.member.host_id:
+            return None
+        return self.prefill.member.host_id, self.decode.member.host_id
+
+
+def scores_of(message: common_pb2.PromptLogprobs) -> PromptScores:
+    """Return the event for a message with prompt logprobs."""
+    return PromptScores(message.first, [token_from_pb(token) for token in message.tokens])

@@ -1,0 +1,218 @@
+"""The start of an attempt: the search for workers that admit it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from paceline.core.config import GatewayConfig
+from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.http.errors import NoWorkerError
+from paceline.services.gateway.queueing.admission_control import AdmissionControl
+from paceline.services.gateway.queueing.queue_state import HELD, Held
+from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
+from paceline.services.gateway.routing.encode_router import EncodingIndex
+from paceline.services.gateway.routing.prefix_index import PrefixIndex
+from paceline.services.gateway.sequences.attempt import NotCachedError
+from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.encode_calls import AttemptMedia
+from paceline.services.gateway.sequences.homes import Homes
+from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.load_control import FULL, PREMATURE
+from paceline.services.gateway.sequences.patience import Patience
+from paceline.services.gateway.sequences.running import RunningAttempts
+from paceline.services.gateway.sequences.sequence import SequenceRun
+from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerFailedError
+
+
+class AttemptStarter:
+    """Starts attempts and asks workers to admit them, in the order in which the router prefers these workers.
+
+    Args:
+        prefixes: the cached blocks of all hosts.
+        control: says which workers take no more requests for now.
+        patience: says whether a sequence may go on, and records its failures.
+        attempts: gets each attempt before its workers are asked.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        fleet: Fleet,
+        prefixes: PrefixIndex,
+        control: AdmissionControl,
+        patience: Patience,
+        attempts: RunningAttempts,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._prefixes = prefixes
+        self._control = control
+        self._patience = patience
+        self._attempts = attempts
+        self._homes = Homes()
+        self._turns = itertools.count()
+        self.encodings = EncodingIndex(prefixes)
+        self.on_placed: Callable[[float], object] = lambda seconds: None
+        """Called after a placement with the CPU time of the search for it, in seconds."""
+
+    async def try_to_start(self, sequence: SequenceRun, deadline: float, waited: float) -> AnyAttempt | Held | None:
+        """Return an attempt that workers have admitted; None if all workers are full or gone; HELD if workers that have
+        room have enough prompts.
+
+        The sequence's trace must have begun an attempt. If workers fail instead of admitting it, the next one begins.
+
+        Args:
+            deadline: when the sequence is given up, on time.monotonic().
+            waited: seconds since the sequence began to wait in the queue.
+
+        Raises:
+            InvalidRequestError: a worker can never serve the sequence.
+            UnavailableError: no worker fits the sequence, the sequence is given up, or the gateway ends.
+        """
+        begun = time.thread_time()
+        record = sequence.trace.tries[-1]
+        cached = self.cached_tokens(sequence)
+        refused: frozenset[str] = frozenset()
+        full = frozenset() if _was_admitted(sequence) else self._control.full_workers()
+        is_busy = False
+        while True:
+            self._patience.check(sequence)
+            snapshot = self._fleet.snapshot()
+            need = self._need(sequence, record, cached, refused | full)
+            placement = self._place(sequence, need, snapshot)
+            self.on_placed(time.thread_time() - begun)
+            held = FULL if full and placement is None else ""
+            if placement is not None and self._is_premature(sequence, need, placement, snapshot, waited):
+                placement, held = None, PREMATURE
+            if placement is None:
+                known = list(snapshot)
+                own = [candidate for candidate in known if need.may_go_on_with(candidate.member.weights)]
+                is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in own)
+                sequence.is_left_behind = bool(known) and not own
+                self._note_wait(sequence, record, held, is_busy)
+                return HELD if held == PREMATURE else None
+            attempt = self._new_attempt(sequence, placement, record, deadline)
+            try:
+                await attempt.admit()
+                self._homes.put(sequence.owner, sequence.cache_key, placement.computing.host_id)
+                return attempt
+            except NotCachedError as error:
+                self._attempts.discard(attempt)
+                record.asked = None
+                cached = {**cached, error.worker.member.host_id: error.cached_tokens}
+            except WorkerBusyError as error:
+                self._attempts.discard(attempt)
+                record.wait_for(str(error))
+                is_busy = True
+                refused |= {error.worker.member.worker_id}
+            except WorkerFailedError as error:
+                self._attempts.discard(attempt)
+                record.end("failed", str(error))
+                # An unreachable worker has begun nothing. However often it restarts or drains, this does not count
+                # against the sequence.
+                self._patience.note(error, sequence, record, begun=not error.unreachable)
+                record = sequence.trace.begin_attempt(record.ahead)
+                refused |= {error.worker.member.worker_id}
+            except BaseException:
+                self._attempts.discard(attempt)
+                raise
+            begun = time.thread_time()
+
+    def cached_tokens(self, sequence: SequenceRun) -> Mapping[str, int]:
+        """Return for each host id how many tokens of the context are cached there, as far as this gateway knows."""
+        if self._config.router_mode != "kv" or sequence.needs_scores:
+            return {}
+        return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
+
+    def note_prompt(self, sequence: SequenceRun) -> None:
+        """Note that the first token of a sequence has come, so that the last blocks of its prompt may be cached."""
+        self._prefixes.note_end(sequence.context, sequence.kept_tokens)
+
+    def note_end(self, sequence: SequenceRun) -> None:
+        """Note that a sequence has ended, so that its last blocks may be cached on the hosts that computed it."""
+        # Nobody computes the KV of the last token.
+        for length in (len(sequence.prompt_ids), len(sequence.context) - 1):
+            self._prefixes.note_end(sequence.context, length)
+
+    def fits(self, sequence: SequenceRun) -> bool:
+        """Return whether the context length of a known worker is enough for a sequence."""
+        return self._fleet.max_model_len(KINDS[sequence.kind].decodes) >= sequence.context_tokens
+
+    def _need(
+        self, sequence: SequenceRun, record: AttemptTrace, cached: Mapping[str, int], refused: frozenset[str]
+    ) -> Need:
+        return Need(
+            sequence.context_tokens,
+            prompt_tokens=len(sequence.context.token_ids),
+            cached=cached,
+            layouts=self._prefixes.layouts(),
+            refused=refused,
+            failed=sequence.failed,
+            computed_with=record.computed_with,
+            decoded_with=record.decoded_with,
+            weights=record.weights,
+            cut=self._fleet.failed_links(),
+            home=self._homes.get(sequence.owner, sequence.cache_key),
+            local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
+        )
+
+    def _place(self, sequence: SequenceRun, need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
+        kind = KINDS[sequence.kind]
+        if self._config.router_mode == "round-robin":
+            return kind.place_in_turn(need, snapshot, next(self._turns))
+        return kind.place(need, snapshot)
+
+    def _is_premature(
+        self, sequence: SequenceRun, need: Need, placement: Placement, snapshot: Iterable[Candidate], waited: float
+    ) -> bool:
+        if _was_admitted(sequence) or sequence.background:  # the background has a pace of its own
+            return False
+        return self._control.is_premature(need, placement, snapshot, waited)
+
+    def _note_wait(self, sequence: SequenceRun, record: AttemptTrace, held: str, is_busy: bool) -> None:
+        """Record why there is no placement.
+
+        Args:
+            held: why the sequence is not sent to a worker that has room; "" if there is none.
+            is_busy: whether a worker might have room later.
+
+        Raises:
+            NoWorkerError: no worker can ever serve the sequence.
+        """
+        if not _was_admitted(sequence) and not self.fits(sequence):
+            raise NoWorkerError
+        sequence.unreachable_since = None if is_busy else sequence.unreachable_since or time.monotonic()
+        fits = "has the weights that began the answer" if sequence.is_left_behind else "that can be reached fits"
+        record.wait_for(held or "no worker has room" if is_busy else f"no worker {fits}")
+
+    def _new_attempt(
+        self, sequence: SequenceRun, placement: Placement, record: AttemptTrace, deadline: float
+    ) -> AnyAttempt:
+        by = self._control.first_token_by(sequence.request_class, sequence.trace.arrived, sequence.ttft_seconds)
+        attempt = KINDS[sequence.kind].attempt(
+            self._fleet,
+            placement,
+            sequence.work(
+                self._fleet.model,
+                self._prefixes.ends(sequence.context),
+                None if by is None else max(0.0, by - time.monotonic()),
+            ),
+            seconds=max(deadline - time.monotonic(), 0.1),
+            stall_seconds=self._config.stall_seconds,
+            record=record,
+            media=self._media(sequence),
+        )
+        self._attempts.add(attempt, sequence)
+        return attempt
+
+    def _media(self, sequence: SequenceRun) -> AttemptMedia | None:
+        if not sequence.media:
+            return None
+        inputs = {span.digest: own for span, own in zip(sequence.media, sequence.media_inputs, strict=True)}
+        return AttemptMedia(inputs, self.encodings, sequence.failed)
+
+
+def _was_admitted(sequence: SequenceRun) -> bool:
+    return sequence.trace.admitted is not None

@@ -1,0 +1,96 @@
+"""The gateway's side of admission control: what sequences and events of their attempts tell it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from paceline.core.request_classes import NO_CLASSES, Classes
+from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.fleet.remote_worker import RemoteWorker
+from paceline.services.gateway.queueing.admission_control import AdmissionControl
+from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.shedding import LoadShedder
+from paceline.services.gateway.routing.candidates import Candidate
+from paceline.services.gateway.sequences.attempt import Generated
+from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.sequence import SequenceRun
+
+PREMATURE = "all workers that compute prompts have enough of them for now"
+FULL = "more requests would make tokens come later than the objectives of running ones allow"
+
+
+class LoadControl:
+    """Makes claims of sequences, and measures their attempts.
+
+    Args:
+        shedder: gets the times to first token.
+        fleet: the workers.
+        queue_seconds: the longest time in the queue.
+        classes: the objectives and weights, by class.
+    """
+
+    def __init__(self, shedder: LoadShedder, fleet: Fleet, queue_seconds: float, classes: Classes = NO_CLASSES) -> None:
+        self._fleet = fleet
+        self.control = AdmissionControl(shedder, self._find, queue_seconds, classes)
+
+    def _find(self, worker_id: str) -> Candidate | None:
+        worker = self._fleet.find(worker_id)
+        return None if worker is None else worker.candidate(0.0)
+
+    def claim(self, sequence: SequenceRun, cached: Callable[[], Mapping[str, int]], deadline: float) -> Claim:
+        """Return what a sequence tells the queue.
+
+        Args:
+            cached: returns for each host id how many of its tokens are cached there.
+            deadline: when the sequence is given up, on time.monotonic().
+        """
+        again = sequence.trace.admitted is not None
+
+        def measure() -> Demand:
+            max_tokens = sequence.sampling.max_tokens
+            return self.control.demand(
+                request_class=sequence.request_class,
+                owner=sequence.owner,
+                uncached=len(sequence.context.token_ids) - max(cached().values(), default=0),
+                max_tokens=max_tokens - len(sequence.generated),
+                arrived=sequence.trace.arrived,
+                deadline=deadline,
+                fingerprint=hash((sequence.owner, sequence.cache_salt, max_tokens, tuple(sequence.prompt_ids))),
+                ttft_seconds=sequence.ttft_seconds,
+                waited=sequence.waited,
+            )
+
+        return Claim(
+            owner=sequence.owner,
+            weight=self.control.class_of(sequence.request_class).weight,
+            priority=sequence.priority,
+            request_class=sequence.request_class,
+            first=again,
+            patient=sequence.follows and not again,
+            background=sequence.background,
+            is_stranded=lambda: sequence.unreachable_since is not None and self._fleet.has_decode_worker,
+            measure=measure,
+        )
+
+    def hear(self, sequence: SequenceRun, worker: RemoteWorker | None, record: AttemptTrace, event: object) -> None:
+        """Measure an event of an attempt, after `sequence` has noted it.
+
+        Args:
+            worker: the decode worker; None if there is none.
+        """
+        if not isinstance(event, Generated):
+            return
+        times, now = record.token_times, time.monotonic()
+        if len(times) == 1 and record is sequence.trace.tries[0] and record.admitted is not None:
+            uncached = record.context_tokens - record.cached_tokens
+            self.control.note_first_token(now - record.admitted, uncached, now)
+        # The gap before the decode worker's first tokens is the handoff.
+        if worker is not None and len(times) > 1 + (record.prefill is not None):
+            requests = max(worker.in_flight, worker.member.load.running)
+            gap = times[-1] - times[-2]
+            self.control.note_gap(worker.member.worker_id, requests, gap, sequence.request_class, now)
+
+    def end(self, sequence: SequenceRun) -> None:
+        """Measure a sequence that has ended with its whole answer."""
+        self.control.note_answer(sequence.owner, len(sequence.generated))

@@ -1,0 +1,134 @@
+"""How long the gateway goes on with a sequence, and the errors that say why it was given up."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import UnavailableError
+from paceline.services.common.tasks import InUse
+from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.http.errors import LeavingError
+from paceline.services.gateway.sequences.attempt import Event, Generated
+from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.failures import Cause, Failure
+from paceline.services.gateway.sequences.sequence import SequenceRun
+from paceline.services.gateway.sequences.worker_call import WorkerDrainingError, WorkerFailedError
+
+BACKGROUND_SECONDS = 86400.0
+"""Longest life of a sequence of the background, in seconds. Its caller has a deadline of its own."""
+
+log = logging.getLogger(__name__)
+
+
+def life_seconds(request_seconds: float, wanted: float | None, background: bool) -> float:
+    """Return the longest life of a request from its arrival, in seconds.
+
+    Args:
+        request_seconds: the longest life of all requests of clients.
+        wanted: time after which the client gives up; None if it did not say.
+        background: whether the request is one of the background.
+    """
+    if background:
+        return BACKGROUND_SECONDS
+    return request_seconds if wanted is None else min(request_seconds, wanted)
+
+
+class Patience:
+    """The limits of one gateway. Deadlines are on time.monotonic().
+
+    Args:
+        sequences: counts the sequences that this gateway runs.
+    """
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, sequences: InUse) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._sequences = sequences
+        self._aborted = False
+        self._heard = 0
+        """Tokens of all sequences that have come from workers."""
+
+    def abort(self) -> None:
+        """Go on with no sequence from now on: `check` fails with LeavingError."""
+        self._aborted = True
+
+    def hear(self, event: Event) -> None:
+        """Count the tokens of an event that has come from a worker."""
+        if isinstance(event, Generated):
+            self._heard += len(event.tokens)
+
+    def begin_attempt(self, sequence: SequenceRun) -> float:
+        """Note that an attempt begins. Return the sequence's deadline."""
+        sequence.heard_before = self._heard_of_others(sequence)
+        return self._deadline(sequence)
+
+    def note(
+        self, error: WorkerFailedError, sequence: SequenceRun, record: AttemptTrace, *, begun: bool = True
+    ) -> None:
+        """Record a failed attempt of a sequence.
+
+        Args:
+            begun: whether the attempt's workers had begun.
+        """
+        worker, cause = error.worker.member.worker_id, _cause(error, begun)
+        failure = Failure(
+            sequence.step(record),
+            cause,
+            others_ended=self._fleet.ends.any_since(
+                sequence.failed_at, others_than={*record.worker_ids, worker, sequence.failed_on}
+            ),
+            others_went_on=self._sequences.count == 1 or self._heard_of_others(sequence) > sequence.heard_before,
+        )
+        sequence.failures = sequence.failures.after(failure)
+        sequence.last_failure = str(error)
+        if error.link is not None:
+            # Placements without this link remain. At worst a decode worker computes the prompt itself.
+            self._fleet.avoid_link(error.link)
+        else:
+            sequence.failed |= {worker}
+        if error.unreachable:
+            self._fleet.set_aside(error.worker)
+        if cause is not Cause.ELSEWHERE:
+            sequence.failed_at, sequence.failed_on = time.monotonic(), worker
+        if not self._aborted:
+            log.warning("attempt %d failed %s: %s", sequence.attempts, sequence.place(), error)
+
+    def check(self, sequence: SequenceRun) -> None:
+        """Raise UnavailableError if the sequence is to be given up, and LeavingError if the gateway ends."""
+        if self._aborted:
+            raise LeavingError
+        reason, since, now = sequence.last_failure, sequence.unreachable_since, time.monotonic()
+        if now >= self._deadline(sequence):
+            raise self.too_late(sequence)
+        if (count := sequence.failures.count) >= self._config.max_attempts:
+            times = "once" if count == 1 else f"{count} times at the same step"
+            message = f"the request was given up because it failed {times}, {sequence.place()}; the last time: {reason}"
+            raise UnavailableError(message)
+        # A request that has begun waits for workers until its deadline, because they may be coming back. Workers with
+        # weights that were replaced do not.
+        waits = sequence.trace.admitted is not None and not sequence.is_left_behind
+        if since is not None and not waits and now >= since + self._config.queue_seconds:
+            raise sequence.unreachable()
+
+    def too_late(self, sequence: SequenceRun) -> UnavailableError:
+        """Return the error for a sequence whose deadline has come."""
+        message, reason = f"the request took longer than {self._seconds(sequence):g} seconds", sequence.last_failure
+        return UnavailableError(message if not reason else f"{message}; the last failure: {reason}")
+
+    def _deadline(self, sequence: SequenceRun) -> float:
+        return sequence.trace.arrived + self._seconds(sequence)
+
+    def _seconds(self, sequence: SequenceRun) -> float:
+        return life_seconds(self._config.request_seconds, sequence.seconds, sequence.background)
+
+    def _heard_of_others(self, sequence: SequenceRun) -> int:
+        return self._heard - len(sequence.generated)
+
+
+def _cause(error: WorkerFailedError, begun: bool) -> Cause:
+    drains = isinstance(error, WorkerDrainingError) or error.worker.member.state == "draining"
+    if error.link is not None or drains or (error.unreachable and not begun):
+        return Cause.ELSEWHERE
+    return Cause.WORKER_ENDED if error.unreachable or error.lost_blocks else Cause.REQUEST

@@ -1,0 +1,39 @@
+"""Detection of answers that repeat themselves without end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.services.gateway.planning.schemas import RepetitionDetection
+
+REPETITION = "repetition"
+"""The finish reason of such an answer, as in vLLM."""
+
+
+class RepetitionDetector:
+    """Finds out whether a pattern of tokens comes at the end of an answer as often as `wanted` says.
+
+    The work for a token is in proportion to the number of sizes that a pattern may have.
+    """
+
+    def __init__(self, wanted: RepetitionDetection) -> None:
+        self._least, self._most = max(1, wanted.min_pattern_size), wanted.max_pattern_size
+        sizes = np.arange(self._least, self._most + 1)
+        self._needed = sizes * min(wanted.min_count - 1, 1 << 40)
+        self._runs = np.zeros_like(sizes)
+        """For each size, how many tokens at the end equal the token one pattern before them."""
+        self._recent = np.full(2 * self._most, -1)
+        """The latest tokens, which end at `_end`."""
+        self._end = self._most
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token. Return whether the answer repeats itself now."""
+        recent, most = self._recent, self._most
+        before = recent[self._end - most : self._end - self._least + 1]
+        self._runs = (self._runs + 1) * (before[::-1] == token_id)
+        if self._end == len(recent):
+            recent[:most] = recent[most:]
+            self._end = most
+        recent[self._end] = token_id
+        self._end += 1
+        return bool((self._runs >= self._needed).any())

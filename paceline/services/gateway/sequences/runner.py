@@ -1,0 +1,216 @@
+"""The life of one sequence: it waits, an attempt runs, and the next attempt goes on if a worker fails or drains.
+
+The gateway owns the sequence. A worker may end at any moment; then a new attempt starts from the tokens that have come
+already. Sampling is a function of (seed, position) alone, so the client sees no difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from opentelemetry import trace
+
+from paceline.core.cache_policy.hints import Hint
+from paceline.core.config import GatewayConfig
+from paceline.core.errors import BusyError
+from paceline.core.request_classes import NO_CLASSES, Classes
+from paceline.services.common.tasks import InUse
+from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.http.refusals import RefusedError
+from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
+from paceline.services.gateway.queueing.worker_wait import WorkerWait
+from paceline.services.gateway.routing.placements import PlacementLog
+from paceline.services.gateway.routing.prefix_index import PrefixIndex
+from paceline.services.gateway.sequences.attempt import Ended, Event, Generated, HandedOver
+from paceline.services.gateway.sequences.attempt_starter import AttemptStarter
+from paceline.services.gateway.sequences.encode_calls import EncodeRefusedError
+from paceline.services.gateway.sequences.hint_sender import HintSender
+from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.load_control import LoadControl
+from paceline.services.gateway.sequences.patience import Patience
+from paceline.services.gateway.sequences.running import RunningAttempts
+from paceline.services.gateway.sequences.sequence import SequenceRun
+from paceline.services.gateway.sequences.traffic import TrafficBook
+from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
+
+REFUSED_SECONDS = (0.1, 0.4)
+"""The shortest and longest time before the next attempt if no worker had room for an encoding, in seconds."""
+
+log = logging.getLogger(__name__)
+
+
+class SequenceRunner:
+    """A runner of sequences on a fleet."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        fleet: Fleet,
+        placements: PlacementLog,
+        prefixes: PrefixIndex,
+        classes: Classes = NO_CLASSES,
+    ) -> None:
+        self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
+        self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds, classes)
+        self._config = config
+        self._fleet = fleet
+        self._placements = placements
+        self.hints = HintSender(fleet.host)
+        self.traffic = TrafficBook()
+        self.worker_wait = WorkerWait(fleet, config.max_waiting, config.queue_seconds)
+        self.sequences = InUse()
+        """Sequences that wait or run."""
+        self._background = 0
+        """Number of sequences of the background among these."""
+        self._attempts = RunningAttempts()
+        self._patience = Patience(config, fleet, self.sequences)
+        self.starter = AttemptStarter(config, fleet, prefixes, self._load.control, self._patience, self._attempts)
+        fleet.on_refresh = self._follow_fleet
+
+    @property
+    def client_sequences(self) -> int:
+        """Number of sequences of clients that wait or run."""
+        return self.sequences.count - self._background
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences, and of requests that are not planned yet, that wait for a worker."""
+        return len(self.queue) + len(self.worker_wait)
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that do not wait for a worker."""
+        return self.sequences.count - (self.waiting - self.traffic.unplanned_requests)
+
+    def abort(self) -> None:
+        """End all attempts. Each sequence fails with UnavailableError."""
+        self._patience.abort()
+        self.worker_wait.abort()
+        self._attempts.close()
+        self.queue.wake()
+
+    async def run(self, sequence: SequenceRun, take: Callable[[Event], object]) -> None:
+        """Run a sequence and give its events to `take`, Ended last. An exception of `take` ends the sequence.
+
+        Raises:
+            InvalidRequestError: no worker can ever serve this.
+            BusyError: there was no room in time.
+            UnavailableError: no worker came in time, the request failed too often, took too long, or the gateway ends.
+        """
+        with self.sequences.running(), self._counted(sequence), self.traffic.counted(sequence):
+            while True:
+                attempt = await self._admit(sequence)
+                is_refused = False
+                try:
+                    await attempt.run(partial(self._hear, sequence, attempt, take))
+                    self._load.end(sequence)
+                    self.starter.note_end(sequence)
+                    return
+                except WorkerDrainingError as error:
+                    attempt.record.end("failed", str(error))
+                    sequence.failed |= {error.worker.member.worker_id}
+                except EncodeRefusedError as error:
+                    attempt.record.end("failed", str(error))
+                    is_refused = True
+                except (WorkerFailedError, WorkerBusyError) as error:
+                    attempt.record.end("failed", str(error))
+                    if isinstance(error, WorkerBusyError):
+                        # A worker that admitted the attempt and then reports busy has failed.
+                        error = WorkerFailedError(str(error), error.worker, unreachable=False)
+                    self._patience.note(error, sequence, attempt.record)
+                finally:
+                    self._attempts.discard(attempt)
+                    self.queue.wake()
+                if finish := sequence.end():
+                    take(Ended(finish))
+                    return
+                if is_refused:
+                    await self._wait_for_encoder(sequence)
+                self._patience.check(sequence)
+
+    @contextlib.contextmanager
+    def _counted(self, sequence: SequenceRun) -> Iterator[None]:
+        self._background += sequence.background
+        try:
+            yield
+        finally:
+            self._background -= sequence.background
+
+    async def _wait_for_encoder(self, sequence: SequenceRun) -> None:
+        """Wait before the next attempt, which is not counted. Raises BusyError if workers have refused for too long."""
+        now = time.monotonic()
+        sequence.refused_since = sequence.refused_since or now
+        if now >= sequence.refused_since + self._config.queue_seconds:
+            message = (
+                f"the server is busy: no worker had room for an image, a video or an audio clip within "
+                f"{self._config.queue_seconds:g} seconds; try again later"
+            )
+            self.queue.on_refused(sequence.request_class, "timeout")
+            raise RefusedError(message, "timeout")
+        await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
+
+    def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
+        """Tell the hosts on which a sequence has run about the next use of its context."""
+        if hints:
+            self.hints.put(self._fleet.layouts_of(sequence.trace.workers), sequence.context, hints)
+
+    def _hear(self, sequence: SequenceRun, attempt: AnyAttempt, take: Callable[[Event], object], event: Event) -> None:
+        self._patience.hear(event)
+        if isinstance(event, Generated) and not sequence.generated:
+            self.starter.note_prompt(sequence)
+        fresh = sequence.note(event, attempt.record)
+        self._load.hear(sequence, attempt.decode, attempt.record, event)
+        if fresh is not None:
+            take(fresh)
+        if isinstance(event, HandedOver):
+            self.queue.wake()
+
+    def _follow_fleet(self) -> None:
+        self._load.control.keep(self._fleet.worker_ids())
+        self._attempts.leave_draining_workers(self._fleet)
+
+    async def _admit(self, sequence: SequenceRun) -> AnyAttempt:
+        """Return an attempt that workers have admitted. Waits in the queue if there is no room."""
+        span = trace.get_current_span()
+        span.add_event("queue")
+        record = sequence.trace
+        record.begin_attempt(len(self.queue))
+        deadline = self._patience.begin_attempt(sequence)
+        claim = self._load.claim(sequence, lambda: self.starter.cached_tokens(sequence), deadline)
+        sequence.waited = await self.worker_wait.until_ready(
+            deadline,
+            decodes=KINDS[sequence.kind].decodes,
+            request_class=sequence.request_class,
+            is_ordinary=claim.is_ordinary,
+            waited=sequence.waited,
+        )
+        since = time.monotonic()
+        try:
+            # The queue refuses an ordinary request before its deadline comes.
+            async with asyncio.timeout(None if claim.is_ordinary else deadline - time.monotonic()):
+                attempt: AnyAttempt = await self.queue.admit(
+                    lambda: self.starter.try_to_start(sequence, deadline, time.monotonic() - since), claim
+                )
+        except TimeoutError:
+            raise self._patience.too_late(sequence) from None
+        except BusyError as error:
+            if sequence.unreachable_since is None and self.starter.fits(sequence):
+                raise
+            raise sequence.unreachable() from error
+        own = attempt.record
+        prefill, decode = own.worker_ids
+        span.add_event("admitted", {"prefill": prefill, "decode": decode, "attempt": sequence.attempts})
+        if changes := own.numerics_changes:
+            span.add_event("numerics changed", changes)
+            told = "; ".join(f"{step}: {change}" for step, change in changes.items())
+            log.info("attempt %d goes on with other numerics: %s", sequence.attempts, told)
+        sequence.unreachable_since = None
+        own.admitted = time.monotonic()
+        self._placements.put(sequence.request_id, *record.workers, record.attempts)
+        return attempt

@@ -1,0 +1,157 @@
+"""What this gateway tells the planner about the requests of each class. All counts are totals since its start."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from paceline.core.errors import BusyError, UnavailableError
+from paceline.core.planner.distribution import Distribution
+from paceline.core.request_classes import DEFAULT
+from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
+from paceline.services.common.distributions import distribution_to_pb
+from paceline.services.gateway.sequences.sequence import SequenceRun
+
+MOST_CLASSES = 16
+"""Classes that are counted apart. Requests of further ones count as the default class."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """The totals of one class."""
+
+    arrivals: int = 0
+    finished: int = 0
+    refused: int = 0
+    media_items: int = 0
+    started_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: Distribution = field(default_factory=Distribution)
+    answer_tokens: Distribution = field(default_factory=Distribution)
+    ttft: Distribution = field(default_factory=Distribution)
+    itl: Distribution = field(default_factory=Distribution)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A sequence that has not ended, and how much of its trace is counted already."""
+
+    sequence: SequenceRun
+    totals: _Totals
+    is_admitted: bool = False
+    attempt: int = 0
+    """Index of the attempt whose tokens are counted next, and the number of its messages that are counted."""
+    messages: int = 0
+    last: float | None = None
+    """When the newest counted message came, on time.monotonic()."""
+
+    def waits_since(self) -> float | None:
+        """Return when the sequence began to wait for a worker; None if it does not wait."""
+        tries = self.sequence.trace.tries
+        if not tries:
+            return self.sequence.trace.arrived
+        return tries[-1].queued if tries[-1].admitted is None else None
+
+    def count(self) -> None:
+        """Count what is new in the trace. The latencies of a long answer count while it comes."""
+        trace, totals = self.sequence.trace, self.totals
+        if not self.is_admitted and trace.admitted is not None:
+            self.is_admitted = True
+            totals.started_tokens += trace.prompt_tokens
+            totals.cached_tokens += trace.cached_tokens
+        while self.attempt < len(trace.tries):
+            times = trace.tries[self.attempt].token_times
+            for at in times[self.messages :]:
+                if self.last is None:
+                    totals.ttft.add(at - trace.arrived)
+                else:
+                    totals.itl.add(at - self.last)
+                self.last = at
+            self.messages = len(times)
+            if self.attempt == len(trace.tries) - 1:
+                return
+            self.attempt, self.messages = self.attempt + 1, 0
+
+
+class TrafficBook:
+    """The totals of all classes, and the sequences that wait or run."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._classes: dict[str, _Totals] = {DEFAULT: _Totals()}
+        self._running: set[_Running] = set()
+        self._unplanned: dict[object, float] = {}
+        """When requests that wait for a worker before they can be planned began to wait, on time.monotonic()."""
+
+    @contextlib.contextmanager
+    def counted(self, sequence: SequenceRun) -> Iterator[None]:
+        """Count a sequence, from its arrival to its end."""
+        running = _Running(sequence, self._totals(sequence))
+        totals = running.totals
+        totals.arrivals += 1
+        totals.prompt_tokens.add(len(sequence.prompt_ids))
+        totals.media_items += len(sequence.media)
+        self._running.add(running)
+        is_refused = False
+        try:
+            yield
+        except (BusyError, UnavailableError):
+            is_refused = sequence.trace.admitted is None
+            raise
+        finally:
+            self._running.discard(running)
+            running.count()
+            totals.refused += is_refused
+            totals.finished += not is_refused
+            if not is_refused:
+                totals.answer_tokens.add(len(sequence.generated))
+
+    @contextlib.contextmanager
+    def unplanned(self) -> Iterator[None]:
+        """Count a request that waits for a worker before it can be planned, because the worker says what fits."""
+        token = object()
+        self._unplanned[token] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._unplanned[token]
+
+    @property
+    def unplanned_requests(self) -> int:
+        """Number of requests that wait before they can be planned."""
+        return len(self._unplanned)
+
+    def report(self) -> TrafficReport:
+        """Return all totals, and how many sequences wait now."""
+        now = time.monotonic()
+        for running in self._running:
+            running.count()
+        classes = [self._describe(name, totals, now) for name, totals in self._classes.items()]
+        return TrafficReport(seconds=now - self._began, classes=classes)
+
+    def _totals(self, sequence: SequenceRun) -> _Totals:
+        name = sequence.request_class
+        if name not in self._classes and len(self._classes) < MOST_CLASSES:
+            self._classes[name] = _Totals()
+        return self._classes.get(name, self._classes[DEFAULT])
+
+    def _describe(self, name: str, totals: _Totals, now: float) -> ClassTraffic:
+        since = [at for running in self._running if running.totals is totals and (at := running.waits_since())]
+        since += self._unplanned.values() if name == DEFAULT else ()
+        return ClassTraffic(
+            name=name,
+            arrivals=totals.arrivals,
+            finished=totals.finished,
+            refused=totals.refused,
+            waiting=len(since),
+            oldest_wait_seconds=now - min(since, default=now),
+            prompt_tokens=distribution_to_pb(totals.prompt_tokens),
+            started_tokens=totals.started_tokens,
+            cached_tokens=totals.cached_tokens,
+            answer_tokens=distribution_to_pb(totals.answer_tokens),
+            media_items=totals.media_items,
+            ttft=distribution_to_pb(totals.ttft),
+            itl=distribution_to_pb(totals.itl),
+        )

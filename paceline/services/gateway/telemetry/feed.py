@@ -1,0 +1,150 @@
+"""The stream of events that every open console reads.
+
+An event is encoded once for all viewers. While nobody looks, nothing is read or encoded except one sample of the fleet
+for each bin of the history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import paceline
+from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.http.event_streams import event
+from paceline.services.gateway.sequences.runner import SequenceRunner
+from paceline.services.gateway.telemetry.history import BIN_SECONDS, BINS, COLUMNS, Cell, Counters, History, Service
+from paceline.services.gateway.telemetry.snapshot import counters_of, describe_fleet, levels_of
+
+LIVE_SECONDS = 2.0
+"""Seconds between two snapshots of the fleet while somebody looks."""
+RECENT_SECONDS = 300
+"""The latest part of the history, whose percentiles are shown beside those of the hour."""
+_BEHIND = 16
+"""Events that a slow viewer may be behind. Then its stream ends, and its browser opens a new one."""
+
+_PART = 100
+"""Members whose figures are read at a time, so that those of a large fleet do not hold up streams."""
+
+Json = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class Feed:
+    """The console's events, from `start` to `close`.
+
+    Args:
+        about: facts that do not change, for the first event.
+    """
+
+    def __init__(self, history: History, fleet: Fleet, runner: SequenceRunner, about: Json) -> None:
+        self._history = history
+        self._fleet = fleet
+        self._runner = runner
+        self._about = about | {"version": paceline.__version__, "columns": ["at", *COLUMNS]}
+        self._epoch = time.time() - time.monotonic()
+        self._viewers: set[asyncio.Queue[bytes]] = set()
+        self._watched = asyncio.Event()
+        self._is_open = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._live = b""
+        """The newest event about the fleet; empty while nobody looks."""
+
+    def start(self) -> None:
+        self._is_open = True
+        self._tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._show())]
+
+    def end_streams(self) -> None:
+        """End the streams of all viewers, now and later, so that they do not delay the end of the server."""
+        self._is_open = False
+        self._publish(b"")
+        self._viewers.clear()
+
+    async def close(self) -> None:
+        self.end_streams()
+        await end_tasks(*self._tasks)
+
+    async def watch(self, about: Json | None = None) -> AsyncGenerator[bytes]:
+        """Yield server-sent events: `history` once, then `live` every LIVE_SECONDS and `rows` after each bin.
+
+        Args:
+            about: further facts for the first event.
+
+        The stream ends if the viewer is too slow, and at the end of the gateway; before its start, after `history`.
+        """
+        viewer: asyncio.Queue[bytes] = asyncio.Queue(_BEHIND)
+        if self._is_open:
+            self._viewers.add(viewer)
+            self._watched.set()
+        try:
+            yield event(self._about | (about or {}) | self._history_part(self._history.rows()), "history") + self._live
+            while viewer in self._viewers and (events := await viewer.get()):
+                yield events
+        finally:
+            self._viewers.discard(viewer)
+
+    def _publish(self, events: bytes) -> None:
+        for viewer in list(self._viewers):
+            try:
+                viewer.put_nowait(events)
+            except asyncio.QueueFull:
+                self._viewers.discard(viewer)
+
+    async def _sample(self) -> None:
+        """Add a sample to the history in each bin."""
+        while True:
+            with _logged_errors():
+                members = self._fleet.workers()
+                levels = levels_of(members, self._runner.running, self._runner.waiting)
+                counters: dict[Service, Counters] = {}
+                for start in range(0, len(members), _PART):
+                    counters |= counters_of(members[start : start + _PART])
+                    await asyncio.sleep(0)
+                self._history.sample(time.monotonic(), levels, counters)
+                changed = self._history.take_changed()
+                if self._viewers:
+                    self._publish(event(self._history_part(changed), "rows"))
+            await asyncio.sleep(BIN_SECONDS - time.monotonic() % BIN_SECONDS)
+
+    async def _show(self) -> None:
+        """Send snapshots of the fleet while somebody looks."""
+        while True:
+            await self._watched.wait()
+            with _logged_errors():
+                self._live = event(await self._snapshot(), "live")
+                self._publish(self._live)
+            await asyncio.sleep(LIVE_SECONDS)
+            if not self._viewers:
+                self._live = b""
+                self._watched.clear()
+
+    async def _snapshot(self) -> Json:
+        return {
+            "at": round(self._epoch + time.monotonic(), 1),
+            "running": self._runner.running,
+            "waiting": self._runner.waiting,
+            **await describe_fleet(self._fleet.workers()),
+        }
+
+    def _history_part(self, rows: list[list[Cell]]) -> Json:
+        """Return rows with the times of their bins, in seconds since 1970, and the percentiles of latencies now."""
+        now = time.monotonic()
+        return {
+            "rows": [[round(self._epoch + (row[0] or 0) * BIN_SECONDS), *row[1:]] for row in rows],
+            "recent": self._history.latencies(now, RECENT_SECONDS),
+            "hour": self._history.latencies(now, BINS * BIN_SECONDS),
+        }
+
+
+@contextlib.contextmanager
+def _logged_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("unexpected error in the console's feed")

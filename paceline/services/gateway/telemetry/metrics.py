@@ -1,0 +1,275 @@
+"""Prometheus metrics of one model, with vLLM's names under the prefix `paceline:`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.core.block_counts import KV_USAGE
+from paceline.core.request_classes import NO_CLASSES
+from paceline.core.types import FinishReason
+from paceline.proto import fleet_pb2
+from paceline.proto.fleet_pb2 import MetricFamily
+from paceline.services.gateway.fleet.remote_worker import RemoteWorker
+from paceline.services.gateway.planning.plan import Plan
+from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
+from paceline.services.gateway.queueing.claim import Claim
+from paceline.services.gateway.sequences.repetition import REPETITION
+from paceline.services.gateway.sequences.runner import SequenceRunner
+from paceline.services.gateway.sequences.traces import SequenceTrace
+from paceline.services.gateway.telemetry.history import History
+from paceline.services.gateway.telemetry.vllm_metrics import FIRST_TOKEN_BOUNDS, LATENCY_BOUNDS, TOKEN_BOUNDS
+
+_SHORT = tuple(sorted({0.001, 0.0025, 0.005, 0.02, 0.04, 0.06, 0.08, *TOKEN_BOUNDS}))
+_FIRST = tuple(sorted({*_SHORT, *FIRST_TOKEN_BOUNDS}))
+_LONG = tuple(sorted({0.01, 0.025, 0.05, 0.1, 0.25, *LATENCY_BOUNDS}))
+_PLACING = (0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.005, 0.01, 0.05)
+_KINDS = {
+    fleet_pb2.METRIC_KIND_COUNTER: "counter",
+    fleet_pb2.METRIC_KIND_GAUGE: "gauge",
+    fleet_pb2.METRIC_KIND_HISTOGRAM: "histogram",
+}
+_PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
+_COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+class Metrics:
+    """The metrics of one model at one gateway, in a registry of their own.
+
+    Args:
+        classes: names of the classes of requests.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        workers: Callable[[], Iterable[RemoteWorker]],
+        runner: SequenceRunner,
+        classes: Iterable[str] = NO_CLASSES,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.history = History()
+        """The last hour, for the console."""
+        self._model = model
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"paceline:{name}", help, ["model_name"], registry=self.registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            labels = ["model_name"]
+            return Histogram(f"paceline:{name}", help, labels, buckets=buckets, registry=self.registry).labels(model)
+
+        def seconds(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return histogram(f"{name}_seconds", help, buckets)
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
+
+        running = gauge("num_requests_running", "Sequences that are being generated")
+        running.set_function(lambda: runner.running)
+        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: runner.waiting)
+        help = (
+            "Waiting sequences. capacity: no worker has room. no_worker: no worker is ready. deferred: they wait "
+            "for other sequences of their request"
+        )
+        by_reason = Gauge(
+            "paceline:num_requests_waiting_by_reason", help, ["model_name", "reason"], registry=self.registry
+        )
+        by_reason.labels(model, "capacity").set_function(lambda: len(runner.queue) - runner.queue.deferred)
+        by_reason.labels(model, "deferred").set_function(lambda: runner.queue.deferred)
+        by_reason.labels(model, "no_worker").set_function(lambda: len(runner.worker_wait))
+        add_queue_metrics(self.registry, model, runner.queue, classes)
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
+            model
+        )
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache").labels(model)
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens").labels(model)
+        self._generation_tokens = counter("generation_tokens", "Generated tokens").labels(model)
+        help = "Attempts that went on at workers with other numerics than before, so that tokens may differ"
+        self._numerics_changes = counter("request_numerics_changes", help).labels(model)
+        self._success = Counter(
+            "paceline:request_success", "Ended sequences", ["model_name", "finished_reason"], registry=self.registry
+        )
+        for reason in (*(reason.value for reason in FinishReason), REPETITION, "abort", "error"):
+            self._success.labels(model, reason)  # creates the series, so that rates include the first request
+        help = "Values and heartbeats in Redis that are not signed with the cluster's secret, or that are old"
+        self.members_ignored = counter("members_ignored", help).labels(model)
+        help = "Ended attempts that workers were asked for: finished, failed or cancelled"
+        labels = ["model_name", "outcome"]
+        self._attempts = Counter("paceline:request_attempts", help, labels, registry=self.registry)
+        for own in ("finished", "failed", "cancelled"):
+            self._attempts.labels(model, own)
+        self._n = histogram("request_params_n", "Choices requested per prompt", _COUNTS)
+        self._max_tokens = histogram("request_params_max_tokens", "Limit of tokens per choice, by prompt", _COUNTS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a sequence", _COUNTS)
+        self._request_generation = histogram("request_generation_tokens", "Generated tokens of a sequence", _COUNTS)
+        help = "Times that a sequence lost its blocks and had to compute them again"
+        self._preemptions = histogram("request_num_preemptions", help, _PREEMPTIONS)
+        self._ttft = seconds("time_to_first_token", "From arrival to the first token", _FIRST)
+        help = "Between two tokens. Tokens that come in one message share the time since the message before"
+        self._itl = seconds("inter_token_latency", help, _SHORT)
+        help = "From the first token to the last one, divided by the tokens after the first"
+        self._per_token = seconds("request_time_per_output_token", help, _SHORT)
+        self._e2e = seconds("e2e_request_latency", "From arrival to the end", _LONG)
+        self._queue = seconds("request_queue_time", "From arrival to admission by a worker", _LONG)
+        self._inference = seconds("request_inference_time", "From admission to the end", _LONG)
+        self._prefill = seconds("request_prefill_time", "From admission to the first token", _LONG)
+        self._decode = seconds("request_decode_time", "From the first token to the end", _LONG)
+        help = "From the first token until the decode worker knows of the prompt's blocks"
+        self._handoff_time = seconds("request_handoff_time", help, _SHORT)
+        self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
+        help = "CPU time of a search for the workers of an attempt"
+        runner.starter.on_placed = seconds("placement_cpu", help, _PLACING).observe
+        self._fleet = _FleetCollector(model, workers)
+        self.registry.register(self._fleet)
+
+    def observe_params(self, plan: Plan) -> None:
+        """Count the parameters of a request that is about to run."""
+        for prompt in plan.prompts:
+            self._n.observe(plan.n)
+            self._max_tokens.observe(prompt.sampling.max_tokens)
+
+    def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str, *, background: bool = False) -> None:
+        """Count a sequence that has ended.
+
+        Args:
+            outcome: its finish reason, "abort" or "error".
+            background: whether nobody waited for it. Then its times say nothing about the service and do not count.
+        """
+        now = time.monotonic()
+        self._success.labels(self._model, outcome).inc()
+        for ended, number in record.outcomes.items():
+            self._attempts.labels(self._model, ended).inc(number)
+        self._numerics_changes.inc(record.numerics_changes)
+        if record.admitted is not None:
+            self._request_prompt.observe(record.prompt_tokens)
+            self._request_generation.observe(generated_tokens)
+            self._preemptions.observe(record.preemptions)
+            self._prompt_tokens.inc(record.prompt_tokens)
+            self._prefix_queries.inc(record.prompt_tokens)
+            self._prefix_hits.inc(record.cached_tokens)
+            self._generation_tokens.inc(generated_tokens)
+        if not background:
+            self._observe_times(record, generated_tokens, now)
+            self.history.observe(record.arrived, record.token_times, now, outcome == "error")
+
+    def _observe_times(self, record: SequenceTrace, generated_tokens: int, now: float) -> None:
+        self._e2e.observe(now - record.arrived)
+        if record.admitted is None:
+            return
+        self._queue.observe(record.admitted - record.arrived)
+        self._inference.observe(now - record.admitted)
+        times = record.token_times
+        if not times:
+            return
+        self._ttft.observe(times[0] - record.arrived)
+        self._prefill.observe(times[0] - record.admitted)
+        self._decode.observe(now - times[0])
+        if generated_tokens > 1:
+            self._per_token.observe((times[-1] - times[0]) / (generated_tokens - 1))
+        for gap in token_gaps(times, record.token_counts, generated_tokens):
+            self._itl.observe(gap)
+        if record.handed_over is not None and record.attempts == 1:
+            self._handoff_time.observe(record.handed_over - times[0])
+            if len(times) > 1:
+                self._handoff.observe(times[1] - times[0])
+
+    def set_kv_usage(self, kv_usage: Mapping[str, float]) -> None:
+        """Set the shares of KV blocks that are in use now, by host. Reported ones can be a second old."""
+        self._fleet.kv_usage = kv_usage
+
+
+def token_gaps(times: Sequence[float], counts: Sequence[int], tokens: int) -> Iterator[float]:
+    """Yield the time between each token and the next one, in seconds.
+
+    Args:
+        times: when each message with tokens came.
+        counts: number of tokens in each message.
+        tokens: number of tokens of the answer. Tokens that came after its end, such as after a stop string, are not in
+            it.
+    """
+    before, left = times[0], tokens - 1
+    for number, (time_, count) in enumerate(zip(times, counts)):
+        gaps = min(left, count - (number == 0))
+        yield from itertools.repeat((time_ - before) / max(1, gaps), gaps)
+        before, left = time_, left - gaps
+
+
+def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
+    """Return the samples of a member that have a figure name, by this name, for /fleet."""
+    return {sample.figure: sample.value for family in families for sample in family.samples if sample.figure}
+
+
+class _FleetCollector(Collector):
+    """The metrics that each member sent with its last heartbeat, labelled with the member's id and role."""
+
+    def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]]) -> None:
+        self._model = model
+        self._workers = workers
+        self.kv_usage: Mapping[str, float] = {}
+        """See `Metrics.set_kv_usage`."""
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "worker", "role"]
+        up = GaugeMetricFamily("paceline:worker_up", "Whether the worker gets new requests", labels=labels)
+        running = GaugeMetricFamily("paceline:worker_requests_running", "Requests on the worker", labels=labels)
+        waiting = GaugeMetricFamily("paceline:worker_requests_waiting", "Requests waiting in the worker", labels=labels)
+        stats = GaugeMetricFamily("paceline:worker_stat", "All figures of a worker by name", labels=[*labels, "name"])
+        families: dict[str, Metric] = {}
+        for worker in self._workers():
+            member = worker.member
+            label = [self._model, member.worker_id, member.role]
+            up.add_metric(label, float(worker.available and member.state == "ready"))
+            if member.role != "kvtransfer":
+                running.add_metric(label, member.load.running)
+                waiting.add_metric(label, member.load.waiting)
+            for family in member.metrics:
+                if family.kind != fleet_pb2.METRIC_KIND_HISTOGRAM:
+                    for sample in family.samples:
+                        if sample.figure:
+                            stats.add_metric([*label, sample.figure], sample.value)
+                if family.name:
+                    self._add(families, family, dict(zip(labels, label)))
+        yield from (up, running, waiting, stats, *families.values())
+
+    def _add(self, families: dict[str, Metric], family: MetricFamily, identity: dict[str, str]) -> None:
+        name = f"paceline:{family.name}"
+        if name not in families:
+            families[name] = Metric(name, family.help, _KINDS.get(family.kind, "unknown"))
+        if not family.has_role:
+            del identity["role"]
+        for sample in family.samples:
+            value = sample.value
+            if family.name == KV_USAGE.name:
+                value = self.kv_usage.get(identity["worker"], value)
+            families[name].add_sample(name + sample.suffix, identity | dict(sample.labels), value)
+
+
+def add_queue_metrics(registry: CollectorRegistry, model: str, queue: AdmissionQueue, classes: Iterable[str]) -> None:
+    """Add the metrics of one queue to a registry.
+
+    Args:
+        classes: names of the classes of requests.
+    """
+
+    def gauge(name: str, help: str, label: str) -> Gauge:
+        return Gauge(f"paceline:{name}", help, ["model_name", label], registry=registry)
+
+    help = "Sequences in the queue; urgent: their priority is below 0, late: it is above 0"
+    by_priority = gauge("num_requests_waiting_by_priority", help, "priority")
+    by_priority.labels(model, "urgent").set_function(lambda: queue.count(lambda claim: claim.priority < 0))
+    by_priority.labels(model, "usual").set_function(lambda: queue.count(lambda claim: claim.priority == 0))
+    by_priority.labels(model, "late").set_function(lambda: queue.count(lambda claim: claim.priority > 0))
+    by_class = gauge("num_requests_waiting_by_class", "Sequences in the queue, by their class", "request_class")
+    for name in classes:
+        by_class.labels(model, name).set_function(partial(queue.count, partial(_has_class, name)))
+
+
+def _has_class(name: str, claim: Claim) -> bool:
+    return claim.request_class == name

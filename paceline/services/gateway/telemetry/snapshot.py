@@ -1,0 +1,104 @@
+"""The state of the fleet as the console shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.errors import UnavailableError
+from paceline.proto.kvtransfer_pb2 import LedgerReply, LedgerRequest
+from paceline.services.gateway.fleet.ledgers import read_ledger
+from paceline.services.gateway.fleet.remote_worker import RemoteWorker
+from paceline.services.gateway.telemetry.history import Counters, Levels, Service
+from paceline.services.gateway.telemetry.metrics import figures
+
+Json = dict[str, Any]
+
+_SHOWN_FIGURES = (
+    "sampled_tokens",
+    "busy_seconds",
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
+    "queued_tokens",
+    "encodings_computed",
+    "encodings_waiting",
+)
+"""Figures of workers that the console shows, if the worker reports them."""
+
+
+def levels_of(members: Sequence[RemoteWorker], running: int, waiting: int) -> Levels:
+    """Return the present levels. `running` and `waiting` are sequences of this gateway."""
+    hosts = [figures(each.member.metrics) for each in members if each.member.role == "kvtransfer"]
+
+    def blocks(*states: str) -> int:
+        return int(sum(host.get(f"blocks_{state}", 0) for host in hosts for state in states))
+
+    return Levels(running, waiting, blocks("total"), blocks("held", "in_flight"), blocks("cached"))
+
+
+def counters_of(members: Sequence[RemoteWorker]) -> dict[Service, Counters]:
+    """Return the counters that each member reported last."""
+    counters = {}
+    for each in members:
+        stats = figures(each.member.metrics)
+        counters[each.member.worker_id, each.member.epoch] = Counters(
+            generated_tokens=stats.get("sampled_tokens", 0),
+            prompt_tokens=stats.get("prefix_queries_tokens", 0),
+            found_tokens=stats.get("prefix_hits_tokens", 0),
+            draft_tokens=stats.get("draft_tokens", 0),
+            accepted_tokens=stats.get("accepted_tokens", 0),
+        )
+    return counters
+
+
+async def describe_fleet(members: Sequence[RemoteWorker]) -> Json:
+    """Return all workers, and all hosts with the owners of their KV blocks. Each host is asked for its ledger."""
+    hosts = [each for each in members if each.member.role == "kvtransfer"]
+    return {
+        "workers": [_worker(each) for each in members if each.member.role != "kvtransfer"],
+        "hosts": await asyncio.gather(*(_host(host) for host in hosts)),
+    }
+
+
+def _worker(worker: RemoteWorker) -> Json:
+    member = worker.member
+    stats = figures(member.metrics)
+    return {
+        "id": member.worker_id,
+        "role": member.role,
+        "epoch": member.epoch,
+        "host": member.host_id,
+        "state": worker.state,
+        "max_seqs": member.max_seqs,
+        "running": member.load.running,
+        "waiting": member.load.waiting,
+        "numerics": member.numerics and str(member.numerics),
+        "stats": {name: round(stats[name], 3) for name in _SHOWN_FIGURES if name in stats},
+    }
+
+
+async def _host(host: RemoteWorker) -> Json:
+    try:
+        ledger = await read_ledger(host, LedgerRequest(brief=True))
+    except UnavailableError as error:
+        return {"id": host.member.host_id, "error": str(error)}
+    return _ledger(ledger)
+
+
+def _ledger(ledger: LedgerReply) -> Json:
+    return {
+        "id": ledger.host_id,
+        "balanced": ledger.balanced,
+        "block_bytes": ledger.slot_bytes,
+        "blocks": {
+            "held": ledger.held,
+            "in_flight": ledger.in_flight,
+            "cached": ledger.cached,
+            "free": ledger.free,
+        },
+        "owners": [{"owner": each.owner, "state": each.state, "blocks": each.blocks} for each in ledger.owners],
+        "found_tokens": ledger.prefix_hits_tokens,
+        "prompt_tokens": ledger.prefix_queries_tokens,
+    }

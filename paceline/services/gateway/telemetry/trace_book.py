@@ -1,0 +1,87 @@
+"""A bounded book of the newest requests' traces, in memory."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import deque
+from collections.abc import Callable
+
+from paceline.services.common.tasks import InUse
+from paceline.services.gateway.sequences.traces import RequestTrace
+
+KEPT = 1000
+"""Sequences of ended requests whose traces are kept."""
+
+_CHOICE = re.compile(r"(.+)-(\d{1,9})")
+
+MaySee = Callable[[str], bool]
+"""A function from the owner of a request to whether the caller may see the request."""
+
+
+class TraceBook:
+    """The traces of all running requests, and of the requests that ended last.
+
+    Args:
+        kept: largest number of sequences of ended requests whose traces are kept.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._by_id: dict[str, list[RequestTrace]] = {}
+        self._ended: deque[RequestTrace] = deque()
+        self._sequences = 0
+        """Sequences of ended requests whose traces are kept now."""
+        self.requests = InUse()
+        """Requests that run, or whose clients have not received the whole answer yet."""
+
+    def open(self, trace: RequestTrace) -> None:
+        self.requests.begin()
+        for name in _names(trace):
+            self._by_id.setdefault(name, []).append(trace)
+
+    def close(self, trace: RequestTrace) -> None:
+        """Record the end of a request. If there are too many ended requests, forget the oldest ones."""
+        trace.end()
+        self.requests.end()
+        self._ended.append(trace)
+        self._sequences += len(trace.records)
+        # Requests are counted, too, because a request without any sequence also takes memory.
+        while self._sequences > self._kept or len(self._ended) > self._kept:
+            oldest = self._ended.popleft()
+            self._sequences -= len(oldest.records)
+            for name in _names(oldest):
+                self._by_id[name].remove(oldest)
+                if not self._by_id[name]:
+                    del self._by_id[name]
+
+    def find(self, name: str, may_see: MaySee = lambda owner: True) -> RequestTrace | None:
+        """Return the newest request with this id: the client's, our own, or a sequence's as workers know it.
+
+        Args:
+            may_see: returns whether the traces of an owner are searched. Clients of two owners may choose one id.
+        """
+        if traces := self._seen(name, may_see):
+            return traces[-1]
+        if (choice := _CHOICE.fullmatch(name)) is None:
+            return None
+        own_id, index = choice[1], int(choice[2])
+        candidates = (trace for trace in self._seen(own_id, may_see) if trace.own_id == own_id)
+        return next((trace for trace in candidates if index < trace.sequences), None)
+
+    def newest(self, most: int) -> list[RequestTrace]:
+        """Return the requests that arrived last, the newest first. They may still run."""
+        known = {id(trace): trace for traces in self._by_id.values() for trace in traces}
+        return heapq.nlargest(most, known.values(), key=lambda trace: trace.arrived)
+
+    def earlier(self, trace: RequestTrace, may_see: MaySee = lambda owner: True) -> list[RequestTrace]:
+        """Return older requests with the same id from clients, the newest first."""
+        traces = self._seen(trace.request_id, may_see)
+        return traces[: traces.index(trace)][::-1] if trace in traces else []
+
+    def _seen(self, name: str, may_see: MaySee) -> list[RequestTrace]:
+        return [trace for trace in self._by_id.get(name, ()) if may_see(trace.owner)]
+
+
+def _names(trace: RequestTrace) -> set[str]:
+    return {trace.request_id, trace.own_id}
