@@ -1,4 +1,4 @@
-"""How many slots of a memory for KV blocks are in each state, as a value and as metrics."""
+"""Counts of a memory's slots for KV blocks by their state, as a value and as metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts have which blocks, so that one search finds the longest prefix of each host."""
+"""An index of the hosts that have each block, so that one search finds the longest prefix of each host."""
 
 from __future__ import annotations
 

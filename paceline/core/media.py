@@ -17,7 +17,7 @@ Grid = tuple[int, int, int]
 
 
 class MediaKind(enum.Enum):
-    """What an encoder reads. A frame of a video, or in some models a pair of frames, is encoded by itself."""
+    """The kind of an encoder's input. A frame of a video, or in some models a pair of frames, is encoded by itself."""
 
     IMAGE = "image"
     VIDEO_FRAME = "video_frame"

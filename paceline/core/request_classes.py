@@ -35,7 +35,7 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """What the requests of one class are promised."""
+    """The promise to requests of one class."""
 
     ttft_seconds: float | None = None
     """Longest time to the first token, in seconds; None has no objective."""

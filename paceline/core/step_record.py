@@ -1,4 +1,4 @@
-"""What a worker tells about one of its steps: its engine notes it, and `paceline profile` learns from it."""
+"""The record of one step of a worker. The worker's engine writes it, and `paceline profile` learns from it."""
 
 from __future__ import annotations
 

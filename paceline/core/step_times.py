@@ -143,7 +143,7 @@ class StepTimes(_Value):
 
 
 class Drafts(_Value):
-    """How well drafts are accepted."""
+    """The acceptance of drafts."""
 
     most: int = Field(default=0, ge=0)
     """Drafts of one sequence in each step; 0 without speculation."""
@@ -158,7 +158,7 @@ class Drafts(_Value):
 
 
 class WorkerTimes(_Value):
-    """What is known of the workers of one role."""
+    """The measured times of the workers of one role."""
 
     steps: StepTimes
     max_seqs: Tokens = 32

@@ -1,4 +1,4 @@
-"""Which workers of a role leave first if there are too many: those that lose least. Pure.
+"""The order in which workers of a role leave if there are too many: those first that lose least. Pure.
 
 A loss is measured in tokens that have to be computed again, or moved to another host instead:
 
@@ -25,7 +25,7 @@ REQUEST_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of one worker that could leave."""
+    """One worker that could leave, and what it would lose."""
 
     worker_id: str
     role: str

@@ -1,4 +1,4 @@
-"""When requests of the background are computed.
+"""The rule that says when requests of the background are computed.
 
 A request of the background is one that nobody waits for, such as a line of a batch. All other requests are urgent.
 While a worker of the host computes urgent requests, requests of the background keep their rows and blocks but are left

@@ -36,7 +36,7 @@ class Logits:
 
 
 class NormKind(IntEnum):
-    """How `Kernels.rms_norm` multiplies by its weight. Device code has these numbers, too."""
+    """The way in which `Kernels.rms_norm` multiplies by its weight. Device code has these numbers, too."""
 
     ROUNDED = 0
     """x / RMS is rounded to x's dtype, and multiplied in it (Llama)."""

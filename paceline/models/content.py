@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """What tells that a file was written or replaced, without reading it."""
+    """A file's state, which changes whenever the file is written or replaced. To compare it reads no content."""
 
     device: int
     inode: int

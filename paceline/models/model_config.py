@@ -182,7 +182,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Gemma4Config:
-    """What only Gemma 4 has."""
+    """The part of a config that only Gemma 4 has."""
 
     values_from_keys: tuple[LayerType, ...]
     """Types of layers whose values are made of the projection to keys."""
@@ -196,7 +196,7 @@ class Gemma4Config:
 
 @dataclass(frozen=True, slots=True)
 class Assistant:
-    """What only a model has that drafts with its target's keys, values and hidden states."""
+    """The part of a config that only a model has which drafts with its target's keys, values and hidden states."""
 
     target_size: int
     """Elements of the target's hidden states."""

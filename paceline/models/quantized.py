@@ -1,4 +1,4 @@
-"""How each matrix of a checkpoint is packed for kernels."""
+"""Packing of each matrix of a checkpoint for kernels."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a fit foretells steps that it has not seen: relative errors."""
+    """The quality of a fit: relative errors for steps that it has not seen."""
 
     steps: int
     median: float

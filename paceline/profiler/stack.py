@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What does not change while a stack is profiled."""
+    """Facts of a stack that do not change while it is profiled."""
 
     model: str
     version: str

@@ -1,4 +1,4 @@
-"""What two workers do to each other when they take turns on the same cores, from steps of both at the same time."""
+"""Fits of turns: the effect of two workers on each other on the same cores, from steps at the same time."""
 
 from __future__ import annotations
 

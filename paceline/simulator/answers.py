@@ -1,4 +1,4 @@
-"""What simulations say about an operator's questions, in sentences."""
+"""Answers to an operator's questions, as sentences about simulations."""
 
 from __future__ import annotations
 

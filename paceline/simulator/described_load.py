@@ -98,7 +98,7 @@ def _draw_tokens(amount: Amount, source: random.Random) -> int:
 
 
 class Arrivals(_Table):
-    """When conversations begin."""
+    """The times at which conversations begin."""
 
     process: Literal["poisson", "even", "bursts"] = "poisson"
     rate: Positive | None = None

@@ -1,4 +1,4 @@
-"""What a simulation measures: the times of every request and token, by class and by minute."""
+"""The measurements of a simulation: the times of every request and token, by class and by minute."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a fleet under a load."""
+    """The result of a fleet under a load."""
 
     seconds: float
     """Simulated time until the last request ended."""

@@ -1,4 +1,4 @@
-"""What is simulated: a fleet, its options, and what happens to it."""
+"""The scenario of a simulation: a fleet, its options, and the events that happen to it."""
 
 from __future__ import annotations
 

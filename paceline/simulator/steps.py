@@ -1,4 +1,4 @@
-"""What the steps of a simulated worker compute, and how long they take."""
+"""The steps of a simulated worker: the work of each, and the time that it takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.simulator.series import Ratios, Yields
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What the workers of one role share."""
+    """The common data of the workers of one role."""
 
     times: WorkerTimes
     prompts: Ratios

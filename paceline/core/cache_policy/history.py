@@ -1,4 +1,4 @@
-"""What a forecast knows of blocks: when each was used, and how soon blocks like it are requested again."""
+"""The knowledge of a forecast: when each block was used, and how soon blocks like it are requested again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the hints of each source come true."""
+"""The share of each source's hints that come true."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def _count(default: int, help: str) -> int:
 
 
 class PlannerOptions(Options):
-    """What the operator wants of a fleet that the planner scales."""
+    """The operator's wishes for a fleet that the planner scales."""
 
     ttft_seconds: float = option(
         2.0,

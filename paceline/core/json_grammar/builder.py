@@ -1,4 +1,4 @@
-"""What the grammars of all kinds of values share."""
+"""The common part of the builders of all kinds of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_SPELLED = 2_000
 
 @dataclass
 class Work:
-    """What all builders of one schema's grammar share."""
+    """The state that all builders of one schema's grammar share."""
 
     conjunctions: Conjunctions
     closes: bool

@@ -30,7 +30,7 @@ _WHITE_SPACE = r"[ \n\r\t]+"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a schema is read."""
+    """Options for reading a schema."""
 
     white_space: str | None = _WHITE_SPACE
     """A regular expression for the white space between two JSON tokens; None if there is none."""

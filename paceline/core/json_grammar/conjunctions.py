@@ -1,4 +1,4 @@
-"""What a value has to fit: all of several schemas, in one of several ways.
+"""Conjunctions: a value has to fit all of several schemas, in one of several ways.
 
 The keywords that combine schemas (`$ref`, `allOf`, `anyOf`, `oneOf`, `not`, `if`, `dependentRequired` and others) are
 resolved here. The schemas that are left, called facts, speak of values directly.

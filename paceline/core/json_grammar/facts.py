@@ -1,4 +1,4 @@
-"""What facts say about types, counts, numbers, texts and the items of arrays."""
+"""Facts of schemas about types, counts, numbers, texts and the items of arrays."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _SPACE = r"[ \n\r\t]{0,32}"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Notation:
-    """How values are written. Marks and words are expressions of terminals."""
+    """A notation of values. Its marks and words are expressions of terminals."""
 
     quotings: tuple[Quoting, ...] = (IN_JSON,)
     """Ways to write a text."""

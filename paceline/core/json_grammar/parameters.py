@@ -1,4 +1,4 @@
-"""How an argument is read whose text does not show its type, as in the calls of Qwen3-Coder: as its schema says."""
+"""Reading of arguments whose text does not show their type, as in calls of Qwen3-Coder: by their schemas."""
 
 from __future__ import annotations
 

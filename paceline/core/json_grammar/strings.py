@@ -32,7 +32,7 @@ _CODE = f"u({_BMP_ESCAPE}|{_PAIR_ESCAPE})"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Escaping:
-    """How the characters of a text are written."""
+    """The spelling of a text's characters."""
 
     character: str
     """A regular expression for one character in any spelling."""
@@ -61,7 +61,7 @@ CHARACTER_RULE = f"CHARACTER: /{JSON.character}/"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quoting:
-    """How a text is written: its characters, and what stands around them."""
+    """The spelling of a text: its characters, and the marks around them."""
 
     escaping: Escaping
     before: str = ""

@@ -1,4 +1,4 @@
-"""What the planner decides. Each action names the state that it leads to, so that applying it twice changes nothing."""
+"""The planner's actions. Each one names the state that it leads to, so that to apply it twice changes nothing."""
 
 from __future__ import annotations
 

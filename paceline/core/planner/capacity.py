@@ -1,4 +1,4 @@
-"""How many workers a load needs, from learned step times. Every function is pure and grows with the load.
+"""The number of workers that a load needs, by learned step times. Every function is pure and grows with the load.
 
 Prefill and encode workers are queues. Their number is the smallest one that keeps the wanted percentile of the time to
 first token (Erlang C, with the correction of Allen and Cunneen for times that are not exponential). Decode workers run
@@ -34,7 +34,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What one decode worker has room for."""
+    """The room of one decode worker."""
 
     max_seqs: float
     kv_tokens: float

@@ -1,4 +1,4 @@
-"""What the planner must not do now, whatever the load needs. Each guard returns its reason, or nothing."""
+"""Guards, which forbid actions whatever the load needs. Each one returns its reason, or nothing."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class ClassLoad:
-    """What is remembered of one class of requests."""
+    """The remembered load of one class of requests."""
 
     arrivals: float = 0.0
     seconds: float = 0.0

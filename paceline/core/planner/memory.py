@@ -1,4 +1,4 @@
-"""What a planner remembers between two reports. All of it is plain values, so that it can be saved and compared."""
+"""A planner's memory between two reports. All of it is plain values, so that it can be saved and compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """What is remembered of one role."""
+    """The memory of one role."""
 
     wanted: int | None = None
     """The platform's target in the last report."""

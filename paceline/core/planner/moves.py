@@ -1,4 +1,4 @@
-"""From targets to actions: flips where one role has too many workers and another too few, then drains and starts."""
+"""Actions for targets: flips where one role has too many workers and another too few, then drains and starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many workers each role needs: by the load that arrives, by what waits already, and by the forecast."""
+"""The workers that each role needs: for the load that arrives, for what waits already, and by the forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator wants of a fleet."""
+"""An operator's objectives for a fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner knows: the workers of the fleet and the traffic of an interval. Plain values with JSON both ways.
+"""The planner's input: workers of the fleet and traffic of an interval. Plain values with JSON both ways.
 
 All durations are in seconds. A report has one instant, `at`, on a clock of the planner's service; everything else is a
 duration up to that instant, because services send durations to each other and never instants.

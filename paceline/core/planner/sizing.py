@@ -1,4 +1,4 @@
-"""From needs to targets: the limits of each role, what people have set, and the budget of devices."""
+"""Targets for needs: within the limits of each role, with what people have set, and within the budget of devices."""
 
 from __future__ import annotations
 

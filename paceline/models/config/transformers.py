@@ -16,7 +16,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
-    """What the engine knows of a model that runs in its own code; see `ModelFacts`."""
+    """The facts of a model that runs in its own code; see `ModelFacts`."""
 
     architecture: str
     vocab_size: int

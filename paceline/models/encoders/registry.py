@@ -1,4 +1,4 @@
-"""Which code computes each encoder."""
+"""The registry of encoders."""
 
 from __future__ import annotations
 

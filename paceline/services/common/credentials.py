@@ -1,4 +1,4 @@
-"""What the services of a cluster show each other: a secret, and certificates if they speak TLS."""
+"""The credentials of a cluster's services: a secret, and certificates if they speak TLS."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Sides(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a service shows to other services, and wants to see of them. By default nothing, in the clear."""
+    """The credentials that a service shows to others and asks of them. By default there are none."""
 
     secret: Secret = Secret()
     tls: ClusterTls | None = None

@@ -1,4 +1,4 @@
-"""What a service's own process uses, for metrics, so that an operator sees what grows."""
+"""Figures of a service's own process for metrics, so that an operator sees what grows."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all models of a gateway use."""
+    """The parts of a gateway that all of its models use."""
 
     redis: Redis
     credentials: Credentials

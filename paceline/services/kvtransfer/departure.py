@@ -1,4 +1,4 @@
-"""What a host does before its memory goes: when its last worker leaves, and when the service itself ends."""
+"""The last acts of a host before its memory goes: when its last worker leaves, and when the service itself ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a gateway's expectations of contexts to hints about blocks."""
+"""Hints about blocks, made of a gateway's expectations of contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planners of a cluster have asked the platform for, in Redis, so that the next planner knows it too."""
+"""The wishes of a cluster's planners to the platform, in Redis, so that the next planner knows them, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT_SECONDS = 3600.0
 
 
 class Changes(NamedTuple):
-    """How long ago planners have made a role larger and smaller, in seconds; None if not lately."""
+    """The seconds since planners have made a role larger and smaller; None if not lately."""
 
     grown: float | None = None
     shrunk: float | None = None

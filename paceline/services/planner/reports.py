@@ -1,4 +1,4 @@
-"""From what services wrote to Redis, and from what the platform says, to the report that a decision reads. Pure."""
+"""The report that a decision reads, made of what services wrote to Redis and what the platform says. Pure."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class ReportBuilder:
 
 
 class _Gain(NamedTuple):
-    """What one gateway counted of one class since the report before."""
+    """One gateway's counts of one class since the report before."""
 
     now: ClassTraffic
     counts: Mapping[str, int]

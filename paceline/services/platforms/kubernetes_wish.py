@@ -1,4 +1,4 @@
-"""What the objects of the cluster say about the workers that there should be."""
+"""The wanted number of workers, as the objects of the cluster say it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How many prefill and decode workers there should be. It is kept in the ConfigMap `roles`.
+    """The wanted numbers of prefill and decode workers. They are kept in the ConfigMap `roles`.
 
     The Deployment `worker` has only their sum as its replicas. A change is written here first and then there. If the
     second write is missing, `before` tells this from the change of a person.

@@ -14,7 +14,7 @@ worker on a machine with free cores (`spread`)."""
 
 
 class KnownWorker(NamedTuple):
-    """What Redis knows of a worker."""
+    """A worker as Redis knows it."""
 
     role: str
     drains: bool = False

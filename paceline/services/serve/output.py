@@ -1,4 +1,4 @@
-"""What `paceline serve` shows to its user."""
+"""The output of `paceline serve` for its user."""
 
 from __future__ import annotations
 

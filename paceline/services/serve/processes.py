@@ -1,4 +1,4 @@
-"""How the processes of a stack are started, started again when they end, and stopped."""
+"""Start, restart and stop of the processes of a stack."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OnBroken: TypeAlias = Callable[[ManagedProcess, BaseException], object]
 
 
 class Processes:
-    """What the processes of one stack have in common.
+    """The common settings of the processes of one stack.
 
     Args:
         command: returns the command line of a role ("prepare", "kvtransfer", "decode", …) with its arguments.

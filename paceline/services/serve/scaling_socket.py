@@ -20,7 +20,7 @@ _ADVICE = 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What one request asks for."""
+    """The wish of one request."""
 
     targets: dict[Role, int]
     victims: list[str]

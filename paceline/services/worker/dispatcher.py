@@ -1,4 +1,4 @@
-"""What a worker does with the engine's events: operations on blocks, and news for the handlers of requests."""
+"""The dispatcher of the engine's events: to operations on blocks, and to the handlers of requests."""
 
 from __future__ import annotations
 

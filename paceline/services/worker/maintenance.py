@@ -1,4 +1,4 @@
-"""What operators and the planner ask of a worker."""
+"""The service through which operators and the planner ask something of a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the process of a prefill or decode worker makes its worker."""
+"""The making of a worker in the process of a prefill or decode worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker is made of: its process, its options, and its place in the host's arena."""
+"""The parts of which a worker is made: its process, its options, and its place in the host's arena."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a worker is made from, in its own process."""
+    """The parts of which a worker is made in its own process."""
 
     config: WorkerConfig
     compute: ComputeOptions

@@ -1,4 +1,4 @@
-"""What the report of a simulation shows, as plain values with JSON.
+"""The content of a simulation's report, as plain values with JSON.
 
 Times are in seconds. A percentile of no values, and a value that does not exist at an instant, is None.
 """

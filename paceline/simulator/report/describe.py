@@ -1,4 +1,4 @@
-"""From the result of a simulation to what its report shows."""
+"""The description of a simulation's result for its report."""
 
 from __future__ import annotations
 

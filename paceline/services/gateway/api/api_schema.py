@@ -1,4 +1,4 @@
-"""How routes say in `/openapi.json` what they answer.
+"""The description of answers in `/openapi.json`.
 
 Errors are the same for most routes: `create_app` adds them. A route names the body of its success, which is a class of
 the module `bodies` of its API:

@@ -1,4 +1,4 @@
-"""From a planned request to its response, for every API that generates."""
+"""Responses to planned requests, for every API that generates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the formats of the OpenAI API have in common: turning deltas into a body or into stream chunks."""
+"""The base of the OpenAI API's formats, which turn deltas into a body or into stream chunks."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _IN_PLANS = {"messages", "prompt", "token_ids"}
 
 
 class Position(NamedTuple):
-    """How much of one choice a client has."""
+    """The part of one choice that a client has."""
 
     tokens: int = 0
     has_finished: bool = False
@@ -70,7 +70,7 @@ _NOTHING = Position(-1)
 
 
 class Origin(NamedTuple):
-    """What an answer follows from. Gateways with equal models generate the same answer from the same origin."""
+    """The origin of an answer. Gateways with equal models generate the same answer from the same origin."""
 
     digest: bytes
     """12 bytes; see `answer_digest`."""

@@ -1,4 +1,4 @@
-"""What the gateway does with HTTP itself, before access rules and routes.
+"""HTTP itself: connections, bodies, errors and access, before any route.
 
 protocol  one connection: limits of request heads, and answers to HTTP/1.0
 paths     the path of a route, however a client or a proxy spells it

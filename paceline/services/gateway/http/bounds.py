@@ -1,4 +1,4 @@
-"""How much the JSON of a body may hold. It is counted before anything is made of it.
+"""Bounds of the JSON in a body, which is counted before anything is made of it.
 
 Ten bytes of JSON become an object of several hundred bytes, which takes microseconds to check. So the size of a body
 alone bounds neither the memory nor the time that it costs. `Bounds` has all bounds, which are options. The first two

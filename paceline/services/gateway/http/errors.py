@@ -31,7 +31,7 @@ _NAME_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """What is wrong with one field of a request."""
+    """A fault of one field of a request."""
 
     place: str
     """The path of the innermost field, such as "messages[0].role"."""

@@ -1,4 +1,4 @@
-"""From a request's body to its plan. It needs no worker.
+"""Planning: a request's body becomes a plan. No worker is needed.
 
 In: a body of any API. Out: a `Plan`: prompts as token ids, media, sampling parameters, wanted constraints. `planning`
 makes it, `tokenizer` and `chat_template` belong to the model, `media` and `constraints` use processes of their own.

@@ -98,7 +98,7 @@ class StructuredOutputs(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """How the grammar reads schemas; see `grammar.OPTIONS`."""
+        """Options with which the grammar reads schemas; see `grammar.OPTIONS`."""
         spacing = COMPACT if self.disable_any_whitespace else spacing_of(self.whitespace_pattern)
         return {**spacing, "closed": False} if self.allow_additional_properties else spacing
 

@@ -1,4 +1,4 @@
-"""What a gateway knows about the next use of a context: what its client asks for, and how its answer ended. Pure."""
+"""Hints about the next use of a context, from what its client asks for and how its answer ended. Pure."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How the answers of a request are read."""
+    """The way in which the answers of a request are read."""
 
     read: Callable[[Answer], Steps[None]]
     """The computation that reads one answer."""

@@ -217,7 +217,7 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rul
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a request wants of the answers to its prompts."""
+    """A request's wishes for the answers to its prompts."""
 
     max_tokens: int | None
     default_max_tokens: int

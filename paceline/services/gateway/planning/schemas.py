@@ -120,7 +120,7 @@ class GenerationRequest(NamedRequest, ContentFields):
 
     @property
     def retention(self) -> str | None:
-        """How long the client wants the prompt to be cached; None if it does not say."""
+        """The time for which the client wants the prompt to be cached; None if it does not say."""
         return self.prompt_cache_retention or (None if self.prompt_cache_key is None else "in_memory")
 
     @property

@@ -1,4 +1,4 @@
-"""How a causal model judges a document: the prompt of a query and a document, and the two tokens that may follow it."""
+"""Judgement of a document by a causal model: the prompt of a query and a document, and its two possible answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests may use each other's cached blocks and encodings: those of one owner, unless the operator shares them.
+"""Salts, so that only requests of one owner use each other's cached blocks, unless the operator shares them.
 
 Whoever finds a cached block learns that another request has had the same tokens. So each request gets a salt, which is
 in the names of its blocks. The operator can let keys share theirs, and can name beginnings of prompts, such as system

@@ -188,7 +188,7 @@ class TokensEvent(TokensAnswer):
 
 
 class StreamState(Body):
-    """What the server has to know about the events before; the client sends what the last answer had.
+    """The state after the events before, which the client sends back as the last answer had it.
 
     The names are vLLM's, whose state has more fields.
     """

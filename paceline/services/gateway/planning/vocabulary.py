@@ -40,7 +40,7 @@ class Vocabulary:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """How texts are written in grammars. Made once, because a model may have thousands of added tokens."""
+        """The spelling of texts in grammars. It is made once, because a model may have thousands of added tokens."""
         return Spelling(self.own_tokens)
 
     def prepare(self) -> None:

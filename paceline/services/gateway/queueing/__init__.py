@@ -1,1 +1,1 @@
-"""Who is admitted next, and who is refused: the pure decisions of the gateway's queue."""
+"""The gateway's queue: the order of those who wait, and refusals. The decisions are pure functions."""

@@ -1,4 +1,4 @@
-"""What is measured of the load of a fleet, and what follows for requests that want to be admitted.
+"""Measures of the load of a fleet, and their consequences for requests that want to be admitted.
 
 Pure logic: all instants are arguments, of one clock, in seconds. The gateway feeds it with events of its attempts
 (`load_control.py`), and the simulator with events of its own.

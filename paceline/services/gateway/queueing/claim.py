@@ -1,4 +1,4 @@
-"""What a request tells the queue about itself."""
+"""The claim of a request on the queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.core.request_classes import DEFAULT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request that has to wait needs, and until when. Instants are of time.monotonic()."""
+    """The needs of a request that has to wait, with their deadlines. Instants are of time.monotonic()."""
 
     work: float = 1.0
     """Tokens of its prompt that are not cached, and tokens of its answer as far as they can be expected."""

@@ -1,4 +1,4 @@
-"""How many requests each decode worker may run so that the time between tokens stays within objectives. Pure logic.
+"""The most requests of each decode worker for which the time between tokens stays within objectives. Pure.
 
 A decode step takes longer the more requests it serves, and how much longer depends on the model, the contexts and what
 else the machine does. So the limit is found by measuring, as TCP finds its window: it falls by a tenth when too

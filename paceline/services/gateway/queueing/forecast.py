@@ -1,4 +1,4 @@
-"""How long a request will wait for its first token. Pure logic: all instants are of one clock, in seconds.
+"""The forecast of a request's wait for its first token. Pure logic: all instants are of one clock, in seconds.
 
 The forecast is made of measurements only: the rate at which waiting work is admitted, and the time from an admission to
 the first token. So it holds whatever limits the fleet: prefill, places for decoding, or KV memory.

@@ -1,4 +1,4 @@
-"""Who waits, who is next, and who is refused: the decisions of the admission queue, without its waiting.
+"""The state and the decisions of the admission queue, without its waiting.
 
 The gateway waits with asyncio (`admission_queue.py`), and the simulator with events. All instants are arguments, of one
 clock, in seconds.

@@ -23,7 +23,7 @@ LONGEST_PROMISE = 300.0
 
 
 class WaitLimit(NamedTuple):
-    """How long a request may wait for its admission from now on, and why not longer."""
+    """The longest wait of a request for its admission from now on, and its reason."""
 
     seconds: float
     reason: Reason

@@ -1,4 +1,4 @@
-"""What a placement depends on, and what it is: a request's needs, the workers that could run it, and those that do."""
+"""The input and the result of a placement: a request's needs, the workers that could run it, and those that do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the encoding of a piece of media is, or will be computed. Pure functions of a snapshot of the fleet."""
+"""The place where the encoding of a piece of media is or will be. Pure functions of a snapshot of the fleet."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class HostBlocks:
 
 
 class _Host(NamedTuple):
-    """What the index knows of one host."""
+    """The blocks of one host in the index."""
 
     number: int
     """Its number in the sets of holders."""

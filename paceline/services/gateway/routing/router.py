@@ -1,4 +1,4 @@
-"""Where a request runs: a pure function of the request and of what is known about the fleet.
+"""The router: it places a request, as a pure function of the request and of what is known about the fleet.
 
 Each way to run a request has a cost in seconds: the estimated time to its first token, and a penalty for the delay of
 other requests. The cheapest way is taken. In this table, "the worker" computes the prompt; rates are tokens per second.

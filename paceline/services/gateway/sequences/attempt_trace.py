@@ -89,7 +89,7 @@ class AttemptTrace:
 
     @property
     def decode_times(self) -> list[float]:
-        """When each message with tokens came from the decode worker. A prefill worker sends the first one."""
+        """The instants at which tokens came from the decode worker. A prefill worker sends the first one."""
         return self.token_times if self.prefill is None else self.token_times[1:]
 
     @property

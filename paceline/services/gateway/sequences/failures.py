@@ -1,4 +1,4 @@
-"""When a request is given up because of its own failures. A pure rule.
+"""The rule by which a request is given up because of its own failures. Pure.
 
 A request whose deadline has not come is given up only if the request itself seems to be the reason of its failures: if
 attempts failed again and again at the same step of it. The end of a worker says little about a request, because workers
@@ -23,7 +23,7 @@ the reason has made progress before."""
 
 
 class Step(NamedTuple):
-    """How far a request has got. Later steps are greater."""
+    """The progress of a request. Later steps are greater."""
 
     tokens: int = 0
     """Tokens of the answer that count as progress; see `SequenceRun.step`."""
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 class Cause(enum.Enum):
-    """What ended an attempt."""
+    """The cause of an attempt's end."""
 
     ELSEWHERE = enum.auto()
     """Nothing that the request did: its worker drains or had not begun, or a link between hosts failed."""

@@ -18,7 +18,7 @@ AnyAttempt = Attempt | ComputeAttempt
 
 @dataclass(frozen=True, slots=True)
 class KindOfWork:
-    """How the gateway treats one kind of work."""
+    """The treatment of one kind of work by the gateway."""
 
     place: Callable[[Need, Iterable[Candidate]], Placement | None]
     """A function that returns the cheapest placement."""

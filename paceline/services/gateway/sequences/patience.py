@@ -1,4 +1,4 @@
-"""How long the gateway goes on with a sequence, and the errors that say why it was given up."""
+"""The gateway's patience with a sequence, and the errors that say why it was given up."""
 
 from __future__ import annotations
 

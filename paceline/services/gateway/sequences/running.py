@@ -1,4 +1,4 @@
-"""What runs now: requests, by their owners and the ids that their clients know, and attempts."""
+"""The requests that run now, by their owners and the ids that their clients know, and the attempts."""
 
 from __future__ import annotations
 

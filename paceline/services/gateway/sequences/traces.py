@@ -45,7 +45,7 @@ class SequenceTrace:
 
     @property
     def admitted(self) -> float | None:
-        """When the first attempt was admitted."""
+        """The instant at which the first attempt was admitted."""
         return next((attempt.admitted for attempt in self.tries if attempt.admitted is not None), None)
 
     @property
@@ -95,7 +95,7 @@ class SequenceTrace:
 
     @property
     def token_times(self) -> list[float]:
-        """When each message with tokens came."""
+        """The instants at which messages with tokens came."""
         return list(itertools.chain.from_iterable(attempt.token_times for attempt in self.tries))
 
     @property
@@ -105,7 +105,7 @@ class SequenceTrace:
 
     @property
     def handed_over(self) -> float | None:
-        """When a decode worker was last told that the blocks are filled."""
+        """The instant at which a decode worker was last told that the blocks are filled."""
         told = (attempt.handed_over for attempt in reversed(self.tries))
         return next((instant for instant in told if instant is not None), None)
 

@@ -1,4 +1,4 @@
-"""What this gateway tells the planner about the requests of each class. All counts are totals since its start."""
+"""This gateway's report to the planner about the requests of each class. All counts are totals since its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway keeps for its clients: responses, files and batches, in one SQL database that gateways may share.
+"""The store of clients' responses, files and batches, in one SQL database that gateways may share.
 
 database  the SQL databases that may be used
 store     one database, its tables, and the thread that uses it

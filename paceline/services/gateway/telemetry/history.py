@@ -64,7 +64,7 @@ COLUMNS = (
 
 
 class _Bin:
-    """What happened in one bin."""
+    """The figures of one bin."""
 
     __slots__ = ("counters", "ended", "failed", "itl", "levels", "seconds", "ttft")
 

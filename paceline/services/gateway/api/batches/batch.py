@@ -57,7 +57,7 @@ class TransitionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with an input file."""
+    """A fault of an input file."""
 
     code: str
     message: str

@@ -17,7 +17,7 @@ MOST_FILE_SECONDS = 30 * 86400
 
 
 class ExpiresAfter(FailFast):
-    """When a file expires."""
+    """The time at which a file expires."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_FILE_SECONDS, le=MOST_FILE_SECONDS)

@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the application answered to a line."""
+    """The application's answer to a line."""
 
     status: int
     request_id: str

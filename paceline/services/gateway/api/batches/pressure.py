@@ -1,4 +1,4 @@
-"""How many lines of batches may run now, so that they only use what is idle."""
+"""The number of batches' lines that may run now, so that they use only what is idle."""
 
 from __future__ import annotations
 

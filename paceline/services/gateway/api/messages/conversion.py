@@ -1,4 +1,4 @@
-"""From the bodies of the Messages API to those of chats. Pure functions."""
+"""Conversion of bodies of the Messages API to those of chats. Pure functions."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """How the model reasons."""
+    """The client's wishes for the model's reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0)

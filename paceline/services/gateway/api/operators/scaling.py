@@ -31,7 +31,7 @@ NewRole = Literal["prefill", "decode", "standby"]
 
 
 class ScaleRequest(Body):
-    """What shall be. A role or a worker that is left out does not change."""
+    """The wanted fleet. A role or a worker that is left out does not change."""
 
     model: str | None = None
     """The model whose fleet is meant; a gateway with one model needs no name."""

@@ -1,4 +1,4 @@
-"""From a request and its earlier turns to the plan of a chat. Pure functions."""
+"""Plans of responses: a request and its earlier turns become a chat. Pure functions."""
 
 from __future__ import annotations
 

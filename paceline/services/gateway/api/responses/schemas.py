@@ -44,7 +44,7 @@ class FunctionTool(EchoedBody):
 
 
 class CustomFormat(Body):
-    """What the input of a custom tool must look like."""
+    """The form of a custom tool's input."""
 
     type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] | None = None

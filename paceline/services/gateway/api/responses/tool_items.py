@@ -118,7 +118,7 @@ class OutputItem(Item):
 
 
 class CallOutputItem(OutputItem):
-    """What a tool returned. It may be one image, such as a computer's screenshot."""
+    """The result of a tool. It may be one image, such as a computer's screenshot."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
     output: str | list[OutputPart] | Json
@@ -147,7 +147,7 @@ class CallOutputItem(OutputItem):
 
 
 class AgentOutputItem(OutputItem):
-    """What one of OpenAI's tools returned: text, or what each command of a shell wrote and how it ended."""
+    """The result of one of OpenAI's tools: text, or the output and the end of each command of a shell."""
 
     model_config = _KEEPING
 

@@ -1,4 +1,4 @@
-"""Who may call the gateway, what a caller sees, and how much it may use.
+"""Access: the callers of the gateway, the things that they see, and their limits.
 
 `decisions.py` decides for each route, `guard.py` applies the decisions, `book.py` has the keys, `limiter.py` has the
 limits of each key. Routes ask `caller_of(request)`.

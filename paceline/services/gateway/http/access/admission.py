@@ -10,7 +10,7 @@ from paceline.services.gateway.http.access.minute_limit import Charge
 
 
 class Admission:
-    """What a request is charged, from its beginning to its end. Without a meter nothing is charged or limited.
+    """The charge of a request, from its beginning to its end. Without a meter nothing is charged or limited.
 
     It is a context manager: the request runs while at least one `with` statement is open. A response in the background
     goes on after its HTTP request has ended.

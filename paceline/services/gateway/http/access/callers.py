@@ -14,7 +14,7 @@ _owner: ContextVar[str] = ContextVar("paceline_owner", default="")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request."""
 
     name: str
     """Name of the key; "" if the caller has none."""

@@ -1,4 +1,4 @@
-"""Which web pages of other origins may call the API from a browser."""
+"""The rule for web pages of other origins that call the API from a browser (CORS)."""
 
 from __future__ import annotations
 

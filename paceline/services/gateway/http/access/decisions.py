@@ -1,4 +1,4 @@
-"""Who may call each route. A path that is not in this table does not exist: the guard answers it with 404."""
+"""The table of routes and their callers. A path that is not in it does not exist: the guard answers it with 404."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Mount, compile_path
 
 
 class Access(enum.Enum):
-    """Who may call a route."""
+    """The callers to whom a route is open."""
 
     OPEN = "open"
     """Everybody. Such a route tells nothing about requests and their clients."""

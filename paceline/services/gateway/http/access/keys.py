@@ -37,7 +37,7 @@ Amount = Annotated[int, Field(ge=1, le=10**12)]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one key may use; None is no limit."""
+    """The limits of one key; None is no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None

@@ -25,7 +25,7 @@ NEGLIGIBLE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Gateways:
-    """What all gateways of the cluster tell about keys."""
+    """The reports of all gateways of the cluster about keys."""
 
     own: str
     """Name of this gateway."""
@@ -36,7 +36,7 @@ class Gateways:
 
 
 class Limiter:
-    """What all keys use of their limits at this gateway.
+    """The use of all keys' limits at this gateway.
 
     Args:
         gateways: returns what the gateways of the cluster tell now.

@@ -1,4 +1,4 @@
-"""What one key uses of its limits at this gateway. The lines of its batches have a meter of their own."""
+"""The use of one key's limits at this gateway. The lines of its batches have a meter of their own."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ GRAIN = 0.1
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """What was used at about one time."""
+    """The use of a limit at about one time."""
 
     at: float
     amount: int
@@ -48,7 +48,7 @@ ALL = Part()
 
 
 class MinuteLimit:
-    """What was used of a limit in the last minute, and whether more may be used."""
+    """The use of a limit in the last minute, which says whether more may be used."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute

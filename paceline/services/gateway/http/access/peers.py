@@ -1,4 +1,4 @@
-"""Where a request comes from: a process of this machine, or a web page of somebody else in a user's browser."""
+"""The origin of a request: a process of this machine, or somebody else's web page in a user's browser."""
 
 from __future__ import annotations
 

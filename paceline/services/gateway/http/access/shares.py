@@ -1,4 +1,4 @@
-"""How several gateways share the limits of a key: pure logic.
+"""Shares of several gateways in the limits of a key. Pure logic.
 
 Each gateway tells the others, in its heartbeat, how much a key wants and uses of each limit there. All compute the same
 shares from this. What is wanted is shared in proportion, and what is left of a limit in equal parts. So a key that
@@ -20,7 +20,7 @@ LEFT = 0.02
 
 
 class Use(Protocol):
-    """What a gateway tells about one key."""
+    """The report of a gateway about one key."""
 
     name: str
     wanted_requests: float

@@ -17,7 +17,7 @@ def new_call_id() -> str:
 
 
 class Answer:
-    """What a form's parser reads from, and the parts that it has found.
+    """The text that a form's parser reads, and the parts that it has found.
 
     White space around the parts is no part of them: after reasoning and calls and before them, it is dropped. The end
     of an answer that is nothing but content keeps its white space.

@@ -33,7 +33,7 @@ class Tool:
 
 
 class Spelling:
-    """How texts are written in a grammar: tokens that stand for themselves by id, all else as strings.
+    """The spelling of texts in a grammar: some tokens stand for themselves by id, all else are strings.
 
     Args:
         own_tokens: ids of the tokens that were added to the vocabulary and are no text for the library, by text.

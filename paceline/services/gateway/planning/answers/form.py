@@ -1,4 +1,4 @@
-"""How a model marks its reasoning, and how it writes tool calls."""
+"""The forms in which models mark their reasoning and write tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.services.gateway.planning.answers.reader import Reader, Steps
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """How a model marks its reasoning."""
+    """The marks of a model's reasoning."""
 
     start: str
     end: str
@@ -29,7 +29,7 @@ class Thought:
 
 
 class ToolForm:
-    """How a family of models writes tool calls: where they begin, how they are read, and their grammar.
+    """A family's form of tool calls: its triggers, its parser and its grammar.
 
     Attributes:
         name: the name by which users choose the form.

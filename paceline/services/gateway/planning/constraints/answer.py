@@ -24,7 +24,7 @@ _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class AnswerWriting:
-    """How a model writes answers."""
+    """The form in which a model writes answers."""
 
     forms: AnswerForms
     spelling: Spelling

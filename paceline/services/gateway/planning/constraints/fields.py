@@ -1,4 +1,4 @@
-"""What a request says about the form of its answers, as plain data for the process that makes constraints."""
+"""The fields of a request about the form of its answers, as plain data for the process that makes constraints."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ _GOES_ON, _ENDS = b"+", b"-"
 
 @dataclass(frozen=True, slots=True)
 class TrialModel:
-    """What trials of one model need."""
+    """The parts of one model that trials need."""
 
     writing: AnswerWriting
     tokenizer: LLTokenizer | str
@@ -70,7 +70,7 @@ class TrialModel:
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """What one trial may use."""
+    """The limits of one trial."""
 
     cpu_seconds: int
     memory: int

@@ -1,4 +1,4 @@
-"""What a process that decodes has answered. A hostile file may have taken it over, so nothing of it is believed.
+"""The answer of a process that decodes. A hostile file may have taken it over, so nothing of it is believed.
 
 All functions raise ValueError, KeyError, TypeError or OverflowError if an answer contradicts itself.
 """

@@ -1,4 +1,4 @@
-"""What the decoders of images, videos and audio share."""
+"""The common part of the decoders of images, videos and audio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a prompt for an image, a video or audio. Pure values."""
+"""The tokens that stand in a prompt for an image, a video or audio. Pure values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Piece: TypeAlias = str | int | Run
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What stands in a prompt for one item."""
+    """The tokens that stand in a prompt for one item."""
 
     pieces: tuple[Piece, ...] = ()
 

@@ -1,4 +1,4 @@
-"""From the items of a request to what stands in its prompt: loading, the model's preprocessing, limits."""
+"""Preparation of a request's items for its prompt: loading, the model's preprocessing, limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was made of items that clients have sent lately, by the names that clients gave them."""
+"""Prepared items that clients have sent lately, by the names that clients gave them."""
 
 from __future__ import annotations
 

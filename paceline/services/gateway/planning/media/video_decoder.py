@@ -92,7 +92,7 @@ def _frame_pixels(sampling: FrameSampling, count: int, max_pixels: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Where the frames of a file are, in units of `time_base` seconds."""
+    """The times of a file's frames, in units of `time_base` seconds."""
 
     times: list[int]
     """When frames are shown. The list has no frames that an edit list hides."""

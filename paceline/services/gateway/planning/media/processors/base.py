@@ -1,4 +1,4 @@
-"""What all processors have in common."""
+"""The base class of processors."""
 
 from __future__ import annotations
 

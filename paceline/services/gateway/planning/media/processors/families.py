@@ -1,4 +1,4 @@
-"""Which processor a model has. A new family needs an entry in `FAMILIES`."""
+"""The processor of each family of models. A new family needs an entry in `FAMILIES`."""
 
 from __future__ import annotations
 
