@@ -83,6 +83,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.soak": "--hours 0.005 --rate 4",
     "bench.start": "--model {model} --rounds 1",
     "bench.structured": "--url {url} --count 2",
+    "bench.structured_pair": "{url} {url} --count 1",
     "bench.swap": "--model {model} --prompts 16 --prompt-tokens 200 --tokens 8 --rounds 1 --concurrency 2 --small 1MiB",
     "bench.tools": "--url {url} --count 2 --max-tokens 64",
     "bench.transformers_peer": "{model} --rounds 1",
